@@ -297,7 +297,7 @@ def check_tensors(
     expected, found = expected_shapes(spec, prefixes), dict(packed.unpacked_shapes(tensors))
     stored = packed.stored
     messages = [
-        *packed.told,
+        *packed.mistake_lines,
         *_mistakes("missing tensors", _missing(spec, expected, found, prefixes)),
         *_mistakes("unexpected tensors", [name for name in found if name not in expected]),
         *_mistakes("tensors of a wrong shape", [

@@ -347,8 +347,8 @@ class _OpenFiles:
             return self._read(name, index, part.slices)
         read = partial(self._read, slices=part.slices)
         if packed.matrices or index is None:
-            return packed.dequantized(read, index)
-        return packed.dequantized(read)[index]
+            return packed.dequantize(read, index)
+        return packed.dequantize(read)[index]
 
     def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
         """Return a view of the mapped file, or a tensor that is read from a GGUF file."""

@@ -50,10 +50,10 @@ def _scan(path: Path, scanned: list[GptqTensor], tensors: Stored) -> bool:
     misread, wrong = False, []
     for each in scanned:
         words, outputs = zero_words(tensors[each.stored_zeros]), each.shape[0]
-        misread = misread or each.zeros.misread(words, each.bits, outputs)
-        found = each.zeros.unfit(words, each.bits, outputs)
+        misread = misread or each.zeros.is_misread(words, each.bits, outputs)
+        found = each.zeros.first_wrong_value(words, each.bits, outputs)
         if found is not None:
-            wanted = " or ".join(each.zeros.wanted(each.bits))
+            wanted = " or ".join(each.zeros.expected_values(each.bits))
             wrong.append(
                 f"{each.stored_zeros} stores {found}, and the checkpoint states sym: true; wanted {wanted} everywhere"
             )

@@ -1,5 +1,7 @@
-"""AWQ as AutoAWQ writes it for its `gemm` kernels (Lin et al., 2024, "AWQ"): codes of 4 bits along the outputs, with a
-scale and a zero for each group of inputs."""
+"""AWQ checkpoints in AutoAWQ's `gemm` layout (Lin et al., 2024, "AWQ").
+
+A word holds the 4-bit values of eight outputs. Each group of inputs has a scale and a zero point per output.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ from batchinfer_kernels.arithmetic import WeightForm
 if TYPE_CHECKING:
     from torch import Tensor
 
-BITS, HELD = 4, 8  # of a code, and codes in a word
-# Where each of the eight outputs of a word lies in it
+BITS, HELD = 4, 8  # bits of a value, and values per word
+# For each of the eight outputs of a word, the position of its value
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat(QweightFormat):
-    """Weights of AWQ. `group`: inputs that share a scale, None: all."""
+    """The format of AWQ checkpoints.
+
+    Attributes:
+        group: Number of inputs that share a scale, or None if all inputs of an output do.
+    """
 
     group: int | None
 
@@ -55,7 +61,15 @@ class AwqFormat(QweightFormat):
 
 
 def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Return the format of `quant_method: awq`."""
+    """Parse a `quantization_config` with `quant_method: awq`.
+
+    Args:
+        stated: The `quantization_config` of config.json.
+        mistakes: Receives messages about values that are unsupported.
+
+    Returns:
+        The format, or None if there are such values.
+    """
     bits, version = stated.get("bits", stated.get("w_bit")), stated.get("version", "gemm")
     group = stated.get("group_size", stated.get("q_group_size", -1))
     wrong = []
@@ -70,8 +84,14 @@ def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 @dataclass(frozen=True, slots=True)
 class AwqTensor(PackedTensor):
-    """A matrix stored as codes (K, words of outputs), scales (groups, N) and zeros (groups, words of outputs).
-    `group`: inputs that share a scale."""
+    """A weight matrix (N outputs, K inputs) in AutoAWQ's layout.
+
+    The tensors in `stored` are int32 words of 4-bit values (K, N / 8), scales (groups, N), and zero points (groups, N /
+    8).
+
+    Attributes:
+        group: Number of inputs that share a scale.
+    """
 
     format: ClassVar[str] = "awq"
 
@@ -79,15 +99,20 @@ class AwqTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: int4 in groups, or None if operators lack groups of this size."""
         return int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        from batchinfer.models.formats.codes import int4_codes, unpacked
+        """Read the values as int8 from -8 to 7, (outputs, inputs), with scales and zero points (outputs, groups)."""
+        from batchinfer.models.formats.codes import int4_codes, unpack_words
 
         values, scales, zeros = map(read, self.stored)
-        return int4_codes(unpacked(values, BITS, ORDER).t(), scales.t(), unpacked(zeros, BITS, ORDER).t())
+        return int4_codes(
+            unpack_words(values, BITS, ORDER).t(), scales.t(), unpack_words(zeros, BITS, ORDER).t()
+        )
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
         values, scales, zeros = self.stored
         words, columns = slice_of(outputs, HELD, "outputs"), slice(*outputs)
         group, groups, lines = cut_inputs(inputs, self.shape[1], self.group, 1)
@@ -95,8 +120,9 @@ class AwqTensor(PackedTensor):
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         return replace(self, shape=shape, group=group), slices
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        from batchinfer.models.formats.codes import scaled, unpacked
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        from batchinfer.models.formats.codes import apply_scales, unpack_words
 
         values, scales, zeros = map(read, self.stored)
-        return scaled(unpacked(values, BITS, ORDER), scales, unpacked(zeros, BITS, ORDER)).t()
+        return apply_scales(unpack_words(values, BITS, ORDER), scales, unpack_words(zeros, BITS, ORDER)).t()

@@ -1,5 +1,8 @@
-"""bitsandbytes (Dettmers et al., 2023, "QLoRA"; 2022, "LLM.int8()"): nf4 and fp4 in blocks of a flattened matrix, whose
-scales may be quantised again, and int8 with a scale for each output."""
+"""bitsandbytes checkpoints with 4-bit or 8-bit weights (Dettmers et al., 2023, "QLoRA"; 2022, "LLM.int8()").
+
+nf4 and fp4 have a scale per block of the flattened matrix, and the scales may be quantised too. int8 has a scale per
+output.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS = ("nf4", "fp4")
-MAX_STATE_BYTES = 4096  # of the JSON beside a matrix; bitsandbytes writes some 150
+MAX_STATE_BYTES = 4096  # of the JSON of a 4-bit weight; bitsandbytes writes about 150
 _MAX_CODE = 127.0
 
 
 class BitsandbytesFormat(StoredFormat):
-    """Weights of bitsandbytes, whose bits their tensors show."""
+    """The format of bitsandbytes checkpoints. The names and dtypes of tensors show whether a weight has 4 or 8 bits."""
 
     def find(self, tensors: Stored) -> PackedTensors:
+        """Return the 4-bit and 8-bit weights among a checkpoint's tensors."""
         packed = PackedTensors()
         for name, tensor in tensors.items():
             for kind in KINDS:
@@ -43,28 +47,36 @@ class BitsandbytesFormat(StoredFormat):
 
 
 def bitsandbytes_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Return the format of `quant_method: bitsandbytes`."""
+    """Parse a `quantization_config` with `quant_method: bitsandbytes`.
+
+    Args:
+        stated: The `quantization_config` of config.json.
+        mistakes: Receives a message if neither `load_in_4bit` nor `load_in_8bit` is true.
+
+    Returns:
+        The format, or None in that case.
+    """
     if stated.get("load_in_4bit") or stated.get("load_in_8bit") or stated.get("_load_in_4bit"):
         return BitsandbytesFormat()
     mistakes.append(
         f"bitsandbytes: load_in_4bit is {shown(stated.get('load_in_4bit'))} and load_in_8bit "
-        f"{shown(stated.get('load_in_8bit'))}; wanted one of them to be true"
+        f"{shown(stated.get('load_in_8bit'))}; wanted true for load_in_4bit or load_in_8bit"
     )
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The sizes that the JSON beside a matrix of 4 bits states."""
+    """The sizes in the `quant_state` JSON of a 4-bit weight."""
 
     shape: Shape
     block: int  # values that share a scale
-    nested_block: int  # scales that share one; 0: they are floats
-    offset: float  # added to quantised scales
+    nested_block: int  # quantised scales that share a scale, or 0 if scales are floats
+    offset: float  # added to each quantised scale
 
 
 def _state_of(content: bytes) -> _State | None:
-    """Return what the JSON says; None if it is not right."""
+    """Parse the `quant_state` JSON of a 4-bit weight, or return None if it is invalid."""
     try:
         stated = json.loads(content)
         state = _State(
@@ -81,7 +93,6 @@ def _state_of(content: bytes) -> _State | None:
 
 
 def _add_4bit(packed: PackedTensors, name: str, state_name: str, tensors: Stored) -> None:
-    """Note the weight `name` of 4 bits."""
     nested = f"{name}.nested_absmax" in tensors
     ends = ("absmax", "quant_map", *(("nested_absmax", "nested_quant_map") if nested else ()))
     needed = tuple(f"{name}.{end}" for end in ends)
@@ -101,7 +112,7 @@ def _add_4bit(packed: PackedTensors, name: str, state_name: str, tensors: Stored
 
 
 def _fits(tensors: Stored, name: str, state: _State, nested: bool) -> bool:
-    """Whether the tensors of a weight have the sizes that its state says."""
+    """Return True if the tensors of a 4-bit weight have the sizes that its state requires."""
     count = math.prod(state.shape)
     blocks = -(-count // state.block)
     codes, scales, table = (tensors[each].info for each in (name, f"{name}.absmax", f"{name}.quant_map"))
@@ -117,9 +128,17 @@ def _fits(tensors: Stored, name: str, state: _State, nested: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bits4Tensor(PackedTensor):
-    """A tensor whose values lie in one row, two a byte, the first in the upper bits: places in a table of 16 numbers,
-    multiplied with a scale for each `block` of them. With a `nested_block` scales are places in a table of 256, scaled
-    in blocks of that many, and `offset` is added."""
+    """A tensor stored as 4-bit indices into a table of 16 floats, with a scale per block.
+
+    The flattened values are stored two per byte, the first in the upper bits. Nested scales are bytes: indices into a
+    table
+    of 256 floats, which have scales of their own.
+
+    Attributes:
+        block: Number of values that share a scale.
+        nested_block: Number of quantised scales that share a scale, or 0 if scales are floats.
+        offset: Number to add to each scale, if scales are quantised.
+    """
 
     format: ClassVar[str] = "bitsandbytes of 4 bits"
 
@@ -127,27 +146,27 @@ class Bits4Tensor(PackedTensor):
     nested_block: int
     offset: float
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        from batchinfer.models.formats.codes import blockwise, looked_up, pairs_of
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 in its shape; `index` is ignored."""
+        from batchinfer.models.formats.codes import byte_pairs, look_up_pairs, scale_blocks
 
         values, scales, table, *nested = (read(name) for name in self.stored[:-1])
         if nested:
             again, places = nested
-            scales = blockwise(places[scales.int()], again, self.nested_block) + self.offset
+            scales = scale_blocks(places[scales.int()], again, self.nested_block) + self.offset
         swapped = (values.flatten() << 4) | (values.flatten() >> 4)
-        wide = looked_up(swapped, pairs_of(table.tolist()))
-        return blockwise(wide, scales, self.block).view(self.shape)
+        wide = look_up_pairs(swapped, byte_pairs(table.tolist()))
+        return scale_blocks(wide, scales, self.block).view(self.shape)
 
 
 def _add_8bit(packed: PackedTensors, name: str, tensors: Stored) -> None:
-    """Note a weight of 8 bits, whose scales are the largest magnitudes of its outputs."""
     module = name.removesuffix("weight")
     scales, layout = module + "SCB", module + "weight_format"
     if packed.lacks(name, tensors, scales):
         return
     shape = tensors[name].info.shape
     right = len(shape) == 2 and is_float(tensors[scales]) and tensors[scales].info.shape == shape[:1]
-    if layout in tensors:  # 0: outputs are rows; others are of older GPUs
+    if layout in tensors:  # 0 means that outputs are rows; other layouts are for older GPUs
         right = right and tensors[layout].info.dtype == "U8" and tensors[layout].content() == b"\0"
         packed.unused.add(layout)
     packed.add(name, Bits8Tensor(shape, (name, scales)), tensors, right)
@@ -155,10 +174,14 @@ def _add_8bit(packed: PackedTensors, name: str, tensors: Stored) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bits8Tensor(PackedTensor):
-    """A matrix (N, K) stored as int8, and 127 times its scales (N,)."""
+    """A weight matrix (N outputs, K inputs) stored as int8, with the largest magnitude of each output (N,).
+
+    An output's scale is its largest magnitude divided by 127.
+    """
 
     format: ClassVar[str] = "bitsandbytes of 8 bits"
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs); `index` is ignored."""
         values, scales = map(read, self.stored)
         return values.float().mul_((scales.float() / _MAX_CODE)[:, None])

@@ -1,5 +1,7 @@
-"""compressed-tensors, as llm-compressor writes it: groups of layers, each with integers or floats of 4 or 8 bits, and
-weights that have zeros in the place of most values."""
+"""compressed-tensors checkpoints, as llm-compressor writes them.
+
+Each group of layers has 4-bit or 8-bit integers or floats. Weights may also be sparse.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from batchinfer.models.formats.packed_mxfp4 import add_packed_mxfp4
 from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
 
 NAME = "compressed-tensors"
-# By the type and the bits of weights, how they may be scaled, and of how many inputs groups are that say so
+# For each type and number of bits of weights, the supported granularities of scales
 _STRATEGIES: Mapping[tuple[str, int], tuple[str, ...]] = {
     ("float", 8): ("tensor", "channel", "block"),
     ("float", 4): ("tensor_group", "group"),
@@ -24,18 +26,24 @@ _STRATEGIES: Mapping[tuple[str, int], tuple[str, ...]] = {
     ("int", 4): ("tensor", "channel", "group"),
 }
 _FLOAT4_GROUPS = {"tensor_group": NVFP4_GROUP, "group": mxfp4.GROUP}
-# The words of one GPU kernel, in an order which compressed-tensors itself does not undo
+# A layout for one GPU kernel, which compressed-tensors cannot convert back
 _UNREAD = "marlin-24"
-# Rotations that the stored weights have already; others are of activations, while the model runs
+# Rotations that the stored weights already include. Other rotations apply to activations while the model runs.
 _IN_WEIGHTS = ("weight_input", "weight_output")
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedFormat(StoredFormat):
-    """Weights of compressed-tensors; which of its layouts a weight has is seen by its tensors. `bits`: that packed
-    integers may have. `block`: of FP8, as in Fp8Format. `alone`: activations are not to be quantised beside some of the
-    weights in 8 bits. `dense_but`: weights in floats have two zeros in each four inputs, but those of these modules;
-    None: nothing is said of that."""
+    """The format of compressed-tensors checkpoints. The tensors of a weight show which layout it has.
+
+    Attributes:
+        bits: The numbers of bits that packed integers may have.
+        block: Rows and columns that share an FP8 scale, or None if no layer has block scales.
+        alone: True if activations must not be quantised for some of the weights with 8 bits.
+        dense_but: The modules without 2:4 sparsity, if the float weights of all others are stored densely with two
+            zeros
+            per four inputs; None if weights are not stored so.
+    """
 
     bits: tuple[int, ...]
     block: tuple[int, int] | None
@@ -43,8 +51,9 @@ class CompressedFormat(StoredFormat):
     dense_but: frozenset[str] | None = None
 
     def find(self, tensors: Stored) -> PackedTensors:
+        """Return the quantised and sparse weights among a checkpoint's tensors."""
         packed = PackedTensors()
-        whole, masked = sparse.filled(tensors, packed)
+        whole, masked = sparse.fill_masked(tensors, packed)
         self._find(packed, whole)
         sparse.add_masked(packed, masked, whole)
         if self.dense_but is not None:
@@ -52,7 +61,6 @@ class CompressedFormat(StoredFormat):
         return packed
 
     def _find(self, packed: PackedTensors, tensors: Stored) -> None:
-        """Note the quantised weights."""
         for name, tensor in tensors.items():
             if name.endswith(".weight_packed"):
                 self._add_packed(packed, name, tensors)
@@ -75,10 +83,18 @@ class CompressedFormat(StoredFormat):
 
 
 def compressed_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Return the format of `quant_method: compressed-tensors`, if all groups have weights that are read."""
+    """Parse a `quantization_config` with `quant_method: compressed-tensors`.
+
+    Args:
+        stated: The `quantization_config` of config.json.
+        mistakes: Receives a message for each unsupported layout or group of layers.
+
+    Returns:
+        The format, or None if anything is unsupported.
+    """
     wrong = list(_wrong_layout(stated))
     groups, sparsity = stated.get("config_groups"), stated.get("sparsity_config")
-    if not groups and isinstance(sparsity, Mapping):  # its weights are in floats
+    if not groups and isinstance(sparsity, Mapping):  # its weights are floats
         groups = {}
     elif not isinstance(groups, Mapping) or not groups:
         wrong.append(f"config_groups is {shown(groups)}; wanted an object with a group or more")
@@ -106,7 +122,7 @@ def compressed_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredF
 
 
 def _dense_but(sparsity: object) -> frozenset[str] | None:
-    """Return the modules that are left out where weights are stored with their zeros, which are two of each four."""
+    """Return the modules in `sparsity_config.ignore`, or None if its structure is not 2:4."""
     if not isinstance(sparsity, Mapping) or sparsity.get("sparsity_structure") != sparse.HALF_STRUCTURE:
         return None
     left_out = sparsity.get("ignore")
@@ -132,11 +148,11 @@ def _wrong_layout(stated: Mapping[str, Any]) -> Iterator[str]:
         for place in places if isinstance(places, list) else ():
             where = place.get("location") if isinstance(place, Mapping) else None
             if where not in _IN_WEIGHTS:
-                yield f"transform {shown(name)} is of {shown(where)}; wanted only those that are in the weights"
+                yield f"transform {shown(name)} is of {shown(where)}; wanted {' or '.join(_IN_WEIGHTS)}"
 
 
 def _wrong_weights(name: str, weights: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the weights of a group are not read."""
+    """Yield the reasons why the weights of the group `name` are unsupported."""
     kind, strategy = (str(weights.get("type")), weights.get("num_bits")), weights.get("strategy")
     fitting = _STRATEGIES.get((kind[0], kind[1])) if isinstance(kind[1], int) else None
     symmetric = weights.get("symmetric", True)

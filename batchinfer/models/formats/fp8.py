@@ -1,4 +1,4 @@
-"""8-bit floats with a scale for a whole tensor, each output, or each block (DeepSeek-AI, 2024, "DeepSeek-V3")."""
+"""8-bit float weights with a scale per tensor, output or block (DeepSeek-AI, 2024, "DeepSeek-V3")."""
 
 from __future__ import annotations
 
@@ -27,21 +27,26 @@ if TYPE_CHECKING:
 DTYPES = ("F8_E4M3", "F8_E5M2")
 SCALE_DTYPES = (*FLOAT_DTYPES, "F8_E8M0")
 PRODUCT_GROUP = 128  # inputs that share a scale where products are computed of quantised values
-# Of a weight, its scales; of its module, those of activations, which stay as they are once weights are dequantised
+# Endings of the names of a weight's scales, and of its module's activation scales, which dequantised weights ignore
 _SCALES, _ACTIVATIONS = ("_scale_inv", "_scale"), ("input_scale", "activation_scale")
-# Scales of attention for a quantised cache; a job's cache computes its own (docs/models.md)
+# Attention scales for a quantised KV cache. They are ignored: the cache computes its own (docs/models.md).
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format(StoredFormat):
-    """Weights in FP8. `block`: rows and columns that share a scale where there is one for each block. `alone`:
-    activations are not to be quantised."""
+    """The format of checkpoints with 8-bit float weights.
+
+    Attributes:
+        block: Rows and columns that share a scale, if scales are per block; otherwise None.
+        alone: True if activations must not be quantised.
+    """
 
     block: tuple[int, int] | None = None
     alone: bool = False
 
     def find(self, tensors: Stored) -> PackedTensors:
+        """Return the 8-bit float weights among a checkpoint's tensors."""
         packed = PackedTensors()
         for name, tensor in tensors.items():
             if tensor.info.dtype in DTYPES:
@@ -51,7 +56,15 @@ class Fp8Format(StoredFormat):
 
 
 def fp8_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Return the format of `quant_method: fp8` and `fbgemm_fp8`."""
+    """Parse a `quantization_config` with `quant_method: fp8` or `fbgemm_fp8`.
+
+    Args:
+        stated: The `quantization_config` of config.json.
+        mistakes: Receives a message if `weight_block_size` is invalid.
+
+    Returns:
+        The format, or None in that case.
+    """
     block = stated.get("weight_block_size")
     if block is not None and not is_block(block):
         mistakes.append(f"weight_block_size is {shown(block)}; wanted two numbers above 0")
@@ -60,14 +73,22 @@ def fp8_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 
 def is_block(value: object) -> bool:
-    """Whether a value of config.json is a number of rows and one of columns."""
+    """Return True if a value of config.json is a list of two positive integers, rows and columns."""
     return isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
 
 
 def add_fp8(
     packed: PackedTensors, name: str, tensors: Stored, block: tuple[int, int] | None, alone: bool
 ) -> None:
-    """Note a tensor in FP8 and its scales, or what is wrong with them."""
+    """Add an 8-bit float weight to `packed`, or a message if its scales are missing or do not fit.
+
+    Args:
+        packed: The weights of the checkpoint found so far.
+        name: The name of the tensor with the values; its scales are `name` + "_scale_inv" or "_scale".
+        tensors: All tensors of the checkpoint.
+        block: Rows and columns that share a scale, or None if no weight has block scales.
+        alone: True if activations must not be quantised.
+    """
     scales = next((name + end for end in _SCALES if name + end in tensors), None)
     if scales is None:
         packed.mistakes.append(f"{name} is FP8, and its scales {name}{_SCALES[0]} are missing")
@@ -84,7 +105,16 @@ def add_fp8(
 def block_of(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[int, int] | tuple[()] | None:
-    """Return the shape of the block that a scale belongs to; () for the whole tensor; None if the scales do not fit."""
+    """Return the rows and columns that share a scale.
+
+    Args:
+        shape: The shape of the values.
+        scales: The shape of the scales.
+        block: The block that config.json states, or None.
+
+    Returns:
+        (rows, columns), () if there is one scale for the whole tensor, or None if the scales do not fit.
+    """
     if all(size == 1 for size in scales):
         return ()
     if len(shape) != 2:
@@ -98,8 +128,13 @@ def block_of(
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tensor(PackedTensor):
-    """Values in FP8, whose scales hold for a `block` (rows, columns) each; None: one for all. `alone`: as in
-    Fp8Format."""
+    """A weight of 8-bit floats with scales.
+
+    Attributes:
+        block: (rows, columns) that share a scale, or None if the whole tensor does. An output's scale is (1, inputs).
+        dtype: Dtype of the values in safetensors notation.
+        alone: True if activations must not be quantised.
+    """
 
     format: ClassVar[str] = "fp8"
 
@@ -109,21 +144,30 @@ class Fp8Tensor(PackedTensor):
 
     @property
     def matrices(self) -> bool:
+        """Return True if the weight has one scale, since it may then be a stack of the matrices of experts."""
         return self.block is None
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: fp8 per output or per block, or None if the values must be dequantised.
+
+        They must be if they are E5M2, not a matrix, or in blocks of other than 128 columns, or if activations must not
+        be
+        quantised.
+        """
         if self.dtype != DTYPES[0] or len(self.shape) != 2 or self.alone:
             return None
         if self.block is None or self.block == (1, self.shape[1]):
             return WeightForm("fp8", "channel", stored=True)
         return WeightForm("fp8", "block", stored=True) if self.block[1] == PRODUCT_GROUP else None
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32, or its matrix `index`."""
         values, scales = map(read, self.stored)
         return fp8_values(values if index is None else values[index], scales, self.block)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
         of_matrix = (slice(*outputs), slice(*inputs))
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         values, scales = self.stored
@@ -140,6 +184,7 @@ class Fp8Tensor(PackedTensor):
         return replace(self, shape=shape), {values: of_matrix, scales: (rows, columns)}
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
+        """Read the stored values, (outputs, inputs), and their scales: (outputs,), or (row blocks, column blocks)."""
         values, scales = map(read, self.stored)
         high = 1 if self.block is None else self.block[0]
         if self.block is None or (self.block[1] == values.shape[1] and high == 1):
@@ -148,7 +193,13 @@ class Fp8Tensor(PackedTensor):
 
 
 def fp8_values(values: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """values: (N, K), or any shape where `block` is None: one scale for all → float32."""
+    """Return 8-bit floats multiplied with their scales, as float32 in the same shape.
+
+    Args:
+        values: (N, K), or any shape if `block` is None.
+        scales: One scale, or (row blocks, column blocks).
+        block: (rows, columns) that share a scale, or None if all values do.
+    """
     from torch.nn.functional import pad  # slow, and not needed to check a checkpoint
 
     wide, scales = values.float(), scales.float()
@@ -156,7 +207,7 @@ def fp8_values(values: Tensor, scales: Tensor, block: tuple[int, int] | None) ->
         return wide.mul_(scales.reshape(()))
     rows, columns = wide.shape
     high, broad = block
-    missing = (0, -columns % broad, 0, -rows % high)  # of the last blocks
+    missing = (0, -columns % broad, 0, -rows % high)  # to complete the last blocks
     whole = pad(wide, missing) if any(missing) else wide
     blocks = whole.view(whole.shape[0] // high, high, -1, broad)
     blocks.mul_(scales.view(len(blocks), 1, -1, 1))

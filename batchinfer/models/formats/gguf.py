@@ -1,4 +1,4 @@
-"""GGUF of llama.cpp: matrices in blocks of values that share scales, and floats that it stores in another form."""
+"""Weights of GGUF files of llama.cpp: blocks of quantised values that share scales, and floats in another order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from batchinfer_kernels.arithmetic import WeightForm
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Types whose groups of 32 inputs have a scale and codes of 4 bits
-_INT4 = {"Q4_0": False, "Q4_1": True, "Q4_K": True}  # and whether they have offsets
+# Types with 4-bit values in groups of 32 inputs that share a scale, and True if a group also has an offset
+_INT4 = {"Q4_0": False, "Q4_1": True, "Q4_K": True}
 _GROUP, _LEAST = 32, -8
 _AT_ONCE = 1 << 22  # values to unpack at a time, which limits temporary memory
 
@@ -23,8 +23,8 @@ _AT_ONCE = 1 << 22  # values to unpack at a time, which limits temporary memory
 class GgufWeight(PackedTensor):
     """A tensor of a GGUF file.
 
-    Args:
-        type: The storage type.
+    Attributes:
+        type: The storage type of ggml, such as Q4_K.
         heads: The number of heads whose rows are stored as rotated pairs and must be reordered to halves, or 0.
         less: A number to subtract from each value, because the file has added it.
     """
@@ -37,23 +37,27 @@ class GgufWeight(PackedTensor):
 
     @property
     def quantized(self) -> bool:
-        """Whether it is stored in blocks."""
+        """Return True if the values are stored as quantised blocks rather than floats."""
         return self.type.name not in FLOAT_DTYPES
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: int4 in groups of 32, or None except for Q4_0, Q4_1 and Q4_K."""
         offset = _INT4.get(self.type.name)
         return None if offset is None or self.less else int4_form(_GROUP, whole_zeros=not offset)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Zeros are offsets in scales. A scale of 0 is stored where all values of a group are its offset: the group's
-        codes are 0 here, of the scale 1."""
+        """Read the values as int8 from -8 to 7, (outputs, inputs), with scales and zero points (outputs, groups).
+
+        If all values of a group equal its offset, the file stores the scale 0. Such a group gets the scale 1 and equal
+        values.
+        """
         import torch
 
-        from batchinfer.models.formats.gguf_blocks import taken_apart
+        from batchinfer.models.formats.gguf_blocks import split_blocks
 
         stored = self._in_order(read(self.stored[0]))
-        codes, scales, offsets = taken_apart(stored.view(-1, self.type.size), self.type.name)
+        codes, scales, offsets = split_blocks(stored.view(-1, self.type.size), self.type.name)
         shape, lines = self.shape, scales.view(self.shape[0], -1)
         if offsets is None:
             return Codes(codes.reshape(shape), lines)
@@ -63,7 +67,8 @@ class GgufWeight(PackedTensor):
         values = codes.reshape(shape).to(torch.int8).add_(_LEAST)
         return Codes(values, lines, zeros=offsets.view(shape[0], -1).div(lines).add_(_LEAST))
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the tensor and convert it to float32, with rows reordered and `less` subtracted; `index` is ignored."""
         import torch
 
         stored = self._in_order(read(self.stored[0]))
@@ -77,12 +82,12 @@ class GgufWeight(PackedTensor):
         return found.sub_(self.less) if self.less else found
 
     def _values(self, rows: Tensor) -> Tensor:
-        from batchinfer.models.formats.gguf_blocks import taken_apart
+        from batchinfer.models.formats.gguf_blocks import split_blocks
 
-        return taken_apart(rows.reshape(-1, self.type.size), self.type.name).values()
+        return split_blocks(rows.reshape(-1, self.type.size), self.type.name).values()
 
     def _in_order(self, stored: Tensor) -> Tensor:
-        """Return the rows of each head as halves: the first rows of all pairs, then the second rows."""
+        """Return the rows with each head reordered: the first row of every pair, then the second rows."""
         if not self.heads:
             return stored
         pairs = stored.view(self.heads, -1, 2, *stored.shape[1:])
@@ -93,7 +98,7 @@ class GgufWeight(PackedTensor):
 class GgufExperts(PackedTensor):
     """Transposed matrices of experts (experts, inputs, outputs), which interleave the rows of several tensors.
 
-    Args:
+    Attributes:
         parts: For each of these tensors, the matrix (outputs, inputs) of each expert.
     """
 
@@ -103,31 +108,34 @@ class GgufExperts(PackedTensor):
 
     @property
     def matrices(self) -> bool:
+        """Return True: each expert's matrix can be read by itself."""
         return True
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Return the matrices as float32 (experts, inputs, outputs), or that of expert `index`, (inputs, outputs)."""
         import torch
 
         if index is None:
-            return torch.stack([self.dequantized(read, expert) for expert in range(self.shape[0])])
-        rows = [part[index].dequantized(read) for part in self.parts]
+            return torch.stack([self.dequantize(read, expert) for expert in range(self.shape[0])])
+        rows = [part[index].dequantize(read) for part in self.parts]
         return torch.stack(rows, 1).flatten(0, 1).t()
 
 
 @dataclass(frozen=True, slots=True)
 class GgufBiases(PackedTensor):
-    """Biases of experts (experts, outputs), which interleave the values of several tensors."""
+    """Biases of experts (experts, outputs), which interleave the values of the tensors in `stored`."""
 
     format: ClassVar[str] = "GGUF"
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Return the biases as float32 (experts, outputs); `index` is ignored."""
         import torch
 
         return torch.stack([read(name).float() for name in self.stored], -1).flatten(-2)
 
 
 def read_stored(tensor: StoredTensor) -> Tensor:
-    """Return a tensor of a GGUF file: floats in its shape, or blocks as bytes (rows, bytes per row).
+    """Read a tensor of a GGUF file: floats in its shape, or blocks as bytes (rows, bytes per row).
 
     The file is not memory-mapped, since a file that is truncated later would then crash the process.
     """

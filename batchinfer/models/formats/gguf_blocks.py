@@ -1,5 +1,7 @@
-"""The blocks of ggml's types taken apart: codes in groups, each with a scale and maybe an offset. Layouts:
-ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml."""
+"""Splits the quantised blocks of ggml's types into integer values, scales and offsets.
+
+Layouts: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml.
+"""
 
 from __future__ import annotations
 
@@ -9,51 +11,70 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What the codes of IQ4 stand for, and twice what those of MXFP4 do
+# The values of the indices of IQ4, and twice the values of the indices of MXFP4
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_HALF_BIAS = 128  # of the exponent that is a scale, and one more for the codes
+_HALF_BIAS = 128  # the bias of an exponent, plus one because _E2M1 is doubled
 
 
 class BlockGroups(NamedTuple):
-    """The values of n blocks are codes × scales - offsets: codes (n, groups, values of a group), integers; scales and
-    offsets (n, groups) float32. Products of codes and scales are exact."""
+    """The contents of n quantised blocks: their values are codes * scales - offsets.
+
+    Attributes:
+        codes: (n, groups, values per group), integers.
+        scales: (n, groups) float32. Products of codes and scales are exact.
+        offsets: (n, groups) float32, or None for 0.
+    """
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None = None
 
     def values(self) -> Tensor:
-        """Return the values of the blocks, (n, values of a block) float32."""
+        """Return the dequantised values, (n, values per block) float32."""
         found = self.codes.float().mul_(self.scales[..., None])
         if self.offsets is not None:
             found -= self.offsets[..., None]
         return found.flatten(1)
 
 
-def taken_apart(blocks: Tensor, kind: str) -> BlockGroups:
-    """blocks: (n, bytes of a block) uint8 of a type of ggml, by its name."""
+def split_blocks(blocks: Tensor, kind: str) -> BlockGroups:
+    """Split quantised blocks into values, scales and offsets.
+
+    Args:
+        blocks: (n, bytes per block) uint8.
+        kind: The name of the ggml type, such as "Q4_K".
+    """
     return _TYPES[kind](blocks)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 number at a byte of each block, (n, 1) float32."""
+    """Return the float16 number at byte `at` of each block, as (n, 1) float32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _shifted(data: Tensor, width: int, *shifts: int) -> Tensor:
-    """data: (n, bytes) → (n, stretches, shifts, width): each stretch of `width` bytes shifted right by each number."""
+    """Return each segment of `width` bytes shifted right by each number of bits.
+
+    Args:
+        data: (n, bytes) uint8.
+        width: Bytes per segment.
+        shifts: Numbers of bits.
+
+    Returns:
+        (n, segments, shifts, width) uint8.
+    """
     by = torch.tensor(shifts, dtype=torch.uint8)[None, None, :, None]
     return data.reshape(len(data), -1, 1, width) >> by
 
 
 def _nibbles(data: Tensor, width: int) -> Tensor:
-    """Return the low halves of each stretch of `width` bytes and then the high ones, (n, stretches, 2, width)."""
+    """Return the low 4 bits and then the high 4 bits of each segment of `width` bytes, (n, segments, 2, width)."""
     return _shifted(data, width, 0, 4) & 15
 
 
 def _bits(data: Tensor) -> Tensor:
-    """data: (n, 4) → its 32 bits in order, (n, 1, 32)."""
+    """Return the 32 bits of (n, 4) bytes in order, (n, 1, 32)."""
     by = torch.arange(8, dtype=torch.uint8)
     return ((data[:, :, None] >> by) & 1).view(len(data), 1, 32)
 
@@ -88,7 +109,6 @@ def _q2_k(blocks: Tensor) -> BlockGroups:
 
 
 def _q3_k(blocks: Tensor) -> BlockGroups:
-    """The lower bits of its scales are in 8 bytes, the upper two in 4; a code is 4 less where its mask has no bit."""
     low = _nibbles(blocks[:, 96:104], 8).view(-1, 16)
     high = (_shifted(blocks[:, 104:108], 4, 0, 2, 4, 6) & 3).view(-1, 16)
     scales = (low | high << 4).to(torch.int8) - 32
@@ -98,8 +118,10 @@ def _q3_k(blocks: Tensor) -> BlockGroups:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """packed: (n, 12) → 8 scales and 8 minima of 6 bits each: those of the first four groups in the lower bits of the
-    first bytes, whose upper bits complete the others."""
+    """Return the 8 scales and 8 minima of 6 bits each that (n, 12) bytes hold, (n, 8) each.
+
+    The first four of both are in the lower bits of the first eight bytes. The upper bits there complete the other four.
+    """
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
     return scales, torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
@@ -130,7 +152,6 @@ def _iq4_nl(blocks: Tensor) -> BlockGroups:
 
 
 def _iq4_xs(blocks: Tensor) -> BlockGroups:
-    """The upper two bits of its scales are in one word of 16 bits, the others in 4 bytes."""
     upper = blocks[:, 2:4].contiguous().view(torch.int16).int()
     high = (upper >> torch.arange(0, 16, 2)) & 3
     low = _shifted(blocks[:, 4:8], 1, 0, 4).view(-1, 8) & 15

@@ -1,5 +1,8 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it (Frantar et al., 2023, "GPTQ"): values of 2, 4 or 8 bits along the inputs,
-with a scale and a zero point for each group of inputs."""
+"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them (Frantar et al., 2023, "GPTQ").
+
+A word holds values of 2, 4 or 8 bits of consecutive inputs. Each group of inputs has a scale and a zero point per
+output.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,18 @@ from batchinfer_kernels.arithmetic import WeightForm
 if TYPE_CHECKING:
     from torch import Tensor
 
-BITS = (2, 4, 8)  # codes of 3 bits lie across words
+BITS = (2, 4, 8)  # 3-bit values, which cross the borders of words, are unsupported
 
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat(QweightFormat):
-    """Weights of GPTQ.
+    """The format of GPTQ checkpoints.
 
     Attributes:
         bits: Bits of a value, unless the tensors of a module show others.
-        group: Number of inputs that share a scale; None for all.
-        ordered: Whether the group of each input is stored (`desc_act`).
-        zeros: How `qzeros` holds the zero points.
+        group: Number of inputs that share a scale, or None if all inputs of an output do.
+        ordered: True if tensors `g_idx` store the group of each input (`desc_act`).
+        zeros: The layout of the zero points in `qzeros`.
     """
 
     bits: int
@@ -52,12 +55,16 @@ class GptqFormat(QweightFormat):
     zeros: ZeroLayout
 
     def find(self, tensors: Stored) -> PackedTensors:
+        """Return the weights among a checkpoint's tensors.
+
+        The first `qzeros` tensor decides on the layout of all zero points.
+        """
         first = next((name for name in tensors if name.endswith(".qzeros")), None)
         if first is None:
             return QweightFormat.find(self, tensors)
         module = first.removesuffix("qzeros")
         bits = self._bits(tensors, module + "qweight", module + "g_idx")
-        layout = self.zeros.shown_by(tensors[first], bits)
+        layout = self.zeros.detect(tensors[first], bits)
         packed = QweightFormat.find(replace(self, zeros=layout), tensors)
         packed.notices += layout.notices
         return packed
@@ -83,7 +90,10 @@ class GptqFormat(QweightFormat):
         packed.add(module + "weight", found, tensors, right)
 
     def _bits(self, tensors: Stored, values: str, groups: str) -> int:
-        """Return the bits of a module's values; `dynamic` of GPTQModel may give a module other bits than the rest."""
+        """Return the bits of a module's values, from the shapes of its tensors `values` and `groups` (`g_idx`).
+
+        `dynamic` of GPTQModel may give a module other bits than the rest.
+        """
         if groups not in tensors or values not in tensors:
             return self.bits
         words, inputs = _matrix(tensors, values)[0], tensors[groups].info.shape
@@ -92,13 +102,21 @@ class GptqFormat(QweightFormat):
 
 
 def _matrix(tensors: Stored, name: str) -> tuple[int, int]:
-    """Return the shape of a tensor; (0, 0) if it is no matrix."""
+    """Return the shape of a tensor, or (0, 0) if it is not a matrix."""
     shape = tensors[name].info.shape
     return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
 
 
 def gptq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Return the format of `quant_method: gptq`."""
+    """Parse a `quantization_config` with `quant_method: gptq`.
+
+    Args:
+        stated: The `quantization_config` of config.json.
+        mistakes: Receives messages about values that are unsupported.
+
+    Returns:
+        The format, or None if there are such values.
+    """
     bits, group = stated.get("bits"), stated.get("group_size", -1)
     layout = stated.get("checkpoint_format")
     layout = FIRST if layout is None else layout
@@ -132,8 +150,19 @@ def _is_symmetric(stated: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GptqTensor(PackedTensor):
-    """A matrix stored as values (words of inputs, N), scales (groups, N), zero points (groups, words of outputs) and
-    optionally the group of each input. `group` inputs share a scale; if `ordered`, the last tensor says which."""
+    """A weight matrix (N outputs, K inputs) in the layout of GPTQ.
+
+    The tensors in `stored` are int32 words of values (words of inputs, N), scales (groups, N), zero points (groups,
+    words of
+    outputs), and optionally the group of each input.
+
+    Attributes:
+        bits: Bits of a value.
+        group: Number of inputs that share a scale.
+        ordered: True if the last stored tensor decides on the group of each input; otherwise groups are consecutive
+            inputs.
+        zeros: The layout of the zero points.
+    """
 
     format: ClassVar[str] = "gptq"
 
@@ -149,24 +178,31 @@ class GptqTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: int4 in groups, or None if operators lack these bits or groups."""
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        from batchinfer.models.formats.codes import int4_codes, unpacked
+        """Read 4-bit values as int8 from -8 to 7, (outputs, inputs), and scales and zero points (outputs, groups)."""
+        from batchinfer.models.formats.codes import int4_codes, unpack_words
 
         values, scales, zeros = (read(name) for name in self.stored[:3])
         offsets = self._zero_points(zeros).t()
-        return int4_codes(unpacked(values.t(), self.bits), scales.t(), offsets)
+        return int4_codes(unpack_words(values.t(), self.bits), scales.t(), offsets)
 
     def _zero_points(self, words: Tensor) -> Tensor:
-        """words: (groups, words of outputs) int32 → (groups, N) uint8."""
-        from batchinfer.models.formats.codes import unpacked
+        """Unpack `qzeros`, (groups, words of outputs) int32, to zero points (groups, N) uint8."""
+        from batchinfer.models.formats.codes import unpack_words
 
         # A packer subtracts from whole words, and a 0 borrows from the next value. The carry undoes the borrow.
         restored = words + self.zeros.subtracted(self.bits)
-        return unpacked(restored, self.bits)[:, : self.shape[0]]
+        return unpack_words(restored, self.bits)[:, : self.shape[0]]
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`.
+
+        Raises:
+            CannotSplit: Also if the weight has ordered groups and the range has not all inputs.
+        """
         if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
         held, columns = WORD_BITS // self.bits, slice(*outputs)
@@ -177,13 +213,14 @@ class GptqTensor(PackedTensor):
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         return replace(self, shape=shape, group=group), slices
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        from batchinfer.models.formats.codes import in_order, scaled, unpacked
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        from batchinfer.models.formats.codes import apply_scales, consecutive_groups, unpack_words
 
         values, scales, zeros = (read(name) for name in self.stored[:3])
         inputs = self.shape[1]
-        codes = unpacked(values.t(), self.bits).t()
-        groups = None if inputs % self.group == 0 else in_order(inputs, self.group)
+        codes = unpack_words(values.t(), self.bits).t()
+        groups = None if inputs % self.group == 0 else consecutive_groups(inputs, self.group)
         if self.ordered:
             groups = read(self.stored[3])
-        return scaled(codes, scales, self._zero_points(zeros), groups).t()
+        return apply_scales(codes, scales, self._zero_points(zeros), groups).t()

@@ -1,4 +1,4 @@
-"""Integers of 4 and 8 bits along the inputs, as compressed-tensors stores them: packed in words, or as they are."""
+"""Integer weights of compressed-tensors checkpoints: 4-bit or 8-bit values packed in words, or plain int8."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ WORD_BITS = 32
 
 
 def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, among: Collection[int]) -> None:
-    """Note the weight of a module that is stored in words of codes which have one of these numbers of bits."""
+    """Add a weight that is stored as words of integers to `packed`, or a message if its tensors do not fit.
+
+    Args:
+        packed: The weights of the checkpoint found so far.
+        module: The module's name, with a dot at its end.
+        tensors: All tensors of the checkpoint.
+        among: Possible bits of a value. Shapes show which one applies.
+    """
     values, scales, shape = (module + end for end in ("weight_packed", "weight_scale", "weight_shape"))
     zeros, groups = module + "weight_zero_point", module + "weight_g_idx"
     if packed.lacks(values, tensors, scales, shape):
@@ -66,7 +73,7 @@ def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, amo
 
 
 def _stated_shape(tensors: Stored, name: str) -> tuple[int, int]:
-    """Return the shape that a tensor states; (0, 0) if it is none of a matrix."""
+    """Return the (outputs, inputs) that a `weight_shape` tensor stores, or (0, 0) if it is invalid."""
     info = tensors[name].info
     if info.shape != (2,) or info.dtype not in ("I64", "I32"):
         return 0, 0
@@ -75,7 +82,7 @@ def _stated_shape(tensors: Stored, name: str) -> tuple[int, int]:
 
 
 def _fit(scales: Shape, outputs: int, inputs: int) -> bool:
-    """Whether a tensor has a scale for all values, for each output, or for each of its groups of inputs."""
+    """Return True if scales of this shape are for the whole tensor, for each output, or for each group of inputs."""
     if scales in ((1,), (), (outputs,)):
         return True
     return len(scales) == 2 and scales[0] == outputs and scales[1] > 0 and inputs % scales[1] == 0
@@ -83,8 +90,18 @@ def _fit(scales: Shape, outputs: int, inputs: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers(PackedTensor):
-    """A matrix stored as words of codes (N, words of inputs), scales (N, groups), and maybe zeros (words of outputs,
-    groups) and the group of each input. The least code is -2^(bits - 1)."""
+    """A weight matrix (N outputs, K inputs) stored as integers in int32 words.
+
+    The tensors in `stored` are words of values (N, words of inputs), scales (N, groups), the shape, and optionally zero
+    points (words of outputs, groups) and the group of each input. All values are stored with 2^(bits - 1) added.
+
+    Attributes:
+        bits: Bits of a value, 4 or 8.
+        zeros: True if zero points are stored.
+        ordered: True if the last stored tensor decides on the group of each input; otherwise groups are consecutive
+            inputs.
+        group: Number of inputs that share a scale.
+    """
 
     format: ClassVar[str] = "pack-quantized"
 
@@ -95,20 +112,27 @@ class PackedIntegers(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: int4 in groups, or None if operators lack these bits or groups."""
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        from batchinfer.models.formats.codes import int4_codes, unpacked
+        """Read 4-bit values as int8 from -8 to 7, (outputs, inputs), and scales and zero points (outputs, groups)."""
+        from batchinfer.models.formats.codes import int4_codes, unpack_words
 
         values, scales, *_ = map(read, self.stored)
         outputs, inputs = self.shape
         found = None
         if self.zeros:
-            found = unpacked(read(self.stored[3]).t(), self.bits)[:, :outputs].t()
-        codes = unpacked(values, self.bits)[:, :inputs]
+            found = unpack_words(read(self.stored[3]).t(), self.bits)[:, :outputs].t()
+        codes = unpack_words(values, self.bits)[:, :inputs]
         return int4_codes(codes, _lines(scales, outputs).t(), found)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`.
+
+        Raises:
+            CannotSplit: Also if the weight has ordered groups and the range has not all inputs.
+        """
         if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
         held, rows = WORD_BITS // self.bits, slice(*outputs)
@@ -119,30 +143,37 @@ class PackedIntegers(PackedTensor):
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         return replace(self, shape=shape, group=group), slices
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        from batchinfer.models.formats.codes import scaled, unpacked
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        from batchinfer.models.formats.codes import apply_scales, unpack_words
 
         values, scales, *_ = map(read, self.stored)
         outputs, inputs = self.shape
-        codes = unpacked(values, self.bits)[:, :inputs]
+        codes = unpack_words(values, self.bits)[:, :inputs]
         lines = _lines(scales, outputs)
         least = 2 ** (self.bits - 1)
-        if self.zeros:  # as the codes, they are kept above the least one
-            offsets = unpacked(read(self.stored[3]).t(), self.bits)[:, :outputs]
+        if self.zeros:  # like the values, zero points are stored with 2^(bits - 1) added
+            offsets = unpack_words(read(self.stored[3]).t(), self.bits)[:, :outputs]
         else:
             offsets = lines.new_full(lines.shape, least)
         groups = read(self.stored[-1]) if self.ordered else None
-        return scaled(codes.t(), lines, offsets, groups).t()
+        return apply_scales(codes.t(), lines, offsets, groups).t()
 
 
 def _lines(scales: Tensor, outputs: int) -> Tensor:
-    """Return the scales as (groups, N)."""
+    """Return the scales of a matrix with this number of outputs N as (groups, N)."""
     return scales.expand(outputs, 1).t() if scales.numel() == 1 else scales.reshape(outputs, -1).t()
 
 
 def add_int8(packed: PackedTensors, name: str, tensors: Stored, alone: bool) -> None:
-    """Note a weight that is stored as int8, with scales and maybe zeros beside it. `alone`: activations are not to be
-    quantised."""
+    """Add a weight that is stored as int8 to `packed`, or a message if its scales or zero points do not fit.
+
+    Args:
+        packed: The weights of the checkpoint found so far.
+        name: The name of the tensor with the values; its scales are `name` + "_scale".
+        tensors: All tensors of the checkpoint.
+        alone: True if activations must not be quantised.
+    """
     scales, zeros = name + "_scale", name + "_zero_point"
     if packed.lacks(name, tensors, scales):
         return
@@ -160,8 +191,12 @@ def add_int8(packed: PackedTensors, name: str, tensors: Stored, alone: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Int8Tensor(PackedTensor):
-    """A matrix (N, K) stored as int8, with scales and maybe zeros (N, groups). `scales`: the shape of the scales;
-    `alone`: as in add_int8."""
+    """A weight matrix (N outputs, K inputs) stored as int8, with scales and optionally zero points (N, groups).
+
+    Attributes:
+        scales: The shape of the scales.
+        alone: True if activations must not be quantised.
+    """
 
     format: ClassVar[str] = "int8"
 
@@ -170,16 +205,19 @@ class Int8Tensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: int8, or None for zero points, scales not per output, or `alone`."""
         by_channel = self.scales in ((self.shape[0],), (self.shape[0], 1))
         if self.alone or not by_channel or len(self.stored) > 2:
             return None
         return WeightForm("int8", stored=True)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
+        """Read the stored values, int8 (outputs, inputs), and their scales (outputs,)."""
         values, scales = map(read, self.stored)
         return Codes(values, scales.float().reshape(-1))
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
         rows, shape = slice(*outputs), (outputs[1] - outputs[0], inputs[1] - inputs[0])
         if math.prod(self.scales) == 1:
             return replace(self, shape=shape), {self.stored[0]: (rows, slice(*inputs))}
@@ -190,9 +228,10 @@ class Int8Tensor(PackedTensor):
         scales = (shape[0], held)[: len(self.scales)]
         return replace(self, shape=shape, scales=scales), {self.stored[0]: (rows, slice(*inputs)), **lines}
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        from batchinfer.models.formats.codes import scaled
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        from batchinfer.models.formats.codes import apply_scales
 
         values, scales, *zeros = map(read, self.stored)
         lines = _lines(scales, self.shape[0])
-        return scaled(values.t(), lines, _lines(zeros[0], self.shape[0]) if zeros else None).t()
+        return apply_scales(values.t(), lines, _lines(zeros[0], self.shape[0]) if zeros else None).t()

@@ -1,5 +1,7 @@
-"""MXFP4 as in gpt-oss: 4-bit floats (E2M1), 32 of which share a power of two (Open Compute Project, 2023, "OCP
-Microscaling Formats")."""
+"""MXFP4 weights of gpt-oss: groups of 32 4-bit floats (E2M1) that share a power of two.
+
+Open Compute Project, 2023, "OCP Microscaling Formats".
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP, GROUP_BYTES = 32, 16  # values that share a scale, and the bytes that hold them
-BIAS = 127  # of a scale's exponent
+BIAS = 127  # of the exponent of a scale
 
 
 class Mxfp4Format(StoredFormat):
-    """The experts of gpt-oss: `_blocks` of values and their `_scales`."""
+    """The format of gpt-oss checkpoints: weights of experts are stored as tensors `_blocks` and `_scales`."""
 
     def find(self, tensors: Stored) -> PackedTensors:
+        """Return the weights of experts among a checkpoint's tensors."""
         packed = PackedTensors()
         for name in tensors:
             _add(packed, name, tensors)
@@ -38,7 +41,7 @@ class Mxfp4Format(StoredFormat):
 
 
 def mxfp4_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat:
-    """Return the format of `quant_method: mxfp4`, which has no options."""
+    """Return the format of `quant_method: mxfp4`. It has no options, so both arguments are ignored."""
     return Mxfp4Format()
 
 
@@ -56,7 +59,12 @@ def _add(packed: PackedTensors, values: str, tensors: Stored) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts(PackedTensor):
-    """Matrices (…, outputs, groups, bytes), which stand for their transposes (…, inputs, outputs)."""
+    """Matrices of experts (..., inputs, outputs), stored transposed in MXFP4.
+
+    The tensors in `stored` are values (..., outputs, groups, 16), with two values per byte, and exponents of scales
+    (...,
+    outputs, groups).
+    """
 
     format: ClassVar[str] = "mxfp4"
 
@@ -64,25 +72,35 @@ class Mxfp4Experts(PackedTensor):
 
     @property
     def matrices(self) -> bool:
+        """Return True: each expert's matrix can be read by itself."""
         return True
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: MXFP4 in groups of 32."""
         return WeightForm("mxfp4", "group", stored=True, group=GROUP)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
+        """Read the values, (..., outputs, inputs / 2) uint8, and the scales' exponents, (..., outputs, inputs / 32).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: The expert whose matrix is returned, or None for all experts.
+        """
         values, scales = map(read, self.stored)
         if index is not None:
             values, scales = values[index], scales[index]
         return Codes(values.flatten(-2), scales)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
         one = () if index is None else (slice(index, index + 1),)
         part = (*one, slice(*outputs), slice_of(inputs, GROUP, "inputs"))
         shape = (*(1 for _ in one), inputs[1] - inputs[0], outputs[1] - outputs[0])
         return replace(self, shape=shape), dict.fromkeys(self.stored, part)
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Return the matrices as float32 (..., inputs, outputs), or that of expert `index`, (inputs, outputs)."""
         values, scales = map(read, self.stored)
         if index is not None:
             values, scales = values[index], scales[index]
@@ -90,11 +108,19 @@ class Mxfp4Experts(PackedTensor):
 
 
 def mxfp4_values(values: Tensor, scales: Tensor) -> Tensor:
-    """values: (…, groups, 16) uint8, two values a byte; scales: (…, groups) uint8 → (…, groups × 32) float32."""
+    """Dequantise MXFP4 values.
+
+    Args:
+        values: (..., groups, 16) uint8, two values per byte, the first in the lower bits.
+        scales: (..., groups) uint8, the exponents of the groups' scales, with a bias of 127.
+
+    Returns:
+        (..., groups * 32) float32.
+    """
     import torch  # slow, and not needed to check a checkpoint
 
-    from batchinfer.models.formats.codes import E2M1, looked_up, pairs_of
+    from batchinfer.models.formats.codes import E2M1, byte_pairs, look_up_pairs
 
-    wide = looked_up(values, pairs_of(E2M1))
+    wide = look_up_pairs(values, byte_pairs(E2M1))
     wide.mul_(torch.pow(2.0, scales.int() - BIAS)[..., None])
     return wide.flatten(-2)

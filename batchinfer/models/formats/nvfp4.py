@@ -1,5 +1,7 @@
-"""NVFP4: 4-bit floats (E2M1), 16 of which share a scale in FP8, with one more scale for the whole tensor, as
-compressed-tensors and NVIDIA's Model Optimizer store it."""
+"""NVFP4 weights, as compressed-tensors and NVIDIA's Model Optimizer store them.
+
+Groups of 16 4-bit floats (E2M1) share an FP8 scale, and the whole tensor has one more scale.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ ALGORITHMS = ("NVFP4", "FP8")
 
 
 class ModeloptFormat(StoredFormat):
-    """Weights of Model Optimizer: NVFP4 or FP8, which their tensors show."""
+    """The format of NVIDIA Model Optimizer checkpoints. The tensors of a weight show whether it is NVFP4 or FP8."""
 
     def find(self, tensors: Stored) -> PackedTensors:
+        """Return the NVFP4 and FP8 weights among a checkpoint's tensors."""
         packed = PackedTensors()
         for name, tensor in tensors.items():
             if name + "_scale_2" in tensors:
@@ -34,7 +37,15 @@ class ModeloptFormat(StoredFormat):
 
 
 def modelopt_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Return the format of `quant_method: modelopt`."""
+    """Parse a `quantization_config` with `quant_method: modelopt`.
+
+    Args:
+        stated: The `quantization_config` of config.json.
+        mistakes: Receives a message if `quant_algo` is unsupported.
+
+    Returns:
+        The format, or None in that case.
+    """
     algorithm = stated.get("quant_algo")
     if algorithm not in ALGORITHMS:
         mistakes.append(f"modelopt: quant_algo is {shown(algorithm)}; wanted one of {ALGORITHMS}")
@@ -45,8 +56,16 @@ def modelopt_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFor
 def add_nvfp4(
     packed: PackedTensors, module: str, tensors: Stored, values: str, whole: str, divided: bool
 ) -> None:
-    """Note the weight of a module whose tensors are called `values` and, for the scale of all, `whole`, which
-    multiplies or, where it is `divided`, divides the others."""
+    """Add the NVFP4 weight of a module to `packed`, or a message if its tensors are missing or do not fit.
+
+    Args:
+        packed: The weights of the checkpoint found so far.
+        module: The module's name, with a dot at its end.
+        tensors: All tensors of the checkpoint.
+        values: The name of the tensor with the values, without `module`.
+        whole: The name of the tensor with the scale of the whole weight, without `module`.
+        divided: True if groups' scales must be divided by that scale, False if they must be multiplied with it.
+    """
     stored = module + values, module + "weight_scale", module + whole
     if packed.lacks(stored[0], tensors, *stored[1:]):
         return
@@ -62,18 +81,24 @@ def add_nvfp4(
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Tensor(PackedTensor):
-    """A matrix stored as two values a byte (N, K / 2), scales (N, K / 16) in FP8, and one that multiplies these or,
-    where it is `divided`, divides them."""
+    """A weight matrix (N outputs, K inputs) in NVFP4.
+
+    The tensors in `stored` are values (N, K / 2), with two per byte, FP8 scales (N, K / 16), and one scale for all.
+
+    Attributes:
+        divided: True if groups' scales must be divided by the scale for all, False if they must be multiplied with it.
+    """
 
     format: ClassVar[str] = "nvfp4"
 
     divided: bool
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        from batchinfer.models.formats.codes import E2M1, looked_up, pairs_of
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs); `index` is ignored."""
+        from batchinfer.models.formats.codes import E2M1, byte_pairs, look_up_pairs
 
         values, scales, whole = map(read, self.stored)
         lines, one = scales.float(), whole.float().reshape(())
         lines = lines / one if self.divided else lines * one
-        wide = looked_up(values, pairs_of(E2M1)).view(*lines.shape, NVFP4_GROUP)
+        wide = look_up_pairs(values, byte_pairs(E2M1)).view(*lines.shape, NVFP4_GROUP)
         return wide.mul_(lines[..., None]).flatten(1)

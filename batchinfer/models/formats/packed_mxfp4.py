@@ -1,4 +1,4 @@
-"""MXFP4 of linear layers, as compressed-tensors stores it: a matrix for each layer, not those of all experts."""
+"""MXFP4 weights of linear layers, as compressed-tensors stores them: one matrix per tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 
 def add_packed_mxfp4(packed: PackedTensors, module: str, tensors: Stored) -> None:
-    """Note the weight of a module that is stored in MXFP4."""
+    """Add the MXFP4 weight of a module to `packed`, or a message if its tensors are missing or do not fit.
+
+    Args:
+        packed: The weights of the checkpoint found so far.
+        module: The module's name, with a dot at its end.
+        tensors: All tensors of the checkpoint.
+    """
     stored = module + "weight_packed", module + "weight_scale"
     if packed.lacks(stored[0], tensors, stored[1]):
         return
@@ -36,25 +42,32 @@ def add_packed_mxfp4(packed: PackedTensors, module: str, tensors: Stored) -> Non
 
 @dataclass(frozen=True, slots=True)
 class PackedMxfp4(PackedTensor):
-    """A matrix stored as two values a byte (N, K / 2) and exponents of its scales (N, K / 32)."""
+    """A weight matrix (N outputs, K inputs) in MXFP4.
+
+    The tensors in `stored` are values (N, K / 2), with two per byte, and exponents of scales (N, K / 32).
+    """
 
     format: ClassVar[str] = "mxfp4"
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: MXFP4 in groups of 32."""
         return WeightForm("mxfp4", "group", stored=True, group=GROUP)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
+        """Read the values, (outputs, inputs / 2) uint8, and the scales' exponents, (outputs, inputs / 32) uint8."""
         values, scales = map(read, self.stored)
         return Codes(values, scales)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
         values, scales = self.stored
         rows, groups = slice(*outputs), slice_of(inputs, GROUP, "inputs")
         held = slice(groups.start * GROUP_BYTES, groups.stop * GROUP_BYTES)
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         return replace(self, shape=shape), {values: (rows, held), scales: (rows, groups)}
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs); `index` is ignored."""
         values, scales = map(read, self.stored)
         return mxfp4_values(values.view(len(values), -1, GROUP_BYTES), scales)

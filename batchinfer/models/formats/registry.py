@@ -1,4 +1,4 @@
-"""The formats by the `quant_method` of config.json."""
+"""The quantisation formats by their `quant_method` in config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, Store
 from batchinfer.models.formats.torchao import torchao_format
 
 _COMPRESSION = "compression_config"
-# What config.json states, and a list for what is wrong with it → the format, if it is one that is read
+# (quantization_config of config.json, list that receives messages) → the format, or None if it is unsupported
 Parse = Callable[[Mapping[str, Any], list[str]], StoredFormat | None]
 FORMATS: Mapping[str, Parse] = {
     "mxfp4": mxfp4_format,
@@ -34,8 +34,15 @@ FORMATS: Mapping[str, Parse] = {
 
 
 def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Return the format that `quantization_config` states; None if weights are floats, or if something is wrong with
-    it, which is noted."""
+    """Parse the quantisation format that config.json states.
+
+    Args:
+        raw: The contents of config.json.
+        mistakes: Receives messages if the format is unsupported or invalid.
+
+    Returns:
+        The format, or None if weights are floats or a message was added.
+    """
     stated = raw.get(QUANTIZATION) or _of_compression(raw.get(_COMPRESSION))
     if not stated:
         return None
@@ -58,7 +65,7 @@ def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 
 def _of_compression(found: object) -> object:
-    """Return what compressed-tensors wrote under a key of its own until 2024, which had no other method."""
+    """Return a `compression_config`, as compressed-tensors wrote until 2024, with its `quant_method`."""
     return (
         {"quant_method": compressed.NAME, STATED_IN: _COMPRESSION, **found}
         if isinstance(found, Mapping)
@@ -67,5 +74,5 @@ def _of_compression(found: object) -> object:
 
 
 def packed_tensors(stored: StoredFormat | None, tensors: Stored) -> PackedTensors:
-    """Return the tensors that are stored in a format; all others are stored as they are."""
+    """Return the weights among a checkpoint's tensors that are stored in a format; none if the format is None."""
     return PackedTensors() if stored is None else stored.find(tensors)

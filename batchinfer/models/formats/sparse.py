@@ -1,7 +1,7 @@
-"""Weights many of whose values are zeros, as compressed-tensors stores them: the others, and a bit for each place.
+"""Sparse weights of compressed-tensors checkpoints: non-zero values with a bit mask of their positions.
 
-Where two of each four inputs are zeros, a GPU multiplies them so (Mishra et al., 2021, "Accelerating Sparse Deep Neural
-Networks"). Values may be quantised on top of it: they are then those of another format, with its scales beside them.
+If two of each four inputs are zeros, GPUs have faster products (Mishra et al., 2021, "Accelerating Sparse Deep Neural
+Networks"). Values may also be quantised; their scales are then stored as in another format.
 """
 
 from __future__ import annotations
@@ -19,22 +19,26 @@ from batchinfer_kernels.arithmetic import SPARSE_KEPT, SPARSE_QUAD, SPARSE_SIZES
 if TYPE_CHECKING:
     from torch import Tensor
 
-HALF = "sparse-24-bitmask"  # two of each four inputs have a value
+HALF = "sparse-24-bitmask"  # two of four adjacent inputs have a value
 ANY = "sparse-bitmask"
-DENSE = "dense"  # all are stored, zeros included
+DENSE = "dense"  # zeros are stored too
 LAYOUTS = (HALF, ANY, DENSE)
 HALF_STRUCTURE = "2:4"
 _VALUES, _MASK, _SHAPE, _ROWS = "compressed", "bitmask", "shape", "row_offsets"
 _QUANTISED = ("F8_E4M3", "I8")
 
 
-def filled(tensors: Stored, packed: PackedTensors) -> tuple[dict[str, StoredTensor], dict[str, MaskedWeight]]:
-    """Replace masked tensors by the weights that they represent.
+def fill_masked(
+    tensors: Stored, packed: PackedTensors
+) -> tuple[dict[str, StoredTensor], dict[str, MaskedWeight]]:
+    """Replace the stored tensors of sparse weights by dense weights.
 
-    Tensors with wrong shapes are added to the mistakes of `packed`.
+    Args:
+        tensors: All tensors of the checkpoint.
+        packed: Receives messages about tensors with wrong shapes.
 
     Returns:
-        All tensors, with weights instead of values and masks, and the masked weights by name.
+        All tensors with the dense shapes of sparse weights instead of values and masks, and the sparse weights by name.
     """
     whole, found = dict(tensors), dict[str, MaskedWeight]()
     for name in tensors:
@@ -51,7 +55,7 @@ def filled(tensors: Stored, packed: PackedTensors) -> tuple[dict[str, StoredTens
 
 
 def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight | None:
-    """Return what is stored of a module's weight; None: something is missing, which is noted."""
+    """Return a module's sparse weight, or None, with a message, if its tensors are missing or do not fit."""
     values, mask, shape, rows = (module + end for end in (_VALUES, _MASK, _SHAPE, _ROWS))
     if packed.lacks(values, tensors, mask, shape):
         return None
@@ -74,9 +78,13 @@ def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight
 
 @dataclass(frozen=True, slots=True)
 class MaskedWeight:
-    """A weight of `shape` (N, K) that is stored as its non-zero values and a bit mask (N, K / 8).
+    """A weight stored as its non-zero values and a bit mask (outputs, inputs / 8), with the first input lowest.
 
-    The lowest bit is the first input. If `half` is True, two of four adjacent inputs have a value, (N, K / 2).
+    Attributes:
+        shape: (outputs, inputs).
+        stored: The names of values, mask, shape and, if `half` is False, row offsets.
+        half: True if two of four adjacent inputs have a value; values are then (outputs, inputs / 2), otherwise one
+            row.
     """
 
     shape: Shape
@@ -84,7 +92,11 @@ class MaskedWeight:
     half: bool
 
     def weight(self, read: Read) -> Tensor:
-        """Return the weight, in the dtype of the stored values. Raises JobFileError for bits that do not fit them."""
+        """Return the dense weight, (outputs, inputs), in the dtype of the stored values.
+
+        Raises:
+            JobFileError: If the mask marks another number of values.
+        """
         import torch  # slow, and not needed to check a checkpoint
 
         values, mask = read(self.stored[0]), read(self.stored[1])
@@ -98,7 +110,7 @@ class MaskedWeight:
         if not fits:
             what = "two of each four inputs" if self.half else f"{values.numel()} values"
             raise checkpoint_error(Path(self.stored[1]), f"{self.stored[1]} does not mark {what}")
-        coded = values.element_size() == 1  # not every operator has floats of 8 bits
+        coded = values.element_size() == 1  # torch lacks some operators for 8-bit floats
         own = values.view(torch.uint8) if coded else values
         whole = own.new_zeros(self.shape).masked_scatter_(places.bool(), own)
         return whole.view(values.dtype) if coded else whole
@@ -106,7 +118,7 @@ class MaskedWeight:
 
 @dataclass(frozen=True, slots=True)
 class SparseTensor(PackedTensor):
-    """A matrix of floats stored with a mask."""
+    """A matrix of floats stored as its non-zero values and a bit mask."""
 
     format: ClassVar[str] = "sparse weights"
 
@@ -114,19 +126,27 @@ class SparseTensor(PackedTensor):
 
     @property
     def quantized(self) -> bool:
+        """Return False: the values are stored as floats."""
         return False
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form of 2:4 sparse weights, or None if the mask is not 2:4 or the shape is unsupported."""
         return sparse_form(self.shape) if self.masked.half else None
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the values and add zeros: (outputs, inputs), in the dtype of the values; `index` is ignored."""
         return self.masked.weight(read)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseCodes(PackedTensor):
-    """A matrix of quantised values that are stored with a mask: `inner` reads them once they are filled up."""
+    """A matrix of quantised values stored as its non-zero values and a bit mask.
+
+    Attributes:
+        masked: The values and the mask.
+        inner: The weight with dense values; its first stored tensor is replaced by the filled mask.
+    """
 
     format: ClassVar[str] = "sparse and quantised weights"
 
@@ -135,13 +155,16 @@ class SparseCodes(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form of the dense quantised values, or None if they must be dequantised."""
         return self.inner.form
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
+        """Read the values, add zeros according to the mask, and return them with their scales."""
         return self.inner.codes(self._filled(read), index)
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        return self.inner.dequantized(self._filled(read), index)
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the values, add zeros according to the mask, and dequantise them to float32 (outputs, inputs)."""
+        return self.inner.dequantize(self._filled(read), index)
 
     def _filled(self, read: Read) -> Read:
         whole = self.inner.stored[0]
@@ -150,7 +173,7 @@ class SparseCodes(PackedTensor):
 
 @dataclass(frozen=True, slots=True)
 class DenseHalf(PackedTensor):
-    """A matrix of floats stored with its zeros, of which config.json says that they are two of each four."""
+    """A matrix of floats stored with its zeros: config.json states that they are two of each four inputs."""
 
     format: ClassVar[str] = "2:4 sparse weights"
 
@@ -158,23 +181,36 @@ class DenseHalf(PackedTensor):
 
     @property
     def quantized(self) -> bool:
+        """Return False: the values are stored as floats."""
         return False
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form of 2:4 sparse weights, or None if the shape is unsupported."""
         return sparse_form(self.shape)
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Return the stored weight as it is; `index` is ignored."""
         return read(self.stored[0])
 
 
 def sparse_form(shape: Shape) -> WeightForm | None:
-    """Return the form of a weight of so many outputs and inputs if a GPU has products that skip its zeros."""
+    """Return the form of a 2:4 sparse weight, or None if its outputs or inputs do not fit the products of GPUs.
+
+    Args:
+        shape: (outputs, inputs).
+    """
     return None if any(size % SPARSE_SIZES for size in shape) else WeightForm("sparse", stored=True)
 
 
 def add_masked(packed: PackedTensors, masked: dict[str, MaskedWeight], whole: Stored) -> None:
-    """Note the weights that are stored with masks, by what `packed` knows of them as if they were not."""
+    """Add sparse weights to `packed`. Those that `packed` already has as quantised weights become `SparseCodes`.
+
+    Args:
+        packed: The weights of the checkpoint, found among `whole`.
+        masked: The sparse weights by name, from `fill_masked`.
+        whole: All tensors, from `fill_masked`.
+    """
     for name, each in masked.items():
         inner = packed.found.get(name)
         if inner is not None:
@@ -188,7 +224,13 @@ def add_masked(packed: PackedTensors, masked: dict[str, MaskedWeight], whole: St
 
 
 def add_halves(packed: PackedTensors, tensors: Stored, modules: Collection[str]) -> None:
-    """Note the weights of `modules` that are stored in floats, of which two of each four are zeros."""
+    """Add the float weights of modules to `packed` as 2:4 sparse weights that are stored with their zeros.
+
+    Args:
+        packed: The weights of the checkpoint found so far; weights that it has already are skipped.
+        tensors: All tensors of the checkpoint.
+        modules: Names of the modules.
+    """
     for module in modules:
         name = module + ".weight"
         tensor = tensors.get(name)
@@ -197,7 +239,7 @@ def add_halves(packed: PackedTensors, tensors: Stored, modules: Collection[str])
 
 
 def sparse_modules(tensors: Stored, left_out: Collection[str]) -> Iterator[str]:
-    """Yield the modules with a matrix for a weight, but those that are left out."""
+    """Yield the modules that have a matrix as their weight, except those in `left_out`."""
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if module != name and len(tensor.info.shape) == 2 and module not in left_out:

@@ -1,4 +1,7 @@
-"""torchao as transformers saves it: integers and 8-bit floats, whose class the header of the safetensors file names."""
+"""torchao checkpoints as transformers saves them: integers and 8-bit floats.
+
+The header of a safetensors file names the class of each weight.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,10 @@ _PARTS = (_VALUES, _SCALES, _ZEROS, _SMOOTHED, "scale_and_zero", "per_tensor_sca
 
 
 class TorchaoFormat(StoredFormat):
-    """Weights of torchao. What a weight is, is stated in the header of its file under its name."""
+    """The format of torchao checkpoints. The header of a safetensors file names the class of each weight."""
 
     def find(self, tensors: Stored) -> PackedTensors:
+        """Return the quantised weights that the files' headers describe, and messages for tensors without one."""
         packed = PackedTensors()
         stated = _stated(tensors)
         for name, said in stated.items():
@@ -47,19 +51,21 @@ class TorchaoFormat(StoredFormat):
             module, mark, part = name.rpartition("._")
             weight = f"{module}.{part.removesuffix(f'_{_VALUES}')}"
             if mark and part.endswith(f"_{_VALUES}") and weight not in stated:
-                packed.mistakes.append(f"{name} is quantised, and the header says nothing of {weight}")
+                packed.mistakes.append(f"{name} is quantised, but the header does not describe {weight}")
                 packed.unused.update(each for each in tensors if each.startswith(_start(weight)))
         return packed
 
 
 def torchao_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat:
-    """Return the format of `quant_method: torchao`. What `quant_type` states is how torchao would quantise; what was
-    stored is seen by the headers."""
+    """Return the format of `quant_method: torchao`. Both arguments are ignored.
+
+    `quant_type` of config.json describes how torchao would quantise; the files' headers describe the stored weights.
+    """
     return TorchaoFormat()
 
 
 def _stated(tensors: Stored) -> dict[str, Mapping[str, Any]]:
-    """Return what the files' headers say of weights, by their names."""
+    """Return the descriptions of weights in the headers of the files, by the weights' names."""
     found: dict[str, Mapping[str, Any]] = {}
     for file in sorted({tensor.file for tensor in tensors.values()}):
         for name, text in read_metadata(file).items():
@@ -72,24 +78,24 @@ def _stated(tensors: Stored) -> dict[str, Mapping[str, Any]]:
 def _object(text: str) -> Mapping[str, Any] | None:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):  # a text, such as "pt"
+    except (ValueError, RecursionError):  # plain text, such as "pt"
         return None
     return found if isinstance(found, dict) else None
 
 
 def _start(name: str) -> str:
-    """How the names of a weight's tensors begin."""
+    """Return the start of the names of a weight's stored tensors: "a.weight" → "a._weight_"."""
     module, _, leaf = name.rpartition(".")
     return f"{module}._{leaf}_"
 
 
 def _held(name: str, tensors: Stored) -> bool:
-    """Whether the weight is among the tensors: parts of a model may be left out."""
+    """Return True if any tensor of the weight is loaded: parts of a model may be left out."""
     return name in tensors or any(_start(name) + part in tensors for part in _PARTS)
 
 
 def _add(packed: PackedTensors, name: str, said: Mapping[str, Any], tensors: Stored) -> None:
-    """Note a quantised weight, whose tensors are reported once where something is wrong."""
+    """Add a quantised weight. Tensors of an unsupported weight become unused, so that they are reported once."""
     kind, start, data = said.get("_type"), _start(name), said.get("_data")
     add = _CLASSES.get(kind) if isinstance(kind, str) else None
     if add is None:
@@ -105,7 +111,7 @@ def _add(packed: PackedTensors, name: str, said: Mapping[str, Any], tensors: Sto
 
 
 def _alone(data: Mapping[str, Any]) -> bool:
-    """Whether activations are not to be quantised."""
+    """Return True if activations must not be quantised."""
     return data.get("act_quant_kwargs") is None
 
 
@@ -134,8 +140,12 @@ def _add_intx(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors
 
 
 def _parts(name: str, tensors: Stored) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """Return the names of values, scales and maybe zeros of a weight of a value a byte, the shape of the scales, and
-    whether they fit each other. Zeros of outputs are written for symmetric values, too, and are all 0 then."""
+    """Return the stored names of an int8 weight, the shape of its scales, and True if all of its tensors fit.
+
+    The names are values, scales and optionally zero points. torchao also stores zero points of symmetric weights; if
+    they
+    are per output and all 0, they are left out.
+    """
     values, scales, zeros = (_start(name) + part for part in (_VALUES, _SCALES, _ZEROS))
     info, lines = tensors[values].info, tensors[scales].info.shape
     right = info.dtype == "I8" and len(info.shape) == len(lines) == 2 and is_float(tensors[scales])
@@ -148,7 +158,7 @@ def _parts(name: str, tensors: Stored) -> tuple[tuple[str, ...], tuple[int, ...]
 
 
 def _all_zero(zeros: StoredTensor) -> bool:
-    """Whether zeros of outputs are 0; those of groups are too many to look at before anything is loaded."""
+    """Return True if zero points are per output and all 0. Zero points of groups are too large to be read here."""
     return zeros.info.shape[-1:] == (1,) and not any(zeros.content())
 
 
@@ -175,8 +185,11 @@ _CLASSES: Mapping[str, Callable[[PackedTensors, str, Mapping[str, Any], Stored],
 
 @dataclass(frozen=True, slots=True)
 class IntxTensor(PackedTensor):
-    """A matrix (N, K) of integers of few bits, each in a byte, with scales and maybe zeros (N, groups). `group`: inputs
-    that share them where codes have 4 bits or fewer; 0: they have more."""
+    """A weight matrix (N outputs, K inputs) of one-byte integers, with scales and optional zero points (N, groups).
+
+    Attributes:
+        group: Number of inputs that share a scale if values have at most 4 bits, or 0 if they have more.
+    """
 
     format: ClassVar[str] = NAME
 
@@ -184,23 +197,33 @@ class IntxTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: int4 in groups, or None if operators lack these bits or groups."""
         return int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
+        """Read the values as int8 (outputs, inputs), with scales and zero points (outputs, groups)."""
         values, scales, *zeros = map(read, self.stored)
         return Codes(values, scales.float(), zeros=zeros[0].float() if zeros else None)
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
-        from batchinfer.models.formats.codes import scaled
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        from batchinfer.models.formats.codes import apply_scales
 
         values, scales, *zeros = map(read, self.stored)
-        return scaled(values.t(), scales.t(), zeros[0].t() if zeros else None).t()
+        return apply_scales(values.t(), scales.t(), zeros[0].t() if zeros else None).t()
 
 
 @dataclass(frozen=True, slots=True)
 class TorchaoInt4(PackedTensor):
-    """A matrix stored as pairs of codes of 4 bits, -8 … 7, the first in the lower half (N, K / 2), with scales and
-    offsets (groups, N): values are codes × scales + offsets. `group`: inputs that share these."""
+    """A weight matrix (N outputs, K inputs) of 4-bit values from -8 to 7: weights are value * scale + offset.
+
+    The tensors in `stored` are values (N, K / 2), two per byte, the first in the lower bits, and scales and offsets
+    (groups,
+    N).
+
+    Attributes:
+        group: Number of inputs that share a scale and an offset.
+    """
 
     format: ClassVar[str] = NAME
 
@@ -208,10 +231,15 @@ class TorchaoInt4(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
+        """Return the form for operators: int4 with fractional zero points, or None if operators lack these groups."""
         return int4_form(self.group, whole_zeros=False)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Zeros are offsets in scales. A group whose scale is 0 has its offset as the scale of codes that are 1."""
+        """Read the values as int8 (outputs, inputs), with scales and fractional zero points (outputs, groups).
+
+        A zero point is -offset / scale. A group with the scale 0 gets its offset as scale, the values 1 and the zero
+        point 0.
+        """
         values, scales, offsets = self._read(read)
         empty = scales == 0
         values = values.masked_fill(empty.repeat_interleave(self.group, 1), 1)
@@ -219,13 +247,14 @@ class TorchaoInt4(PackedTensor):
         zeros = offsets.neg().div(scales).masked_fill_(empty, 0.0)
         return Codes(values, lines, zeros=zeros)
 
-    def dequantized(self, read: Read, index: int | None = None) -> Tensor:
+    def dequantize(self, read: Read, index: int | None = None) -> Tensor:
+        """Read the weight and dequantise it to float32 (outputs, inputs): value * scale + offset."""
         values, scales, offsets = self._read(read)
         found = values.float().view(len(values), -1, self.group)
         return found.mul_(scales[..., None]).add_(offsets[..., None]).flatten(1)
 
     def _read(self, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes (N, K) int8, scales and offsets (N, groups) float32."""
+        """Return the values (N, K) int8, and the scales and offsets (N, groups) float32."""
         import torch
 
         values, scales, offsets = map(read, self.stored)

@@ -1,4 +1,4 @@
-"""The layouts of zero points in the `qzeros` tensors of GPTQ checkpoints. No torch."""
+"""The layouts of zero points in the `qzeros` tensors of GPTQ checkpoints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from batchinfer.models.files.weight_files import StoredTensor
 
 FIRST, SECOND = "gptq", "gptq_v2"
-# What packers subtract from each zero point. GPTQModel packs the zero points and then subtracts from whole words,
-# modulo 2^32 (`convert_gptq_v2_to_v1_format_module`)
+# The number that packers subtract from each zero point. GPTQModel packs zero points and then subtracts from whole
+# words, modulo 2^32 (`convert_gptq_v2_to_v1_format_module`)
 LAYOUTS = {FIRST: 1, SECOND: 0}
 WORD_BITS = 32
 
@@ -21,12 +21,12 @@ Words = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class ZeroLayout:
-    """How a checkpoint stores zero points.
+    """The layout of the zero points of a GPTQ checkpoint.
 
     Attributes:
-        name: The layout that the zero points have.
+        name: The layout that the zero points have, a key of LAYOUTS.
         stated: The layout that the configuration states.
-        symmetric: Whether the configuration states that every zero point is the middle of its range.
+        symmetric: True if the configuration states that every zero point is the middle of its range.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ZeroLayout:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return what a user should know about the layout."""
+        """Return a message for the user if zero points have another layout than the configuration states."""
         if self.name == self.stated:
             return ()
         return (
@@ -43,11 +43,11 @@ class ZeroLayout:
         )
 
     def subtracted(self, bits: int) -> int:
-        """Return what a packer subtracted from each word."""
+        """Return the number that a packer subtracted from each word of zero points with this number of bits."""
         return LAYOUTS[self.name] * _ones(bits)
 
-    def shown_by(self, zeros: StoredTensor, bits: int) -> ZeroLayout:
-        """Return the layout that the first zero point shows: if symmetric, its value is known.
+    def detect(self, zeros: StoredTensor, bits: int) -> ZeroLayout:
+        """Return this layout, with the name that a symmetric checkpoint's first zero point shows.
 
         Args:
             zeros: The `qzeros` of any module.
@@ -59,8 +59,8 @@ class ZeroLayout:
         names = [name for name, less in LAYOUTS.items() if found == _middle(bits) - less]
         return replace(self, name=names[0]) if names else self
 
-    def unfit(self, words: Words, bits: int, outputs: int) -> int | None:
-        """Return the first stored value that no symmetric zero point of this layout has; None if all values fit.
+    def first_wrong_value(self, words: Words, bits: int, outputs: int) -> int | None:
+        """Return the first stored value that no symmetric zero point of this layout has, or None if all values fit.
 
         Args:
             words: The `qzeros`, (groups, words of outputs).
@@ -79,15 +79,21 @@ class ZeroLayout:
         shift = next(at for at in range(0, WORD_BITS, bits) if int(wrong.flat[place]) >> at & highest)
         return int(words.flat[place]) >> shift & highest
 
-    def wanted(self, bits: int) -> Iterator[str]:
-        """Yield what each layout stores if zero points are symmetric."""
+    def expected_values(self, bits: int) -> Iterator[str]:
+        """Yield, for each layout, the stored value of a symmetric zero point and the layout's name: "7 (gptq)"."""
         yield from (f"{_middle(bits) - less} ({name})" for name, less in LAYOUTS.items())
 
-    def misread(self, words: Words, bits: int, outputs: int) -> bool:
-        """Return True if versions that added to each value, without a carry, read another zero point.
+    def is_misread(self, words: Words, bits: int, outputs: int) -> bool:
+        """Return True if older versions of batchinfer read another zero point from these words.
 
-        They took the stated layout for granted, and a zero point of 0, which is stored as the highest value, for the
-        number above that. Arguments as for `unfit`.
+        They always read the stated layout, and added 1 to each value without a carry: a zero point of 0, which is
+        stored as the
+        highest value, was read as the number above that.
+
+        Args:
+            words: The `qzeros`, (groups, words of outputs).
+            bits: Bits of a value.
+            outputs: Number of outputs.
         """
         if self.name != self.stated:
             return True
@@ -100,13 +106,13 @@ class ZeroLayout:
 
 
 def zero_words(zeros: StoredTensor) -> Words:
-    """Read a `qzeros` tensor."""
+    """Read a `qzeros` tensor, (groups, words of outputs)."""
     words: Words = np.frombuffer(zeros.content(), "<u4").reshape(zeros.info.shape)
     return words
 
 
 def _ones(bits: int) -> int:
-    """Return the word whose values are 1."""
+    """Return the word whose values are all 1."""
     return sum(1 << place for place in range(0, WORD_BITS, bits))
 
 
@@ -115,7 +121,7 @@ def _middle(bits: int) -> int:
 
 
 def _used(bits: int, outputs: int) -> Words:
-    """Return the bits of each word that hold a value: the last word may not be full."""
+    """Return, for each word of outputs, the bits that hold a value: the last word may not be full."""
     held = WORD_BITS // bits
     used = np.full(-(-outputs // held), 2**WORD_BITS - 1, np.uint32)
     if rest := outputs % held:

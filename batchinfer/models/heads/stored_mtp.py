@@ -127,5 +127,5 @@ def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
         name: TensorInfo("F32" if name in packed.found else whole.tensors[name].info.dtype, shape, 0, 0)
         for name, shape in whole.shapes.items()
     }
-    yield from packed.told
+    yield from packed.mistake_lines
     yield from tensor_mistakes(expected, infos, "the checkpoint", "MTP layer")

@@ -153,9 +153,9 @@ def test_tensors_that_do_not_fit_are_named(
         (
             "w4a16",
             {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input", "targets": ["Linear"]}]}}}},
-            "transform 'R4' is of 'input'; wanted only those that are in the weights",
+            "transform 'R4' is of 'input'; wanted weight_input or weight_output",
         ),
-        ("nf4", {"load_in_4bit": False}, "load_in_4bit is False and load_in_8bit False; wanted one"),
+        ("nf4", {"load_in_4bit": False}, "load_in_4bit is False and load_in_8bit False; wanted true"),
         ("nvfp4 of modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; wanted one of"),
     ],
 )  # fmt: skip
@@ -264,7 +264,7 @@ def test_what_config_json_states_is_preferred(tmp_path: Path) -> None:
             "is a 'Int4TilePackedTo4dTensor' of torchao; Float8Tensor, Int8",
         ),
         ({"_type": ["Int8Tensor"]}, "is a ['Int8Tensor'] of torchao"),
-        (None, f"{Q}_weight_qdata is quantised, and the header says nothing of {Q}weight"),
+        (None, f"{Q}_weight_qdata is quantised, but the header does not describe {Q}weight"),
     ],
 )
 def test_classes_of_torchao_that_are_not_read_are_named(tmp_path: Path, said: Any, text: str) -> None:

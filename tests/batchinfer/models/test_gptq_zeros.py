@@ -42,7 +42,7 @@ def test_zero_points_are_those_that_were_packed(bits: int) -> None:
     tensors, values = gptq(bits, GROUP, 1, zeros=zeros)(matrix, generator)
     whole = GptqTensor((OUTPUTS, INPUTS), ("qweight", "scales", "qzeros"), bits, GROUP, False, LAYOUT)
     wanted = torch.from_numpy(values).float()
-    torch.testing.assert_close(whole.dequantized(tensors.__getitem__), wanted)
+    torch.testing.assert_close(whole.dequantize(tensors.__getitem__), wanted)
     for rank in range(2):
         half = (rank * 32, rank * 32 + 32)
         for cuts, part in (
@@ -51,7 +51,7 @@ def test_zero_points_are_those_that_were_packed(bits: int) -> None:
         ):
             found, slices = whole.cut(*cuts)
             read = {name: tensors[name][slices[name]] for name in whole.stored}
-            torch.testing.assert_close(found.dequantized(read.__getitem__), part)
+            torch.testing.assert_close(found.dequantize(read.__getitem__), part)
             if bits == 4:
                 torch.testing.assert_close(multiplied(found, read), part)
 
@@ -143,10 +143,10 @@ def test_values_beside_the_outputs_count_for_nothing() -> None:
     """9 outputs take two words, and the second holds a single output."""
     symmetric = ZeroLayout(FIRST, FIRST, symmetric=True)
     words = np.array([[0x77777777, 0xFFFFFFF7]], np.uint32)
-    assert symmetric.unfit(words, 4, 9) is None
-    assert symmetric.unfit(words, 4, 10) == 15
-    assert not symmetric.misread(words, 4, 9)
-    assert symmetric.misread(words, 4, 10)
+    assert symmetric.first_wrong_value(words, 4, 9) is None
+    assert symmetric.first_wrong_value(words, 4, 10) == 15
+    assert not symmetric.is_misread(words, 4, 9)
+    assert symmetric.is_misread(words, 4, 10)
 
 
 @pytest.mark.parametrize(
