@@ -9,22 +9,29 @@ from torch import Tensor
 
 
 class StepRows(NamedTuple):
-    """The input tensors of a decode step for one cache group.
+    """The tensors that a decode step of one cache group reads; `advance_rows` overwrites all except `tables`.
 
-    Each tensor has at least as many rows as the step; further rows are not changed.
+    Each tensor has at least as many rows as the step has sequences. Further rows are not changed.
+
+    Attributes:
+        tables: (rows, blocks) int32, the block table of each sequence.
+        block_size: tokens of a block.
+        slots: (rows,) int64, the slot of each sequence's newest token: block * block_size + offset.
+        contexts: (rows,) int32, the tokens of each sequence up to the newest one; None if the step does not read them.
+        token_ids: (rows,) int64, the newest token. None if another cache group has this tensor and advances it.
+        positions: (rows,) int64, the position of the newest token; None as for `token_ids`.
     """
 
-    tables: Tensor  # (rows, blocks) int32
+    tables: Tensor
     block_size: int
-    slots: Tensor  # (rows,) int64: block * block_size + offset, the slot of the newest token's K and V
-    contexts: Tensor | None = None  # (rows,) int32; None: the step does not read them
-    # (rows,) int64 each; None: shared with another cache group, which advances them
+    slots: Tensor
+    contexts: Tensor | None = None
     token_ids: Tensor | None = None
     positions: Tensor | None = None
 
 
 def check_advance_rows(tokens: Tensor, firsts: Tensor, repeats: Tensor, kept: StepRows) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `advance_rows_reference` takes."""
     rows, tables = len(tokens), kept.tables
     wanted = {"tokens": torch.int64, "firsts": torch.int32, "repeats": torch.int32}
     for (name, dtype), one in zip(wanted.items(), (tokens, firsts, repeats), strict=True):
@@ -41,15 +48,15 @@ def check_advance_rows(tokens: Tensor, firsts: Tensor, repeats: Tensor, kept: St
 def advance_rows_reference(
     tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
 ) -> None:
-    """Write the inputs of one decode step of a multi-step launch, for n rows.
+    """Write the inputs of one decode step of a multi-step launch into `kept`, for n sequences.
 
-    `kept.positions` must hold the positions of the previous step and is incremented.
+    `kept.positions` must hold the positions of the previous step; they are incremented.
 
     Args:
         tokens: (n,) int64, the tokens that the previous step sampled. A negative value means no token and becomes 0.
         step: number of the step, counted from 0. All earlier steps have run.
-        firsts: (n,) int32, the context length of each row in step 0.
-        repeats: (n,) int32, the number of steps in which each row has a token. In later steps the row runs at its last
+        firsts: (n,) int32, the context length of each sequence in step 0.
+        repeats: (n,) int32, the number of steps in which each sequence has a token. In later steps it runs at its last
             position again, and its output must be ignored.
         kept: tensors that are changed in place.
 

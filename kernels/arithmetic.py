@@ -39,10 +39,10 @@ class WeightForm:
 
     Attributes:
         codes: format of the values.
-        scales: granularity of the scales: per output, per block of outputs and inputs, or per output and `group` of
-            inputs.
+        scales: what shares a scale: all inputs of an output ("channel"), a block of outputs and inputs ("block"), or
+            `group` inputs of an output ("group").
         stored: True if the checkpoint holds the values in this format; False if they are quantised when loaded.
-        group: inputs that share a scale.
+        group: inputs that share a scale, for `scales` "group".
         whole_zeros: True if zero points, if any, are integers.
     """
 
@@ -54,13 +54,14 @@ class WeightForm:
 
     @property
     def coded(self) -> bool:
-        """Return True if the values are quantised; a sparse weight is not."""
+        """Return True if the weight is quantised; False for a sparse weight."""
         return self.codes != "sparse"
 
     def value_bytes(self, itemsize: int) -> float:
-        """Return the bytes of one value, including its share of the scales of groups.
+        """Return the memory of the weight per value of the unpacked matrix, in bytes, scales of groups included.
 
-        A sparse weight stores every other value, and two bits for the position of each stored value.
+        A sparse weight stores half of the values, with two bits for the position of each. Scales per output or block
+        are not counted.
 
         Args:
             itemsize: bytes of a value that is not quantised.

@@ -22,13 +22,14 @@ GROUP = 128  # inputs that share a scale, in activations and weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A weight (N, K), or the weights of several experts (E, N, K), with one scale per block of values.
+    """A float8 weight with one scale per block, or the weights of E experts. N and K are outputs and inputs.
 
     Because `lines` maps outputs to scales, weights can be stacked or sliced at any output, whatever their block size.
 
     Attributes:
         codes: (N, K) float8_e4m3fn, or (E, N, K).
-        scales: (S, ceil(K / 128)) float32, one column per group of inputs, or (E, S, ceil(K / 128)).
+        scales: (S, ceil(K / 128)) float32, one column per group of 128 inputs, or (E, S, ceil(K / 128)). S is the
+            number of blocks of outputs.
         lines: (N,) int32, the row of `scales` that each output uses.
     """
 
@@ -38,9 +39,9 @@ class BlockWeight:
 
 
 def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x (T, K) with one scale per token and group of 128 inputs.
+    """Quantise x (T, K) to float8_e4m3fn with one scale per row and group of 128 inputs.
 
-    Each group is quantised as a row of quantize_rows_fp8; the last group may be shorter.
+    Each group is quantised as a row of `quantize_rows_fp8`; the last group may be shorter.
 
     Returns:
         Values (T, K) float8_e4m3fn and scales (ceil(K / 128), T) float32.
@@ -55,7 +56,13 @@ def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_lines(outputs: int, rows: int, device: torch.device) -> Tensor:
-    """Return the row of scales of each output, (N,) int32, if each `rows` outputs share one."""
+    """Return `BlockWeight.lines` for blocks of equal height: (outputs,) int32, equal to output // rows.
+
+    Args:
+        outputs: outputs of the weight.
+        rows: outputs that share a scale.
+        device: device of the result.
+    """
     return torch.arange(outputs, dtype=torch.int32, device=device) // rows
 
 
@@ -67,10 +74,17 @@ def block_fp8_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as matmul_reference does, with a weight that has one scale per block.
+    """Return x W^T + bias for a float8 weight with one scale per block: (T, N), or (T, N / 2) with an activation.
 
-    x is quantised per token and group of 128 inputs. The float32 sum of each group is multiplied by the group's scale
-    and the block's scale, then accumulated in the order of the groups in float32.
+    x is quantised per row and group of 128 inputs. The float32 product of each group is multiplied by the scales of row
+    and block, and the groups are added up in order in float32.
+
+    Args:
+        x: (T, K) floats.
+        weight: the weight, with N outputs and K inputs.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, x's by default.
+        activation: gated activation of the result, or None; see `matmul_reference`.
     """
     check_block_fp8_matmul(x, weight, bias, out_dtype, activation)
     sums = torch.zeros(len(x), len(weight.codes), device=x.device)
@@ -80,7 +94,7 @@ def block_fp8_matmul_reference(
 
 
 def _scaled_products(x: Tensor, weight: BlockWeight) -> Iterator[Tensor]:
-    """Yield the scaled product (T, N) float32 of each group of inputs."""
+    """Yield x W^T of each group of 128 inputs, scaled: (T, N) float32."""
     rows, row_scales = quantize_groups_fp8(x)
     wide = (rows.float(), weight.codes.float())
     scales = weight.scales[weight.lines.long()]
@@ -95,13 +109,13 @@ def check_block_fp8_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `block_fp8_matmul_reference` takes."""
     check_matmul(x, weight.codes.shape, bias, out_dtype, activation)
     check_blocks(weight)
 
 
 def check_blocks(weight: BlockWeight) -> None:
-    """Raise ValueError if the values, scales and lines of a weight, or of several experts, do not match."""
+    """Raise ValueError unless the tensors of a weight have the shapes and dtypes that BlockWeight describes."""
     *experts, outputs, inputs = weight.codes.shape
     if weight.codes.dtype != FP8:
         raise ValueError(f"codes are {weight.codes.dtype}, not {FP8}")

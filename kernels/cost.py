@@ -18,19 +18,25 @@ PACKED_TOGETHER = 128  # inputs that are packed together: SPAN of batchinfer_ker
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Peak rates of the hardware: FLOP/s in the dtype of the run, and bytes/s."""
+    """Peak rates of a device.
+
+    Attributes:
+        flops_per_s: operations per second in the dtype of the run.
+        bytes_per_s: memory bandwidth.
+        coded_ops_per_s: operations per second on quantised int8 or fp8 values; None: `flops_per_s`.
+    """
 
     flops_per_s: float
     bytes_per_s: float
-    coded_ops_per_s: float | None = None  # of quantised linear layers in int8 or fp8; None: flops_per_s
+    coded_ops_per_s: float | None = None
 
     @property
     def fastest(self) -> float:
-        """Return the highest peak rate, in operations per second."""
+        """Return the higher of the two compute rates, in operations per second."""
         return max(self.flops_per_s, self.coded_ops_per_s or 0.0)
 
     def part(self, parts: int) -> Peaks:
-        """Return the peaks of one of `parts` equal parts of the hardware."""
+        """Return the peaks of one of `parts` equal parts of the device."""
         integer = None if self.coded_ops_per_s is None else self.coded_ops_per_s / parts
         return Peaks(self.flops_per_s / parts, self.bytes_per_s / parts, integer)
 
@@ -42,11 +48,17 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """FLOPs and bytes of one operator call, or of a sequence of calls."""
+    """The operations and bytes of one operator call, or of several calls.
 
-    flops: int = 0  # all operations, including integer operations
+    Attributes:
+        flops: all operations, integer operations included; a multiply-add counts as two.
+        bytes: bytes read and written; each operand counts once.
+        coded_ops: the part of `flops` that multiplies and adds quantised 8-bit values.
+    """
+
+    flops: int = 0
     bytes: int = 0
-    coded_ops: int = 0  # the part of `flops` that multiplies and adds quantised 8-bit values
+    coded_ops: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes, self.coded_ops + other.coded_ops)
@@ -58,7 +70,7 @@ class Cost:
         return Cost(self.flops * times, self.bytes * times, self.coded_ops * times)
 
     def seconds(self, peaks: Peaks) -> float:
-        """Return the minimum time of this cost on hardware with these peaks.
+        """Return the roofline time of this cost: the larger of compute time and memory time.
 
         Quantised and floating-point operations share execution units, so their times add up.
         """
@@ -68,21 +80,28 @@ class Cost:
 
 
 def embedding_cost(tokens: int, hidden: int, itemsize: int) -> Cost:
-    """Return the cost of reading and writing one row of the embedding table per token."""
+    """Return the cost of reading and writing one row of the embedding table (`hidden` values) per token."""
     return Cost(0, 2 * tokens * hidden * itemsize)
 
 
 def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_itemsize: int) -> Cost:
-    """Return the cost of y = x W^T; the weight is read once for all tokens."""
+    """Return the cost of y = x W^T for `tokens` rows of x.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation.
+        weight_itemsize: bytes of a weight; each is read once for all rows.
+    """
     moved = itemsize * tokens * (inputs + outputs) + weight_itemsize * inputs * outputs
     return Cost(2 * tokens * inputs * outputs, moved)
 
 
 def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer whose weight is 2:4 sparse.
+    """Return the cost of a linear layer whose weight is 2:4 sparse: half of the values are neither read nor multiplied.
 
-    Two of each four inputs are zero and are neither read nor multiplied. Each stored value has two bits for its
-    position.
+    Each stored value has two bits for its position. `itemsize` is the bytes of an activation and of a weight.
     """
     kept = inputs * outputs // 2
     moved = itemsize * (tokens * (inputs + outputs) + kept) + -(-kept // 4)
@@ -90,10 +109,16 @@ def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) ->
 
 
 def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with an int8 weight and activations that are quantised per token.
+    """Return the cost of a linear layer with an int8 weight and activations that are quantised to int8 per row.
 
-    Quantising takes 3 operations per value (compare, multiply, round) and 2 divisions per token, scaling 2 per sum. The
-    quantised activations are assumed to stay in the cache and cost no bytes.
+    Quantising takes 3 operations per value and 2 per row, scaling takes 2 per sum. The quantised activations are
+    assumed to stay in the processor's cache and cost no bytes.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight; each has a float32 scale.
+        itemsize: bytes of an activation that is not quantised.
     """
     products = 2 * tokens * inputs * outputs
     moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * outputs
@@ -101,10 +126,16 @@ def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int)
 
 
 def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, group: int) -> Cost:
-    """Return the cost of a linear layer with an int4 weight and int8 activations.
+    """Return the cost of a linear layer with an int4 weight and activations that are quantised to int8 per row.
 
-    The cost is that of `quantized_linear_cost`, plus a multiplication and an addition for the sum of each group of
-    inputs.
+    It is that of `quantized_linear_cost`, plus a multiplication and an addition for the sum of each group of inputs.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation that is not quantised.
+        group: inputs of an output that share a float32 scale.
     """
     groups = -(-inputs // group)
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
@@ -113,10 +144,10 @@ def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, grou
 
 
 def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with a float8_e4m3fn weight and activations that are quantised per token.
+    """Return the cost of a linear layer with a float8_e4m3fn weight and activations that are quantised to it per row.
 
-    The cost is that of `quantized_linear_cost`, plus a clamp per value. The operations count as `flops`, so the caller
-    must pass the peak of fp8 as `flops_per_s`.
+    It is that of `quantized_linear_cost`, plus a clamp per value. No operation counts as `Cost.coded_ops`, so
+    `Peaks.flops_per_s` must be the peak of fp8.
     """
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
     return Cost(cost.flops + tokens * inputs, cost.bytes)
@@ -127,14 +158,14 @@ def block_fp8_linear_cost(
 ) -> Cost:
     """Return the cost of a linear layer with a float8_e4m3fn weight that has one scale per block.
 
-    A token has a scale for each group of inputs (2 divisions). The sum of a group is multiplied by the product of two
-    scales and added (3 operations).
+    Activations are quantised per row and group of inputs (2 divisions each). The sum of a group is multiplied by the
+    product of two scales and added (3 operations).
 
     Args:
         tokens: rows of x.
         inputs: inputs of the weight.
         outputs: outputs of the weight.
-        itemsize: bytes of an activation.
+        itemsize: bytes of an activation that is not quantised.
         block: (outputs, inputs) that share a scale.
     """
     groups, blocks = -(-inputs // block[1]), -(-outputs // block[0])
@@ -152,13 +183,13 @@ def grouped_linear_cost(
     weight_itemsize: int,
     tokens: int | None = None,
 ) -> Cost:
-    """Return the cost of a linear layer with a weight per expert.
+    """Return the cost of a linear layer in which each row uses the weight of one expert.
 
     Args:
-        rows: rows of the product; each is multiplied by the weight of one expert.
+        rows: rows of the product.
         hit: experts that have rows; only their weights are read.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
+        inputs: inputs of a weight.
+        outputs: outputs of a weight.
         itemsize: bytes of an activation.
         weight_itemsize: bytes of a weight.
         tokens: number of distinct rows of x, `rows` by default.
@@ -170,7 +201,7 @@ def grouped_linear_cost(
 def quantized_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with int8 weights and rows that are quantised to int8."""
+    """Return the cost of `grouped_linear_cost` for int8 weights, with rows that are quantised to int8."""
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     return Cost(
         plain.flops + rows * (3 * inputs + 2 * outputs + 2), plain.bytes + 4 * hit * outputs, plain.flops
@@ -188,18 +219,18 @@ def int4_grouped_linear_cost(
     *,
     coded: bool = True,
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with int4 weights that have a scale per output and group of inputs.
+    """Return the cost of `grouped_linear_cost` for int4 weights that have a scale per output and group of inputs.
 
     Args:
         rows: rows of the product.
         hit: experts that have rows.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
+        inputs: inputs of a weight.
+        outputs: outputs of a weight.
         itemsize: bytes of an activation.
         group: inputs that share a scale.
         tokens: number of distinct rows of x, `rows` by default.
-        coded: True if rows are quantised to int8, as in `int4_linear_cost`. False if weights are widened; the cost of
-            widening is not counted, because it depends on the tiles.
+        coded: True if rows are quantised to int8, as in `int4_linear_cost`. False if weights are converted to the dtype
+            of the activations instead; the conversion is not counted.
     """
     groups = -(-inputs // group)
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
@@ -213,19 +244,18 @@ def int4_grouped_linear_cost(
 def mxfp4_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with MXFP4 weights.
+    """Return the cost of `grouped_linear_cost` for MXFP4 weights: half a byte per value, and one byte per 32 values.
 
-    A value takes half a byte, and 32 values share an exponent of one byte. Widening is not counted, because it depends
-    on the tiles.
+    The conversion of the values to the dtype of the activations is not counted.
     """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
     return plain + Cost(0, hit * outputs * (inputs // 2 + inputs // 32))
 
 
 def mxfp4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with an MXFP4 weight that is widened and multiplied in the activations' dtype.
+    """Return the cost of a linear layer with an MXFP4 weight: half a byte per value, and one byte per 32 values.
 
-    Bytes are counted as in mxfp4_grouped_linear_cost; widening is not counted.
+    The conversion of the values to the dtype of the activations, which have `itemsize` bytes, is not counted.
     """
     return linear_cost(tokens, inputs, outputs, itemsize, 0) + Cost(0, outputs * (inputs // 2 + inputs // 32))
 
@@ -239,9 +269,16 @@ def block_fp8_grouped_linear_cost(
     tokens: int | None = None,
     block: tuple[int, int] = (128, 128),
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` with float8_e4m3fn weights that have one scale per block.
+    """Return the cost of `grouped_linear_cost` for float8_e4m3fn weights with one scale per block.
 
-    Each row is quantised.
+    Args:
+        rows: rows of the product; each is quantised per group of inputs.
+        hit: experts that have rows.
+        inputs: inputs of a weight.
+        outputs: outputs of a weight.
+        itemsize: bytes of an activation that is not quantised.
+        tokens: number of distinct rows of x, `rows` by default.
+        block: (outputs, inputs) that share a scale.
     """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     one = block_fp8_linear_cost(rows, inputs, outputs, itemsize, block)
@@ -250,22 +287,32 @@ def block_fp8_grouped_linear_cost(
 
 
 def expected_hit(tokens: int, experts: int, chosen: int) -> int:
-    """Return the expected number of distinct experts of `tokens` tokens, rounded, if all experts are equally likely."""
+    """Return the expected number of distinct experts that a step uses, rounded, if all experts are equally likely.
+
+    Args:
+        tokens: tokens of the step.
+        experts: experts of the layer.
+        chosen: experts per token.
+    """
     return round(experts * (1 - (1 - chosen / experts) ** tokens))
 
 
 def routing_cost(tokens: int, experts: int, chosen: int) -> Cost:
-    """Return the cost of choosing experts: a softmax of float32 logits (4 operations per logit).
+    """Return the cost of choosing `chosen` of `experts` experts per token: a softmax of float32 logits.
 
-    Writes a float32 weight and an 8-byte expert number per choice. The cost of top-k in torch is not counted.
+    A chosen expert is written as a float32 weight and an 8-byte number. Finding the greatest logits is not counted.
     """
     return Cost(4 * tokens * experts, tokens * (4 * experts + 12 * chosen))
 
 
 def combine_cost(tokens: int, chosen: int, hidden: int, itemsize: int) -> Cost:
-    """Return the cost of weighting and adding the results of each token's experts.
+    """Return the cost of the weighted sum of the results of each token's experts.
 
-    Each result is read once with its weight and index, and each sum is written once.
+    Args:
+        tokens: tokens of the step.
+        chosen: experts per token; each result is read once, with its weight and index.
+        hidden: values of a result and of a sum.
+        itemsize: bytes of a value.
     """
     values = tokens * hidden
     moved = (chosen + 1) * values * itemsize + 12 * tokens * chosen
@@ -282,13 +329,11 @@ def weight_only_linear_cost(
     zeros: bool = False,
     scale_bytes: int | None = None,
 ) -> Cost:
-    """Return the cost of y = x W^T with a weight of packed quantised values and activations that are not quantised.
-
-    Rows are padded to whole spans of PACKED_TOGETHER inputs.
+    """Return the cost of y = x W^T with a packed quantised weight and activations that are not quantised.
 
     Args:
         tokens: rows of x.
-        inputs: inputs of the weight.
+        inputs: inputs of the weight, padded in memory to a multiple of PACKED_TOGETHER.
         outputs: outputs of the weight.
         itemsize: bytes of an activation.
         group: None for int8, which has a float32 scale per output; else int4 with a scale per `group` inputs.
@@ -322,7 +367,10 @@ def widening_cost(
     zeros: bool = False,
     scale_bytes: int | None = None,
 ) -> Cost:
-    """Return the cost of widening a 4-bit weight and writing its values; see weight_only_linear_cost."""
+    """Return the cost of dequantising a 4-bit weight: reading it, and writing values of `itemsize` bytes.
+
+    `group`, `zeros` and `scale_bytes` are as in `weight_only_linear_cost`.
+    """
     read = weight_only_linear_cost(
         0, inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes
     )
@@ -330,17 +378,17 @@ def widening_cost(
 
 
 def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, widened: Cost) -> int:
-    """Return the number of rows from which widening a 4-bit weight into a buffer first is faster.
+    """Return the fewest rows of x with which dequantising a 4-bit weight into a buffer before the product is faster.
 
-    The alternative is to widen it in registers, which reaches REGISTERS_SHARE of the peak. The arithmetic of widening
-    is not counted.
+    The alternative is to dequantise in registers, which reaches REGISTERS_SHARE of the peak. The arithmetic of
+    dequantising is not counted.
 
     Args:
         peaks: peak rates of the device.
         inputs: inputs of the weight.
         outputs: outputs of the weight.
         itemsize: bytes of an activation.
-        widened: cost of widening the weight; see widening_cost.
+        widened: cost of dequantising the weight, from `widening_cost`.
     """
     weight_bytes = widened.bytes - itemsize * inputs * outputs
 
@@ -355,9 +403,9 @@ def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, wid
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:
-    """Return the cost of an RMSNorm: 4 operations per value, 5 with a residual, and 2 per row for the root.
+    """Return the cost of an RMSNorm of `tokens` rows of `hidden` values: 4 operations per value and 2 per row.
 
-    x and the weight are read and y is written; a residual is read and written too.
+    A residual adds an operation per value, and is read and written too.
     """
     values = tokens * hidden
     moved = (4 if residual else 2) * values * itemsize + hidden * itemsize
@@ -365,9 +413,9 @@ def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Co
 
 
 def layer_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool, biased: bool = True) -> Cost:
-    """Return the cost of a LayerNorm: 6 operations per value, 1 more each for a bias and a residual, and 2 per row.
+    """Return the cost of a LayerNorm of `tokens` rows of `hidden` values: 6 operations per value and 2 per row.
 
-    Bytes are counted as for an RMSNorm, plus the bias.
+    A bias and a residual add an operation per value each. Bytes are counted as by `rms_norm_cost`, plus the bias.
     """
     values = tokens * hidden
     moved = (4 if residual else 2) * values * itemsize + (1 + biased) * hidden * itemsize
@@ -385,9 +433,7 @@ def rope_store_cost(
     codes: CacheDtype | None = None,
     normed: bool = False,
 ) -> Cost:
-    """Return the cost of rotating q and k (3 operations per rotated value) and storing q, k and v.
-
-    cos and sin are read in float32.
+    """Return the cost of rotating q and k and storing k and v in the KV cache.
 
     Args:
         tokens: tokens of the step.
@@ -395,9 +441,9 @@ def rope_store_cost(
         kv_heads: 0 for a layer that reads the K and V of another layer: only q is rotated.
         head_dim: values of a head.
         itemsize: bytes of a value.
-        rotary_dim: rotated values of a head, all by default.
-        codes: format of a quantised cache: one byte per value and a float32 scale per token and head. A value takes a
-            comparison, a multiplication and a rounding, for fp8 also a clamp; a token and head takes 2 divisions.
+        rotary_dim: rotated values of a head, all by default; each takes 3 operations.
+        codes: format of a quantised cache: one byte per value and a float32 scale per token and head. None: not
+            quantised.
         normed: True if q and k pass an RMSNorm first.
     """
     turned, heads = head_dim if rotary_dim is None else rotary_dim, tokens * (q_heads + kv_heads)
@@ -416,14 +462,14 @@ def rope_store_cost(
 def copy_parts_cost(
     tokens: int, kv_heads: int, head_dim: int, itemsize: int, tensors: int = 2, coded: bool = False
 ) -> Cost:
-    """Return the cost of copying the K and V of `tokens` cached tokens.
+    """Return the cost of copying the K and V of cached tokens, within the cache of one layer.
 
     Args:
         tokens: cached tokens to copy.
         kv_heads: KV heads.
         head_dim: values of a head.
         itemsize: bytes of a value.
-        tensors: 1 if K and V are the same latents.
+        tensors: 2, or 1 if K and V are the same latents.
         coded: True if the cache holds one-byte quantised values with a scale per head.
     """
     head = head_dim + 4 if coded else head_dim * itemsize
@@ -466,8 +512,8 @@ def latent_attention_cost(
         pairs: attended (query, key) pairs, summed over sequences.
         kv_tokens: distinct cached tokens that are read.
         heads: query heads.
-        width: values of a token that each query is multiplied by.
-        rank: values of a token that each probability is multiplied by.
+        width: values of a cached token, which form the key.
+        rank: the first of these values, which form the value.
         itemsize: bytes of a value.
     """
     moved = tokens * heads * (width + rank) + kv_tokens * width
@@ -479,10 +525,10 @@ class LatentSizes:
     """The number of values per head in multi-head latent attention.
 
     Attributes:
-        rank: the latent, from which K and V of all heads are computed.
-        plain: the part of a query and key without position.
-        turned: the rotated part of a query and key.
-        value: V.
+        rank: values of the latent, from which K and V of all heads are computed.
+        plain: values of a query and key that are not rotated.
+        turned: rotated values of a query and key. All heads share the rotated values of a key.
+        value: values of V.
     """
 
     rank: int
@@ -492,30 +538,33 @@ class LatentSizes:
 
     @property
     def saved(self) -> int:
-        """Return the FLOPs that a (query, key) pair of a head saves with K and V instead of the latent."""
+        """Return the FLOPs that a (query, key) pair of one head saves if K and V are computed from the latent first."""
         return 2 * (2 * self.rank + self.turned) - self.pair
 
     @property
     def pair(self) -> int:
-        """Return the FLOPs of a (query, key) pair of a head with K and V."""
+        """Return the FLOPs of a (query, key) pair of one head, if K and V were computed from the latent before."""
         return 2 * (self.plain + self.turned + self.value)
 
     @property
     def made(self) -> int:
-        """Return the FLOPs of computing K and V of one key for one head.
+        """Return the FLOPs of computing K and V of one key from its latent, for one head.
 
         Projecting one query to the latent space and its result back takes the same number.
         """
         return 2 * self.rank * (self.plain + self.value)
 
     def is_decompressing_cheaper(self, queries: _N, contexts: _N) -> Any:
-        """Return True if attention with K and V takes fewer FLOPs than attention with the latents.
+        """Return True where computing K and V from the latents takes fewer FLOPs than attention over the latents.
 
-        K and V of the `queries` own tokens are free: these tokens then need no projection of queries and results.
+        K and V of the new tokens cost nothing extra: their queries and results then need no projection.
 
         Args:
-            queries: query tokens at the end of each sequence; an integer or an array.
-            contexts: tokens of each sequence, queries included.
+            queries: new tokens of a sequence; an integer or an array with one value per sequence.
+            contexts: all tokens of the sequence, new ones included; as `queries`.
+
+        Returns:
+            A bool, or an array of them.
         """
         earlier = contexts - queries
         pairs = queries * earlier + queries * (queries + 1) // 2
@@ -525,50 +574,64 @@ class LatentSizes:
 def decompressed_attention_cost(
     tokens: int, pairs: int, kv_tokens: int, heads: int, sizes: LatentSizes, itemsize: int
 ) -> Cost:
-    """Return the cost of attention with K and V of each head over `kv_tokens` keys; heads share the rotated values."""
+    """Return the cost of attention with K and V of each head, computed before from latents.
+
+    Args:
+        tokens: query tokens.
+        pairs: attended (query, key) pairs, summed over sequences.
+        kv_tokens: keys that are read.
+        heads: query heads; they share the rotated values of a key.
+        sizes: values per head.
+        itemsize: bytes of a value.
+    """
     moved = tokens * heads * (sizes.plain + sizes.turned + sizes.value)
     moved += kv_tokens * (heads * (sizes.plain + sizes.value) + sizes.turned)
     return Cost(pairs * heads * sizes.pair, itemsize * moved)
 
 
 def latent_store_cost(tokens: int, heads: int, rank: int, rotary_dim: int, itemsize: int) -> Cost:
-    """Return the cost of rotating q and the shared k (3 operations per value) and storing both and the latent.
+    """Return the cost of rotating q and the k that all heads share, and storing k and the latent in the cache.
 
-    cos and sin are read in float32.
+    Args:
+        tokens: tokens of the step.
+        heads: query heads.
+        rank: values of a latent.
+        rotary_dim: rotated values of a head; each takes 3 operations.
+        itemsize: bytes of a value.
     """
     turned = (heads + 1) * rotary_dim
     return Cost(3 * tokens * turned, tokens * (2 * itemsize * (turned + rank) + 4 * rotary_dim + 8))
 
 
 def merge_state_cost(parts: int, tokens: int, heads: int, head_dim: int, itemsize: int) -> Cost:
-    """Return the cost of merging parts of attention: 2 operations per value; parts and log-sum-exps are read once."""
+    """Return the cost of merging `parts` partial attention results by their log-sum-exps: 2 operations per value."""
     values, sums = tokens * heads * head_dim, 4 * tokens * heads
     return Cost(2 * parts * values, (parts + 1) * (values * itemsize + sums))
 
 
 def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
-    """Return the cost of act(gate) * up: 5 operations per output value; both halves are read and one is written."""
+    """Return the cost of act(gate) * up, with `intermediate` outputs per token: 5 operations per output."""
     return Cost(5 * tokens * intermediate, 3 * tokens * intermediate * itemsize)
 
 
 def activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
-    """Return the cost of act(x): 4 operations per value."""
+    """Return the cost of an activation function of `intermediate` values per token: 4 operations per value."""
     return Cost(4 * tokens * intermediate, 2 * tokens * intermediate * itemsize)
 
 
 def scale_cost(tokens: int, width: int, itemsize: int) -> Cost:
-    """Return the cost of multiplying each value by the same number."""
+    """Return the cost of multiplying `width` values per token by one number."""
     return Cost(tokens * width, 2 * tokens * width * itemsize)
 
 
 def low_rank_cost(tokens: int, adapters: int, inputs: int, outputs: int, rank: int, itemsize: int) -> Cost:
-    """Return the cost of adding B A x to a product in float32 for tokens that have an adapter.
+    """Return the cost of adding the product of LoRA factors, B A x, to the float32 result of a linear layer.
 
     Args:
         tokens: tokens that have an adapter of this rank.
         adapters: distinct adapters of these tokens; the factors of each are read once.
-        inputs: inputs of the product.
-        outputs: outputs of the product.
+        inputs: inputs of the layer.
+        outputs: outputs of the layer.
         rank: rank of the adapters.
         itemsize: bytes of an activation.
     """
@@ -585,10 +648,9 @@ def cap_cost(rows: int, vocab: int) -> Cost:
 
 
 def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
-    """Return the cost of sampling: one comparison per logit, and 10 more in rows that are drawn.
+    """Return the cost of sampling tokens: one comparison per logit, and 10 more operations in rows with a temperature.
 
-    The 10 are: maximum, subtraction, division, softmax (4), the threshold of min-p, comparison, cumulative sum. The
-    cost of top-k and top-p is not counted, because it depends on the probabilities.
+    Sorting for top-k and top-p is not counted, because its cost depends on the probabilities.
 
     Args:
         rows: sampled rows.
@@ -600,50 +662,73 @@ def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
 
 
 def penalise_cost(tokens: int, distinct: int, said: int, itemsize: int) -> Cost:
-    """Return the cost of penalties.
+    """Return the cost of repetition, presence and frequency penalties.
 
     Args:
         tokens: tokens of all prompts and answers, which are read.
-        distinct: distinct tokens, whose logits are compared, divided or multiplied, and written.
-        said: distinct tokens of answers, whose penalties are counted, summed and subtracted.
+        distinct: distinct tokens of prompts and answers, summed over rows: their logits are divided or multiplied.
+        said: distinct tokens of the answers: presence and frequency penalties are subtracted from their logits.
         itemsize: bytes of a logit.
     """
     return Cost(3 * distinct + 3 * said, 4 * tokens + 2 * distinct * itemsize)
 
 
 def mask_cost(rows: int, vocab: int, masked: int, itemsize: int) -> Cost:
-    """Return the cost of reading one bit per token and writing the `masked` logits of all rows."""
+    """Return the cost of token masks: reading one bit per token and row, and writing the masked logits.
+
+    Args:
+        rows: rows with a mask.
+        vocab: logits of a row.
+        masked: masked logits of all rows together.
+        itemsize: bytes of a logit.
+    """
     return Cost(0, rows * (-(-vocab // 32) * 4 + 4) + masked * itemsize)
 
 
 def log_probabilities_cost(rows: int, vocab: int, most: int, itemsize: int) -> Cost:
-    """Return the cost of the maximum and a log-softmax (4 operations per logit), and of writing `most` top tokens.
+    """Return the cost of a log-softmax, and of writing the log-probabilities of the chosen and the top tokens.
 
-    The sort in torch is not counted.
+    Sorting is not counted.
+
+    Args:
+        rows: rows of logits.
+        vocab: logits of a row.
+        most: number of top tokens.
+        itemsize: bytes of a logit.
     """
     return Cost(5 * rows * vocab, rows * (vocab * itemsize + 8 + 4 + 12 * most))
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The amount of work of one engine step."""
+    """The amount of work of one engine step.
 
-    tokens: int  # query tokens
-    sampled: int  # rows whose logits are computed
-    pairs: int  # attended (query, key) pairs, summed over layers (their sliding windows may differ)
-    kv_tokens: int  # distinct cached tokens read, summed over layers
-    copied: int = 0  # cached tokens that are copied, in each layer with a KV cache
-    adapted: int = 0  # query tokens that have an adapter
-    adapters: int = 0  # distinct adapters of these tokens
+    Attributes:
+        tokens: query tokens.
+        sampled: rows whose logits are computed.
+        pairs: attended (query, key) pairs, summed over layers, whose sliding windows may differ.
+        kv_tokens: distinct cached tokens that are read, summed over layers.
+        copied: cached tokens that are copied, in each layer with a KV cache.
+        adapted: query tokens that have an adapter.
+        adapters: distinct adapters of these tokens.
+    """
+
+    tokens: int
+    sampled: int
+    pairs: int
+    kv_tokens: int
+    copied: int = 0
+    adapted: int = 0
+    adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Decompressing:
-    """FLOPs of attention over latents if K and V of each head are computed from them.
+    """FLOPs of attention in a model with latents, if K and V of each head are computed from the latents first.
 
     Attributes:
-        pair: FLOPs of a (query, key) pair, averaged over `layers` layers.
-        earlier: FLOPs of computing K and V of a key before the step's own tokens.
+        pair: FLOPs of a (query, key) pair, averaged over layers.
+        earlier: FLOPs of computing K and V of a key of an earlier step, in one layer.
         layers: number of layers.
     """
 
@@ -652,7 +737,7 @@ class Decompressing:
     layers: int
 
     def flops(self, step: StepShape) -> int:
-        """Return the FLOPs of a step in which all K and V are computed."""
+        """Return the FLOPs of attention in a step if all K and V are computed from latents."""
         return self.pair * step.pairs + self.earlier * max(0, step.kv_tokens - self.layers * step.tokens)
 
 
@@ -660,16 +745,25 @@ class Decompressing:
 class OperatorCost:
     """The cost of an operator in a step, summed over its layers: a fixed cost, and a cost per unit of a StepShape.
 
-    The engine chooses `decompressing` per sequence. A step with both prefill and decode therefore takes fewer FLOPs
-    than counted here; the bytes are about the same.
+    The engine decides per sequence whether it decompresses latents. A step with both prefill and decode therefore takes
+    fewer FLOPs than counted here; the bytes are about the same.
 
     Attributes:
+        name: name of the operator.
         step: fixed cost of a step, such as reading weights.
-        expert: cost of each distinct expert that has tokens.
+        token: cost per query token.
+        sampled: cost per row whose logits are computed.
+        pair: cost per attended (query, key) pair.
+        kv_token: cost per cached token that is read.
+        copied: cost per cached token that is copied.
+        expert: cost per distinct expert that has tokens.
+        adapted: cost per query token that has an adapter.
+        adapter: cost per distinct adapter.
         only_sampled: True if the operator runs only in steps that sample.
-        experts: experts of a layer.
+        experts: experts of a layer; 0 for an operator without experts.
         chosen: experts per token.
-        decompressing: an alternative computation, which is used if it takes fewer FLOPs.
+        decompressing: an alternative computation of attention, which counts if it takes fewer FLOPs; None: there is
+            none.
     """
 
     name: str
@@ -689,13 +783,13 @@ class OperatorCost:
 
     @property
     def useful_pair(self) -> int:
-        """Return the FLOPs of a (query, key) pair in the cheaper of the two ways."""
+        """Return the FLOPs of one (query, key) pair, over latents or decompressed, whichever is fewer."""
         return (
             self.pair.flops if self.decompressing is None else min(self.pair.flops, self.decompressing.pair)
         )
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
-        """Return the cost of both as one operator, with the kind of `other`."""
+        """Return the summed cost of two operators, with the name of `self` and the other attributes of `other`."""
         parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
         return replace(other, name=self.name, **dict(zip(_PARTS, parts, strict=True)))
 
@@ -703,7 +797,7 @@ class OperatorCost:
         return replace(self, **{part: getattr(self, part) * times for part in _PARTS})
 
     def of(self, step: StepShape) -> Cost:
-        """Return the cost of the operator in one step; zero if the operator does not run."""
+        """Return the cost of the operator in one step; zero if the operator does not run in it."""
         if not step.tokens or (self.only_sampled and not step.sampled):
             return Cost()
         hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
@@ -734,7 +828,11 @@ PRODUCT_INTENSITY = 8
 
 
 def operator_kind(operator: OperatorCost) -> OperatorKind:
-    """Return the kind of an operator. `sampling` includes the product of the head, which only sampled rows need."""
+    """Return the kind of an operator: "attention", "sampling", "linear" or "elementwise".
+
+    "sampling" includes the product of the output head, which only sampled rows need. An operator is "linear" if it has
+    experts or more than PRODUCT_INTENSITY operations per byte of a token.
+    """
     if operator.pair.flops:
         return "attention"
     if operator.only_sampled:
@@ -746,19 +844,31 @@ def operator_kind(operator: OperatorCost) -> OperatorKind:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """The costs of a model's operators and a few totals, without its topology."""
+    """The costs of a model's operators and a few totals.
+
+    Attributes:
+        operators: the operators, each summed over its layers.
+        windows: sliding window of each layer with attention; None: full attention.
+        parameters: weights of linear layers, without the output head.
+        active_parameters: the part of `parameters` that one token uses, without the experts it does not use.
+        head_parameters: weights of the output head.
+        caches: for each layer with a KV cache, its window (None: full) and the bytes of a cached token.
+        itemsize: bytes of an activation.
+        weight_itemsize: bytes of a linear weight, less than `itemsize` if quantised.
+        causal: False if queries also see later keys, up to the window on each side.
+        adapted: True if tokens can have adapters.
+    """
 
     operators: tuple[OperatorCost, ...]
-    windows: tuple[int | None, ...]  # per layer with attention: keys that a query sees; None: all
-    parameters: int  # weights of linear layers, without the head
-    active_parameters: int  # the part of `parameters` that one token uses, without experts it does not use
+    windows: tuple[int | None, ...]
+    parameters: int
+    active_parameters: int
     head_parameters: int
-    # Per layer with a KV cache: its window, and bytes of a token
     caches: tuple[tuple[int | None, int], ...]
-    itemsize: int  # bytes of an activation
-    weight_itemsize: float  # bytes of a linear weight, less than `itemsize` if quantised
-    causal: bool = True  # False: queries also see later keys, up to the window on each side
-    adapted: bool = False  # True if tokens can have adapters
+    itemsize: int
+    weight_itemsize: float
+    causal: bool = True
+    adapted: bool = False
 
     @property
     def layers(self) -> int:
@@ -770,11 +880,11 @@ class ModelCost:
         return sum(size * (tokens if window is None else min(tokens, window)) for window, size in self.caches)
 
     def seen(self, tokens: int) -> int:
-        """Return the number of `tokens` cached tokens that the next query sees, itself included, summed over layers."""
+        """Return the number of keys that the last of `tokens` tokens attends to, its own included, over all layers."""
         return sum(tokens if window is None else min(tokens, window) for window in self.windows)
 
     def pairs(self, tokens: int) -> int:
-        """Return the (query, key) pairs of a whole prompt, summed over layers."""
+        """Return the (query, key) pairs of the prefill of a prompt of `tokens` tokens, summed over layers."""
         total = 0
         for window in self.windows:
             growing = tokens if window is None else min(tokens, window)
@@ -791,7 +901,7 @@ class ModelCost:
         return {operator.name: operator.of(step) for operator in self.operators}
 
     def another_step(self) -> dict[str, Cost]:
-        """Return the cost that each operator adds, by name, if the same work takes one step more.
+        """Return the cost that each operator adds, by name, if the same work is spread over one step more.
 
         The weights are read again, and at least the experts of one token.
         """
@@ -802,23 +912,23 @@ class ModelCost:
     def model_flops(self, step: StepShape) -> int:
         """Return the useful FLOPs of a step, as MFU counts them.
 
-        These are 2 × active parameters × tokens, the head for sampled rows, and the products of attention. Attention
-        over latents always counts in its cheaper form, whichever form the step uses.
+        These are 2 × active parameters × tokens, the output head for sampled rows, and the products of attention.
+        Attention over latents always counts in its cheaper form, whichever form the step uses.
         """
         dense = self.active_parameters * step.tokens + self.head_parameters * step.sampled
         return 2 * dense + self.pair_flops * step.pairs
 
     @property
     def pair_flops(self) -> int:
-        """Return the useful FLOPs of a (query, key) pair."""
+        """Return the useful FLOPs of attention of one (query, key) pair, summed over operators."""
         return sum(operator.useful_pair for operator in self.operators)
 
 
 def step_total(costs: dict[str, Cost]) -> Cost:
-    """Return the total cost of a step's operators."""
+    """Return the total cost of a step from the costs of its operators, by name."""
     return sum(costs.values(), Cost())
 
 
 def roofline_seconds(costs: dict[str, Cost], peaks: Peaks) -> float:
-    """Return the sum of the operators' roofline bounds; operators run in sequence."""
+    """Return the sum of the operators' roofline times: operators run in sequence. `costs` are by operator name."""
     return sum(cost.seconds(peaks) for cost in costs.values())
