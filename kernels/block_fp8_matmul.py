@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchinfer_kernels.fp8_matmul import FP8, quantize_rows_fp8
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.matmul import check_matmul, finished, products
+from batchinfer_kernels.matmul import check_matmul, finish_product, products
 
 GROUP = 128  # inputs that share a scale, in activations and weights
 
@@ -90,7 +90,7 @@ def block_fp8_matmul_reference(
     sums = torch.zeros(len(x), len(weight.codes), device=x.device)
     for part in _scaled_products(x, weight):
         sums += part
-    return finished(sums, bias, out_dtype or x.dtype, activation)
+    return finish_product(sums, bias, out_dtype or x.dtype, activation)
 
 
 def _scaled_products(x: Tensor, weight: BlockWeight) -> Iterator[Tensor]:

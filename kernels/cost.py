@@ -355,7 +355,7 @@ REGISTERS_SHARE = 0.5
 # Buffer for widened values of a weight. Small enough that most of it stays in the L2 cache of large GPUs (at least
 # 50 MiB since H100), and large enough for thousands of outputs. Not measured
 PANEL_BYTES = 64 << 20
-MOST_PANEL_ROWS = 1 << 20  # exceeds the rows of any step
+MAX_PANEL_ROWS = 1 << 20  # exceeds the rows of any step
 
 
 def widening_cost(
@@ -399,7 +399,7 @@ def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, wid
         read = weight_bytes + itemsize * rows * (inputs + outputs)
         return apart + multiplied.seconds(peaks) < Cost(multiplied.flops, read).seconds(slow)
 
-    return bisect_left(range(MOST_PANEL_ROWS), True, key=pays)
+    return bisect_left(range(MAX_PANEL_ROWS), True, key=pays)
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:

@@ -14,21 +14,25 @@ from torch import Tensor
 
 from batchinfer_kernels.copy_parts import FIELDS, check_copy_parts
 
-MOST_NODES = 32  # nodes of a tree: one bit each
+MAX_NODES = 32  # nodes of a tree: one bit each
 NO_NODE = -1  # fills a path after its last accepted node
 NO_PARENT = -2  # parent of an unused place; parent -1 is the last verified token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
-    """The keys that each of T queries sees: all up to a position, and marked ones among the next MOST_NODES.
+    """The keys of its sequence that each of T queries sees, in a step with draft trees.
 
-    The nodes of a tree are consecutive keys. The bits of a query in a tree mark its own node and its ancestors. A query
-    outside trees has no bits and sees all keys up to its own position.
+    The nodes of a tree are consecutive keys after the last verified token. A query of a tree sees all keys up to that
+    token, its own node and its ancestors. A query outside trees has no bits and sees all keys up to its own.
+
+    Attributes:
+        last: (T,) the query sees all keys up to this position.
+        bits: (T,) bit i is 1 if the query also sees the key at position last + 1 + i.
     """
 
-    last: NDArray[np.int64]  # (T,)
-    bits: NDArray[np.int32]  # (T,): bit i marks the key at last + 1 + i
+    last: NDArray[np.int64]
+    bits: NDArray[np.int32]
 
     @property
     def depths(self) -> NDArray[np.int64]:
@@ -39,12 +43,12 @@ class TreeMask:
 
     @property
     def nearby(self) -> NDArray[np.int32]:
-        """Return the keys that each query sees among the MOST_NODES keys up to its own, (T,).
+        """Return the keys that each query sees among the MAX_NODES keys up to its own, as bits, (T,).
 
-        Bit d marks the key at distance d before the query's own key. A query sees all keys further back. The value of a
-        query outside trees is -1: it sees all keys.
+        Bit d is 1 if the query sees the key at distance d before its own key. Queries see all keys further back. A
+        query outside trees has the value -1: all bits are 1.
         """
-        places = np.arange(MOST_NODES)
+        places = np.arange(MAX_NODES)
         ones = (self.bits.view(np.uint32)[:, None] >> places & 1).astype(bool)
         own = np.where(ones, places, -1).max(1, initial=-1)
         before = own[:, None] - places
@@ -60,16 +64,20 @@ class TreeMask:
         return TreeMask(self.last[first:end], bits) if bits.any() else None
 
     def seen(self, first: int, end: int, keys: int) -> NDArray[np.bool_]:
-        """Return which of the first `keys` keys the queries [first, end) see: (end - first, keys) bool."""
+        """Return which of the first `keys` keys of its sequence each of the queries [first, end) sees.
+
+        Returns:
+            (end - first, keys), True if the query sees the key.
+        """
         place = np.arange(keys) - self.last[first:end, None] - 1
-        inside = (place >= 0) & (place < MOST_NODES)
+        inside = (place >= 0) & (place < MAX_NODES)
         bits = self.bits[first:end, None] >> np.where(inside, place, 0) & 1
         found: NDArray[np.bool_] = (place < 0) | (inside & bits.astype(bool))
         return found
 
 
 def check_tree_paths(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents: Tensor) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `tree_paths_reference` takes."""
     if tokens.dim() != 1 or firsts.shape != drafts.shape[:1] or drafts.dim() != 2:
         raise ValueError(
             f"tokens are {tuple(tokens.shape)}, firsts {tuple(firsts.shape)}, drafts {tuple(drafts.shape)}"
@@ -83,15 +91,16 @@ def check_tree_paths(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents: Te
 
 
 def tree_paths_reference(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents: Tensor) -> Tensor:
-    """Return the accepted nodes of each tree in order, padded with NO_NODE: (R, M) int32.
+    """Return the accepted nodes of each of R draft trees, from the root on, padded with NO_NODE: (R, M) int32.
 
-    A node is accepted if its token equals the token sampled after its parent, and its parent is accepted.
+    A node is accepted if its parent is accepted and its token equals the token sampled after its parent.
 
     Args:
         tokens: (n,) int64, the token sampled after each row of a step.
-        firsts: (R,) int64, the row of each tree's last verified token. The rows of the tree's nodes follow it in order.
+        firsts: (R,) int64, the row of each tree's last verified token. The rows of its M nodes follow in order.
         drafts: (R, M) int64, the tokens of the nodes.
-        parents: (R, M) int64, the node index of each node's parent.
+        parents: (R, M) int64, the index of each node's parent within its tree; -1 for the last verified token,
+            NO_PARENT for an unused node.
 
     Raises:
         ValueError: If shapes or dtypes do not match.
@@ -110,19 +119,19 @@ def tree_paths_reference(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents
 
 
 def check_moves(k_cache: Tensor, v_cache: Tensor, moves: Tensor) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `move_slots_reference` takes."""
     check_copy_parts(k_cache, v_cache, torch.empty(0, FIELDS, dtype=torch.int64))
     if moves.dim() != 2 or moves.shape[1] != 2 or moves.dtype != torch.int64:
         raise ValueError(f"moves are {tuple(moves.shape)} {moves.dtype}, expected (n, 2) int64")
 
 
 def move_slots_reference(k_cache: Tensor, v_cache: Tensor, moves: Tensor) -> None:
-    """Copy K and V from some slots to others, in place.
+    """Copy the K and V of some slots of the cache to other slots, in place.
 
     Args:
-        k_cache: (blocks, kv_heads, block_size, D) of any dtype.
+        k_cache: (blocks, kv_heads, block_size, D) of any dtype, D values per head.
         v_cache: as k_cache; may be the same tensor.
-        moves: (n, 2) int64, the source and target slot, block * block_size + offset. Moves run in order: no later move
+        moves: (n, 2) int64, source and target slot, each block * block_size + offset. Moves run in order: no later move
             may read or write a slot that an earlier move writes.
 
     Raises:

@@ -14,30 +14,41 @@ from batchinfer_kernels.routing import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The experts of each token and the weights of their results."""
+    """The experts of each of T tokens, and the weights of their results.
 
-    experts: Tensor  # (T, chosen) int64
-    weights: Tensor  # (T, chosen) float32
-    counts: Tensor | None = None  # (experts,) int32: tokens of each expert; None: not counted
+    Attributes:
+        experts: (T, chosen) int64, the numbers of the experts.
+        weights: (T, chosen) float32, the weight of each expert's result.
+        counts: (experts,) int32, the number of tokens of each expert; None if not counted.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    counts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Rows, one per token and chosen expert, sorted by expert and then by token."""
+    """The R rows of a step, one per token and chosen expert, sorted by expert and then by token.
 
-    order: Tensor  # (R,) int64: token × chosen + choice
-    starts: Tensor  # (experts + 1,) int64: the first row of each expert
+    Attributes:
+        order: (R,) int64, for each sorted row: token × experts per token + index of the choice.
+        starts: (experts + 1,) int64, the first sorted row of each expert; the last value is R.
+    """
+
+    order: Tensor
+    starts: Tensor
 
 
 def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-    """Choose the experts of each token in float32, without a host synchronisation.
+    """Choose the experts of each of T tokens from the router's logits, in float32, without a host synchronisation.
 
     torch.topk breaks ties, as in transformers.
 
     Args:
         logits: (T, experts).
-        routing: the rule.
-        correction: (experts,), required if and only if `routing.corrected`.
+        routing: the rule by which experts are chosen and weighted.
+        correction: (experts,), added to the scores for the choice; required if and only if `routing.corrected`.
     """
     check_logits(logits, routing, correction)
     logits = logits.float()
@@ -53,7 +64,7 @@ def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None =
 
 
 def check_logits(logits: Tensor, routing: Routing, correction: Tensor | None) -> None:
-    """Raise ValueError if shapes do not match, or the correction is missing or superfluous."""
+    """Raise ValueError if the logits do not match `routing.experts`, or the correction is missing or superfluous."""
     if logits.dim() != 2 or logits.shape[1] != routing.experts:
         raise ValueError(f"logits are {tuple(logits.shape)}, there are {routing.experts} experts")
     if (correction is not None) != routing.corrected:
@@ -62,7 +73,7 @@ def check_logits(logits: Tensor, routing: Routing, correction: Tensor | None) ->
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid, with the same bits for a value at any position of a tensor.
+    """Return the sigmoid of each value. Equal values give equal bits, whatever their position in the tensor.
 
     On a CPU, torch uses other instructions for the last values of a tensor, which may change the last bit. Computing in
     float64 and rounding removes the difference.
@@ -71,7 +82,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def _within_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """Set the scores of experts outside the chosen groups to -inf."""
+    """Return the scores (T, experts), with -inf for experts outside the best `routing.chosen_groups` groups."""
     grouped = scores.view(len(scores), routing.groups, -1)
     if routing.group_score == "max":
         of_groups = grouped.amax(-1)
@@ -90,7 +101,12 @@ def _weighted(scores: Tensor, routing: Routing) -> Tensor:
 
 
 def group_by_expert(experts: Tensor, count: int) -> Groups:
-    """Sort the rows of experts (T, chosen) int64, all below `count`, without a host synchronisation."""
+    """Sort the rows of a step, one per token and chosen expert, by expert, without a host synchronisation.
+
+    Args:
+        experts: (T, chosen) int64, the experts of each token, all below `count`.
+        count: number of experts.
+    """
     found, order = experts.flatten().sort(stable=True)
     return Groups(order, torch.searchsorted(found, torch.arange(count + 1, device=experts.device)))
 
@@ -104,14 +120,15 @@ def experts_reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, weight × down(act(gate(x)) * up(x)): (T, N).
+    """Return the weighted sum of the results of each token's experts: (T, N).
 
-    The products are rounded to x's dtype. The sum is accumulated in float32 in the order of the choice.
+    The result of an expert is down(act(gate(x)) * up(x)), rounded to x's dtype after each product. The sum is
+    accumulated in float32 in the order of the choice.
 
     Args:
-        x: (T, K).
-        gate_up: (E, 2 I, K), gate above up.
-        down: (E, N, I).
+        x: (T, K), T tokens of K inputs.
+        gate_up: (E, 2 I, K), the gate of each of E experts above its up projection.
+        down: (E, N, I), with N outputs.
         choice: experts of each token.
         activation: activation of the gate.
         gate_up_bias: (E, 2 I), or None.
@@ -126,12 +143,12 @@ def experts_reference(
 
 
 def combine_reference(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's rows, (T, N), accumulated in float32 in the order of the choice.
+    """Return the weighted sum of the results of each token's experts: (T, N), accumulated in float32.
 
     Args:
-        made: (R, N), rows sorted by expert.
-        order: (R,), as in Groups.
-        weights: (T, chosen) float32.
+        made: (R, N), the results of rows sorted by expert.
+        order: (R,) int64, as in Groups: the token and choice of each row.
+        weights: (T, chosen) float32; R is T × chosen.
     """
     by_token = torch.empty_like(made)
     by_token[order] = made
@@ -143,7 +160,7 @@ def combine_reference(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def check_choice(x: Tensor, choice: Choice) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the choice has one row of experts and weights for each row of x."""
     experts, weights = choice.experts, choice.weights
     if experts.dim() != 2 or len(experts) != len(x) or experts.dtype != torch.int64:
         raise ValueError(f"experts are {tuple(experts.shape)} {experts.dtype}, there are {len(x)} rows")

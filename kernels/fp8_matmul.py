@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.matmul import check_matmul, finished, products
+from batchinfer_kernels.matmul import check_matmul, finish_product, products
 from batchinfer_kernels.quantized_linear import inverse_scales
 
 MAX_FP8 = 448.0  # the largest finite float8_e4m3fn
@@ -19,11 +19,14 @@ ROWS_AT_ONCE = 8192  # bounds memory: the float32 copy of a whole head would tak
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each row of x (T, K): x ≈ values × scales[:, None]. A weight has one row per output.
+    """Quantise each row of x (T, K) to float8_e4m3fn: x ≈ values × scales[:, None].
 
     The largest magnitude of a row becomes ±448; other values are rounded to nearest, ties to even. A row of zeros has
     scale 0. A row with a NaN or an infinity has scale NaN, so its products are NaN. Rows with magnitudes below 1.4e-36,
     where 448 ÷ magnitude overflows, become zeros.
+
+    Args:
+        x: floats; tokens and inputs, or outputs and inputs of a weight.
 
     Returns:
         Values (T, K) float8_e4m3fn and scales (T,) float32.
@@ -51,14 +54,22 @@ def fp8_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as matmul_reference does, with a weight of values (N, K) float8_e4m3fn and scales (N,) float32.
+    """Return x W^T + bias for a float8_e4m3fn weight: (T, N), or (T, N / 2) with an activation.
 
     x is quantised per row. The float32 sums are multiplied by the scale of the row and the scale of the output.
+
+    Args:
+        x: (T, K) floats.
+        codes: (N, K) float8_e4m3fn, the values of the weight.
+        scales: (N,) float32, the scale of each output.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, x's by default.
+        activation: gated activation of the result, or None; see `matmul_reference`.
     """
     check_fp8_matmul(x, codes, scales, bias, out_dtype, activation)
     rows, row_scales = quantize_rows_fp8(x)
     sums = products(rows, codes) * (row_scales[:, None] * scales)
-    return finished(sums, bias, out_dtype or x.dtype, activation)
+    return finish_product(sums, bias, out_dtype or x.dtype, activation)
 
 
 def check_fp8_matmul(
@@ -69,7 +80,7 @@ def check_fp8_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `fp8_matmul_reference` takes."""
     check_matmul(x, codes.shape, bias, out_dtype, activation)
     if codes.dtype != FP8:
         raise ValueError(f"codes are {codes.dtype}, not {FP8}")

@@ -15,11 +15,11 @@ from batchinfer_kernels.arithmetic import Activation as Activation
 
 
 def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return act(gate) * up, (T, intermediate).
+    """Return act(gate) * up: (T, intermediate).
 
     Args:
-        gate_up: (T, 2 × intermediate), gate first.
-        activation: activation of the gate.
+        gate_up: (T, 2 × intermediate), the gate's values first, then the values of up.
+        activation: activation of the gate; "clamped_swiglu" also changes up.
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[-1]}")
@@ -31,7 +31,11 @@ def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tenso
 
 
 def activation_reference(x: Tensor, activation: Activation) -> Tensor:
-    """Return the activation of each value. Raises ValueError for "clamped_swiglu", which needs gate and up."""
+    """Apply an activation function to each value of x.
+
+    Raises:
+        ValueError: For "clamped_swiglu", which needs gate and up.
+    """
     if activation == "clamped_swiglu":
         raise ValueError("clamped_swiglu needs a gate and an up")
     if activation == "silu":

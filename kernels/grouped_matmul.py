@@ -10,7 +10,7 @@ from torch import Tensor
 from batchinfer_kernels.block_fp8_matmul import BlockWeight, block_fp8_matmul_reference, check_blocks
 from batchinfer_kernels.fp8_matmul import FP8, fp8_matmul_reference
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.matmul import finished, products
+from batchinfer_kernels.matmul import finish_product, products
 from batchinfer_kernels.quantized_linear import quantized_linear_reference
 
 
@@ -24,21 +24,20 @@ def grouped_matmul_reference(
     lines: Tensor | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply each row by the weight of its group: (R, N), or (R, N / 2) with an activation.
+    """Multiply each row of x by the weight of its group: (R, N), or (R, N / 2) with an activation.
 
-    Row r uses weight e with starts[e] ≤ r < starts[e + 1]; a group may be empty. Bias, activation and rounding
-    follow batchinfer_kernels.matmul.matmul_reference.
+    Row r belongs to group e with starts[e] ≤ r < starts[e + 1]; a group may be empty. Bias, activation and rounding are
+    as in `matmul_reference`.
 
     Args:
         x: (R, K).
-        weight: (E, N, K) of x's dtype, or int8 or float8_e4m3fn values with `scales`.
-        starts: (E + 1,) int64 from 0 to R.
-        bias: (E, N).
-        scales: (E, N). Rows are quantised too, see batchinfer_kernels.quantized_linear and fp8_matmul. With `lines`:
-            (E, S, ceil(K / 128)).
-        lines: (N,) int32. The values are float8_e4m3fn with one scale per block, see
-            batchinfer_kernels.block_fp8_matmul; all experts share the lines.
-        activation: activation of the result, or None.
+        weight: (E, N, K), the weights of E groups, of x's dtype; or int8 or float8_e4m3fn values with `scales`.
+        starts: (E + 1,) int64, the first row of each group, and R.
+        bias: (E, N), or None.
+        scales: (E, N), the scale of each output of a quantised weight; x is then quantised per row. With `lines`: (E,
+            S, ceil(K / 128)), as in BlockWeight.
+        lines: (N,) int32, BlockWeight.lines of all groups, for float8_e4m3fn weights with one scale per block.
+        activation: gated activation of the result, or None.
 
     Raises:
         ValueError: If shapes or dtypes do not match.
@@ -58,7 +57,7 @@ def grouped_matmul_reference(
             coded = fp8_matmul_reference if matrix.dtype == FP8 else quantized_linear_reference
             sums = coded(rows.float(), matrix, scales[expert])
         added = None if bias is None else bias[expert]
-        y[first:end] = finished(sums, added, x.dtype, activation)
+        y[first:end] = finish_product(sums, added, x.dtype, activation)
     return y
 
 
@@ -71,7 +70,7 @@ def check_grouped_matmul(
     activation: Activation | None,
     lines: Tensor | None = None,
 ) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `grouped_matmul_reference` takes."""
     if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2] or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weights are {tuple(weight.shape)}")
     if weight.dtype not in ((x.dtype,) if scales is None else (torch.int8, FP8)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.int4_linear import LEAST_CODE, MOST_CODE
+from batchinfer_kernels.int4_linear import LEAST_CODE, MAX_CODE
 
 DAMPING = 0.01  # added to the diagonal, as a share of its mean; the value of GPTQ's code
 # Columns whose errors are applied to later columns in one product. With 32 columns of a thousand outputs torch uses one
@@ -18,25 +18,25 @@ COLUMNS_AT_ONCE = 32
 
 
 def output_error(errors: Tensor, products: Tensor) -> Tensor:
-    """Return the squared error of all outputs, a scalar tensor.
+    """Return the sum of the squared errors of a layer's outputs, a scalar tensor.
 
     Args:
-        errors: (N, K), errors of the weights.
-        products: (K, K), X^T X of the inputs.
+        errors: (N, K), the error of each weight; N outputs, K inputs.
+        products: (K, K), X^T X of the layer's inputs X.
     """
     return ((errors @ products) * errors).sum()
 
 
 def round_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """Return a rounded weight, or several: (…, N, K) int8 in -8 … 7.
+    """Round one or several weights to int4 with the least error of the outputs (GPTQ): (…, N, K) int8 in -8 … 7.
 
-    Columns are rounded in the order of falling input magnitude, each with the scale of its group. The columns not yet
-    rounded are adjusted to compensate for each error.
+    Columns are rounded in the order of falling input magnitude. After each, the columns not yet rounded are adjusted to
+    compensate for its error.
 
     Args:
-        weight: (…, N, K) float32.
+        weight: (…, N, K) float32; N outputs, K inputs.
         scales: (…, N, ceil(K / group)).
-        products: (…, K, K), X^T X of the inputs.
+        products: (…, K, K), X^T X of the layer's inputs X.
         group: inputs that share a scale.
 
     Raises:
@@ -54,7 +54,7 @@ def round_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group:
 
 
 def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """Round several matrices. All synchronisation with a GPU happens before the loop over columns."""
+    """Round several weights (n, N, K). All synchronisation with a GPU happens before the loop over columns."""
     outputs, inputs = weight.shape[1:]
     order = products.diagonal(0, 1, 2).argsort(dim=-1, descending=True, stable=True)
     within = order[:, None].expand(-1, inputs, -1)
@@ -69,7 +69,7 @@ def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tens
         end = min(first + COLUMNS_AT_ONCE, inputs)
         errors = torch.empty_like(left[:, first:end])
         for at in range(first, end):
-            code = (left[:, at] * inverses[:, at]).round_().clamp_(LEAST_CODE, MOST_CODE)
+            code = (left[:, at] * inverses[:, at]).round_().clamp_(LEAST_CODE, MAX_CODE)
             codes[:, at] = code
             error = (left[:, at] - code * steps[:, at]) / factor[:, at, at, None]
             errors[:, at - first] = error
@@ -81,9 +81,9 @@ def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tens
 def _feedback(products: Tensor) -> Tensor:
     """Return the upper Cholesky factor of the inverse of `products`, (K, K) float32.
 
-    Row k tells how later columns compensate for an error of column k. Damping is raised until the matrix is positive
-    definite. The inverse itself is not computed: the factor is the inverse of M in products = M M^T, and M is the lower
-    Cholesky factor of the reversed products, reversed.
+    Row k of the factor tells how later columns compensate for an error of column k. Damping is raised until the matrix
+    is positive definite. The inverse itself is not computed: the factor is the inverse of M in products = M M^T, and M
+    is the lower Cholesky factor of the reversed products, reversed.
     """
     wide = products.double().flip(0, 1)
     ones = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)

@@ -12,18 +12,21 @@ from torch import Tensor
 
 from batchinfer_kernels.quantized_linear import quantize_rows
 
-LEAST_CODE, MOST_CODE = -8, 7
+LEAST_CODE, MAX_CODE = -8, 7
 # Shares of a group's largest magnitude that are tried as the magnitude of LEAST_CODE
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 VALUES_AT_ONCE = 1 << 17  # their float32 copies fit the cache: four times as fast as a million at once
 
 
 def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise a weight (N, K) of floats to nearest int4 values in groups of inputs.
+    """Quantise a weight (N, K) of floats to int4, with a scale per output and group of inputs.
 
-    Of a few candidate scales, each group takes the one with the least squared error. With the largest candidate, the
-    value of largest magnitude becomes -8, because int4 has -8 but not 8. A group of zeros has scale 0, and a group with
-    a value that is not finite has scale NaN.
+    Of a few candidate scales, each group takes the one with the least squared error. A group of zeros has scale 0, and
+    a group with a value that is not finite has scale NaN.
+
+    Args:
+        weight: (N, K) floats; N outputs, K inputs.
+        group: inputs that share a scale.
 
     Returns:
         Values (N, K) int8 in -8 … 7 and scales (N, ceil(K / group)) float32.
@@ -49,9 +52,9 @@ def _quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     for share in SHARES:
         scales = extreme * share / LEAST_CODE
         wanted = values * _inverse(scales)
-        error = wanted.round().clamp_(LEAST_CODE, MOST_CODE).sub_(wanted).square_().sum(-1) * scales.square()
+        error = wanted.round().clamp_(LEAST_CODE, MAX_CODE).sub_(wanted).square_().sum(-1) * scales.square()
         best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
-    codes = (values * _inverse(best)).round_().clamp_(LEAST_CODE, MOST_CODE).to(torch.int8)
+    codes = (values * _inverse(best)).round_().clamp_(LEAST_CODE, MAX_CODE).to(torch.int8)
     codes = codes.view(len(weight), -1)[:, : weight.shape[1]]
     return codes.contiguous(), torch.where(finite, best, torch.nan)
 
@@ -63,16 +66,16 @@ def _inverse(scales: Tensor) -> Tensor:
 def int4_linear_reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply x (T, K) by an int4 weight: (T, N) in x's dtype.
+    """Return x W^T + bias for an int4 weight: (T, N) in x's dtype.
 
-    x is quantised per row. The exact integer sum of each group is scaled and accumulated in float64, then multiplied by
-    the row's scale, and the bias is added.
+    x is quantised to int8 per row. The exact integer sum of each group is scaled and accumulated in float64, then
+    multiplied by the row's scale, and the bias is added.
 
     Args:
         x: (T, K).
-        codes: (N, K) int8.
+        codes: (N, K) int8, the values of the weight.
         scales: (N, ceil(K / group)).
-        zeros: (N, ceil(K / group)), or None.
+        zeros: (N, ceil(K / group)), the zero points; None: all 0.
         group: inputs that share a scale.
         bias: (N,), or None.
     """

@@ -11,9 +11,9 @@ from batchinfer_kernels.rms_norm import check_rms_norm
 def layer_norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (normalised, sum): sum = x + residual, normalised = (sum - mean) / deviation * weight + bias.
+    """Return (LayerNorm of x + residual, x + residual). Without a residual, the second is x itself.
 
-    The mean and the deviation are computed in float32. Without a residual, the sum is x itself.
+    The mean and the deviation are computed in float32.
 
     Args:
         x: (..., hidden).

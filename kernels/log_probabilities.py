@@ -13,7 +13,7 @@ _SPARE = 4
 
 
 def check_log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the arguments are as `log_probabilities_reference` takes them."""
     if logits.dim() != 2 or chosen.shape != logits.shape[:1] or chosen.dtype != torch.int64:
         raise ValueError(f"logits are {tuple(logits.shape)}, chosen {tuple(chosen.shape)} {chosen.dtype}")
     if not 0 <= most <= logits.shape[1]:
@@ -21,19 +21,20 @@ def check_log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> None:
 
 
 def log_probabilities_reference(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the log-softmax of logits (rows, vocab) in float32, without temperature or filters.
+    """Return log-probabilities of the chosen and the most likely tokens, computed in float32 at temperature 1.
 
-    If a row's maximum is not finite, its log-probabilities are NaN and its top ids NO_TOKEN. If its chosen token is
-    NO_TOKEN, only the chosen log-probability is NaN. ROWS_AT_ONCE rows are computed at a time to bound memory.
+    If a row's greatest logit is not finite, its log-probabilities are NaN and its top ids NO_TOKEN. If its chosen token
+    is NO_TOKEN, only the chosen log-probability is NaN.
 
     Args:
         logits: (rows, vocab).
         chosen: (rows,) int64 token ids.
-        most: number of most likely tokens to return.
+        most: number of most likely tokens to return per row.
 
     Returns:
-        The log-probabilities of the chosen tokens, (rows,) float32; of the top tokens, (rows, most) float32 in
-        descending order; and the ids of these, (rows, most) int64. Of equal values the lower id comes first.
+        Three tensors: the log-probability of each chosen token, (rows,) float32; the log-probabilities of the top
+            tokens, (rows, most) float32 in descending order; and their ids, (rows, most) int64. Of equally likely
+            tokens the lower id comes first.
     """
     check_log_probabilities(logits, chosen, most)
     pieces = zip(torch.split(logits, ROWS_AT_ONCE), torch.split(chosen, ROWS_AT_ONCE), strict=True)
@@ -56,7 +57,6 @@ def _of_rows(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor,
 
 
 def _most_likely(logits: Tensor, most: int) -> Tensor:
-    """Return ids (rows, most) in descending order of their logits; of equal logits the lower id comes first."""
     vocab = logits.shape[1]
     some = min(vocab, most + _SPARE)
     values, ids = logits.topk(some, sorted=False)

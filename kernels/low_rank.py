@@ -14,11 +14,18 @@ from batchinfer_kernels.matmul import products
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedRows:
-    """The tokens of a step sorted by adapter; tokens without an adapter come first."""
+    """The T tokens of a step sorted by LoRA adapter; tokens without an adapter come first.
 
-    order: Tensor  # (T,) int64: sorted tokens
-    places: Tensor  # (T,) int64: the index of each token in `order`
-    starts: Tensor  # (adapters + 2,) int64: the first index in `order` of each adapter number; the last is T
+    Attributes:
+        order: (T,) int64, the index of each sorted token in the step.
+        places: (T,) int64, the index of each token of the step in `order`.
+        starts: (adapters + 2,) int64, the index in `order` of the first token of each adapter number, from 0 (no
+            adapter) on; the last value is T.
+    """
+
+    order: Tensor
+    places: Tensor
+    starts: Tensor
 
     @classmethod
     def of(cls, adapters: Tensor, count: int) -> AdaptedRows:
@@ -37,15 +44,15 @@ class AdaptedRows:
 def low_rank_reference(
     x: Tensor, factors: Sequence[tuple[Tensor, Tensor] | None], starts: Tensor, outputs: int
 ) -> Tensor:
-    """Return B A x of each row's adapter: (R, outputs) float32, and 0 for an adapter without factors.
+    """Return B A x with the LoRA factors of each row's adapter: (R, outputs) float32, zeros without factors.
 
     Row r uses adapter e with starts[e] ≤ r < starts[e + 1]. A x is rounded to x's dtype.
 
     Args:
         x: (R, K).
-        factors: per adapter A (r, K) and B (outputs, r) of x's dtype, or None; r may differ.
-        starts: (adapters + 1,) int64 from 0 to R.
-        outputs: outputs of B.
+        factors: for each adapter, A (r, K) and B (outputs, r) of x's dtype, or None. Their ranks r may differ.
+        starts: (adapters + 1,) int64, the first row of each adapter, and R.
+        outputs: rows of B.
 
     Raises:
         ValueError: If shapes or dtypes do not match.
@@ -62,7 +69,7 @@ def low_rank_reference(
 def check_low_rank(
     x: Tensor, factors: Sequence[tuple[Tensor, Tensor] | None], starts: Tensor, outputs: int
 ) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `low_rank_reference` takes."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, not a matrix of floats")
     if starts.shape != (len(factors) + 1,) or starts.dtype != torch.int64:

@@ -9,12 +9,12 @@ BITS = 32  # tokens per word; token t is bit t % 32, from the lowest, of word t 
 
 
 def mask_words(vocab: int) -> int:
-    """Return the number of words of a row's mask."""
+    """Return the number of 32-bit words in a token mask of `vocab` bits."""
     return -(-vocab // BITS)
 
 
 def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `mask_reference` takes."""
     if logits.dim() != 2 or rows.dim() != 1 or rows.dtype != torch.int32 or bits.dtype != torch.int32:
         raise ValueError(f"logits are {tuple(logits.shape)}, rows {rows.dtype}, bits {bits.dtype}")
     if bits.shape != (len(rows), mask_words(logits.shape[1])) or not bits.is_contiguous():
@@ -24,24 +24,24 @@ def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         )
 
 
-def bars(bits: Tensor, tokens: Tensor) -> Tensor:
-    """Return True for each row of `bits` whose mask excludes its token, (n,) bool.
+def is_excluded(bits: Tensor, tokens: Tensor) -> Tensor:
+    """Return True for each token that its mask excludes: (n,) bool.
 
     Args:
-        bits: (n, words) int32.
-        tokens: (n,) int64, one per row.
+        bits: (n, words) int32, token masks; token t is bit t % 32 of word t // 32.
+        tokens: (n,) int64, one token per mask.
     """
     words = bits.gather(1, tokens[:, None] // BITS)[:, 0]
     return ((words >> (tokens % BITS)) & 1) == 0
 
 
 def mask_reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Set the logits of tokens whose bit is 0 to -inf, in place.
+    """Set the logits of tokens that a mask excludes to -inf, in place.
 
     Args:
         logits: (any, vocab).
-        rows: (n,) int32, the rows to mask.
-        bits: (n, ceil(vocab / 32)) int32.
+        rows: (n,) int32, the rows of `logits` to mask.
+        bits: (n, ceil(vocab / 32)) int32, a mask per row; token t is excluded if bit t % 32 of word t // 32 is 0.
 
     Raises:
         ValueError: If shapes or dtypes do not match.

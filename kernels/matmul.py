@@ -19,16 +19,16 @@ def matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Return x W^T + bias: (T, N), or act(gate) * up, (T, N / 2), with an activation (Shazeer, 2020).
+    """Return x W^T + bias: (T, N), or act(gate) * up of its halves, (T, N / 2), with an activation.
 
     Sums, bias and activation are computed in float32 and rounded once at the end.
 
     Args:
         x: (T, K).
-        weight: (N, K) of x's dtype; with an activation, gate above up.
-        bias: (N,).
-        out_dtype: x's dtype by default, or float32, as for the logits of a head.
-        activation: activation of the result, or None.
+        weight: (N, K) of x's dtype; with an activation, the rows of the gate above the rows of up.
+        bias: (N,), or None.
+        out_dtype: x's dtype by default, or float32.
+        activation: activation of the gate; None: the result is not gated.
 
     Raises:
         ValueError: If shapes or dtypes do not match.
@@ -36,7 +36,7 @@ def matmul_reference(
     check_matmul(x, weight.shape, bias, out_dtype, activation)
     if x.dtype != weight.dtype:
         raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}")
-    return finished(products(x, weight), bias, out_dtype or x.dtype, activation)
+    return finish_product(products(x, weight), bias, out_dtype or x.dtype, activation)
 
 
 def check_matmul(
@@ -46,7 +46,10 @@ def check_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError if shapes do not match. `weight_shape` is (N, K), whatever the format of the values."""
+    """Raise ValueError unless the arguments are as `matmul_reference` takes them, for a weight of shape (N, K).
+
+    The format of the weight's values is not checked.
+    """
     if len(weight_shape) != 2 or x.dim() != 2 or x.shape[1] != weight_shape[1] or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weight {tuple(weight_shape)}")
     if bias is not None and bias.shape != weight_shape[:1]:
@@ -58,14 +61,21 @@ def check_matmul(
 
 
 def products(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T in float32: (T, K), (N, K) → (T, N)."""
+    """Return x W^T in float32, (T, N), for x (T, K) and a weight (N, K)."""
     parts = [x.float() @ part.float().T for part in torch.split(weight, OUTPUTS_AT_ONCE)]
     return torch.cat(parts, 1) if parts else x.new_empty(len(x), 0, dtype=torch.float32)
 
 
-def finished(
+def finish_product(
     sums: Tensor, bias: Tensor | None, out_dtype: torch.dtype, activation: Activation | None
 ) -> Tensor:
-    """Add the bias to scaled sums (T, N) float32, apply the gated activation and round once."""
+    """Add the bias to float32 sums (T, N), apply the gated activation, and round to `out_dtype`.
+
+    Args:
+        sums: (T, N) float32, products that are already scaled.
+        bias: (N,), or None.
+        out_dtype: dtype of the result.
+        activation: activation of the gate, the first half of the columns; None: the result is not gated.
+    """
     wide = sums if bias is None else sums + bias.float()
     return (wide if activation is None else gated_activation_reference(wide, activation)).to(out_dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `merge_state_reference` takes."""
     if outs.dim() != 4 or lses.shape != outs.shape[:3]:
         raise ValueError(f"outs are {tuple(outs.shape)}, their log-sum-exps {tuple(lses.shape)}")
     if lses.dtype != torch.float32:
@@ -17,16 +17,18 @@ def check_merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:
 
 
 def merge_state_reference(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Merge attention states by log-sum-exp (Juravsky et al., 2024, "Hydragen"; FlashInfer's cascade).
+    """Merge attention over P parts of the keys into attention over all keys, by log-sum-exp.
+
+    See Juravsky et al., 2024, "Hydragen".
 
     Args:
-        outs: (P, T, heads, D), the attention output of each part.
-        lses: (P, T, heads) float32, the natural log-sum-exp of each part's scores; -inf if a part sees no key, in which
-            case its `outs` are ignored.
-        sinks: (heads,), a score without a value that is added once to each softmax.
+        outs: (P, T, heads, D), the attention output over each part of the keys.
+        lses: (P, T, heads) float32, the natural log-sum-exp of each part's scores. If it is -inf, the query sees no key
+            of the part, and its `outs` are ignored.
+        sinks: (heads,), a score without a value that is added once to each softmax; None: no sinks.
 
     Returns:
-        The output (T, heads, D) in outs' dtype, zeros where no part sees a key, and its log-sum-exp (T, heads) float32.
+        The output (T, heads, D) in outs' dtype, zeros for a query without keys, and its log-sum-exp (T, heads) float32.
     """
     check_merge_state(outs, lses, sinks)
     empty = lses == float("-inf")

@@ -25,10 +25,16 @@ E2M1 = (*_SIZES, *(-value for value in _SIZES))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weight:
-    """A weight (N, inputs) in the layout that a GPU reads."""
+    """An MXFP4 weight with N outputs, in the layout that a GPU reads.
 
-    packed: Tensor  # (N, spans × 64) uint8: pack_codes of the codes
-    exponents: Tensor  # (groups, N) uint8
+    Attributes:
+        packed: (N, bytes) uint8, the 4-bit values as `pack_codes` packs them.
+        exponents: (ceil(inputs / 32), N) uint8, the biased exponent of each group of 32 inputs.
+        inputs: number of inputs.
+    """
+
+    packed: Tensor
+    exponents: Tensor
     inputs: int
 
     @property
@@ -39,25 +45,31 @@ class Mxfp4Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weights:
-    """The weights (experts, N, inputs) of several experts in the layout that a GPU reads."""
+    """The MXFP4 weights of several experts with N outputs each, in the layout that a GPU reads.
 
-    packed: Tensor  # (experts, N, spans × 64) uint8: pack_codes of the codes
-    exponents: Tensor  # (experts, groups, N) uint8
+    Attributes:
+        packed: (experts, N, bytes) uint8, the 4-bit values as `pack_codes` packs them.
+        exponents: (experts, ceil(inputs / 32), N) uint8, the biased exponent of each group of 32 inputs.
+        inputs: number of inputs.
+    """
+
+    packed: Tensor
+    exponents: Tensor
     inputs: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Return the shape (experts, N, inputs)."""
+        """Return (experts, N, inputs)."""
         experts, outputs, _ = self.packed.shape
         return experts, outputs, self.inputs
 
 
 def check_mxfp4(codes: Tensor, exponents: Tensor) -> None:
-    """Raise ValueError if shapes or dtypes do not match.
+    """Raise ValueError unless values and exponents of several experts have the right shapes and dtypes.
 
     Args:
-        codes: (experts, N, inputs / 2) uint8, two values per byte, the first in the lower bits.
-        exponents: (experts, N, inputs / 32) uint8.
+        codes: (experts, N, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
+        exponents: (experts, N, inputs / 32) uint8, biased by 127.
     """
     right = codes.dtype == exponents.dtype == torch.uint8 and codes.dim() == exponents.dim() == 3
     if not right or (*exponents.shape[:2], exponents.shape[2] * GROUP // 2) != tuple(codes.shape):
@@ -66,7 +78,12 @@ def check_mxfp4(codes: Tensor, exponents: Tensor) -> None:
 
 
 def pack_mxfp4_weights(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
-    """Pack the weights of several experts for a GPU; takes the arguments of `check_mxfp4`."""
+    """Pack the MXFP4 weights of several experts, with N outputs each, for a GPU.
+
+    Args:
+        codes: (experts, N, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
+        exponents: (experts, N, inputs / 32) uint8, biased by 127.
+    """
     check_mxfp4(codes, exponents)
     experts, outputs, held = codes.shape
     spans = -(-2 * held // SPAN)
@@ -77,7 +94,12 @@ def pack_mxfp4_weights(codes: Tensor, exponents: Tensor) -> Mxfp4Weights:
 
 
 def pack_mxfp4_weight(codes: Tensor, exponents: Tensor) -> Mxfp4Weight:
-    """Pack one weight for a GPU; takes the arguments of `check_mxfp4` without the dimension of experts."""
+    """Pack one MXFP4 weight, with N outputs, for a GPU.
+
+    Args:
+        codes: (N, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
+        exponents: (N, inputs / 32) uint8, biased by 127.
+    """
     whole = pack_mxfp4_weights(codes[None], exponents[None])
     return Mxfp4Weight(whole.packed[0], whole.exponents[0], whole.inputs)
 
@@ -85,12 +107,17 @@ def pack_mxfp4_weight(codes: Tensor, exponents: Tensor) -> Mxfp4Weight:
 def check_mxfp4_linear(
     x: Tensor, weight: Mxfp4Weight, bias: Tensor | None, activation: Activation | None
 ) -> None:
-    """Raises ValueError when shapes do not fit."""
+    """Raise ValueError unless the shapes of x, weight and bias match, and the weight can have this activation."""
     check_matmul(x, (weight.outputs, weight.inputs), bias, None, activation)
 
 
 def mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return the values (experts, N, inputs) float32; takes the arguments of `check_mxfp4`."""
+    """Return the values of MXFP4 weights: (experts, N, inputs) float32.
+
+    Args:
+        codes: (experts, N, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
+        exponents: (experts, N, inputs / 32) uint8, biased by 127.
+    """
     check_mxfp4(codes, exponents)
     table = torch.tensor(E2M1, device=codes.device)
     values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
@@ -107,7 +134,16 @@ def grouped_mxfp4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as grouped_matmul_reference does, with the values of the weights rounded to x's dtype."""
+    """Multiply each row by the MXFP4 weight of its expert, with the weight's values rounded to x's dtype.
+
+    Args:
+        x: (R, K), rows sorted by expert.
+        codes: (experts, N, K / 2) uint8, as in `mxfp4_values`.
+        exponents: (experts, N, K / 32) uint8.
+        starts: (experts + 1,) int64, the first row of each expert, and R.
+        bias: (experts, N), or None.
+        activation: gated activation of the result, or None.
+    """
     values = mxfp4_values(codes, exponents).to(x.dtype)
     return grouped_matmul_reference(x, values, starts, bias, activation=activation)
 
@@ -120,14 +156,14 @@ def mxfp4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as matmul_reference does, with the values of one weight rounded to x's dtype.
+    """Multiply x by one MXFP4 weight as `matmul_reference` does, with the weight's values rounded to x's dtype.
 
     Args:
         x: (T, K).
-        codes: (N, K / 2).
-        exponents: (N, K / 32).
+        codes: (N, K / 2) uint8, as in `mxfp4_values`.
+        exponents: (N, K / 32) uint8.
         bias: (N,), or None.
-        activation: activation of the result, or None.
+        activation: gated activation of the result, or None.
     """
     values = mxfp4_values(codes[None], exponents[None])[0].to(x.dtype)
     return matmul_reference(x, values, bias, activation=activation)

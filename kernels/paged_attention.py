@@ -29,9 +29,9 @@ class ScoreRules:
     Attributes:
         scale: factor of q · k.
         window: the most keys that a query sees, its own included; None: all.
-        soft_cap: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2).
+        soft_cap: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2); None: no cap.
         sinks: (q_heads,), a score without a value that is added to each softmax (gpt-oss).
-        bias: (q_heads, 2 x positions) float32, added to scaled scores. Index positions + d applies to a key d positions
+        bias: (q_heads, 2 × positions) float32, added to scaled scores. Index positions + d applies to a key d positions
             after its query (MPNet).
     """
 
@@ -43,7 +43,7 @@ class ScoreRules:
 
 
 def check_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> None:
-    """Raises ValueError when shapes do not fit."""
+    """Raise ValueError unless the tensors have the shapes that `paged_attention_lse_reference` takes."""
     if k_cache.shape != v_cache.shape or k_cache.dim() != 4 or q.dim() != 3:
         raise ValueError(f"q {tuple(q.shape)}, caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
     if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[1]:
@@ -55,20 +55,28 @@ def check_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tab
 def check_attention_extras(
     q: Tensor, k_cache: Tensor, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
-    """Raise ValueError if sinks or scales do not match."""
+    """Raise ValueError unless sinks and scales match the heads of q and the cache.
+
+    Args:
+        q: (T, q_heads, D).
+        k_cache: (blocks, kv_heads, block_size, D).
+        sinks: (q_heads,), or None.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as `k_scale`.
+    """
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks are {tuple(sinks.shape)}, there are {q.shape[1]} query heads")
     check_scales(k_cache, k_scale, v_scale)
 
 
 def check_bias(bias: Tensor, q_heads: int) -> None:
-    """Raise ValueError unless bias is (q_heads, an even number)."""
+    """Raise ValueError unless the bias of scores is (q_heads, an even number)."""
     if bias.dim() != 2 or len(bias) != q_heads or bias.shape[1] % 2:
         raise ValueError(f"bias is {tuple(bias.shape)}, expected ({q_heads}, twice the positions)")
 
 
 def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Raise ValueError unless a quantised cache has one scale per token and head, and any other cache none."""
+    """Raise ValueError unless a quantised cache has one float32 scale per token and head, and any other cache none."""
     for scale in (k_scale, v_scale):
         if (scale is None) != (k_cache.dtype not in LARGEST_CODE):
             raise ValueError(f"a cache of {k_cache.dtype} has {'no' if scale is None else 'a'} scale")
@@ -78,13 +86,26 @@ def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 
 
 def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Return the first `length` cached rows of a sequence: (kv_heads, length, D), without D for scales."""
+    """Return the first `length` cached rows of a sequence: (kv_heads, length, D).
+
+    Args:
+        cache: (blocks, kv_heads, block_size, D), or scales without D; the result then has no D either.
+        table: block numbers of the sequence.
+        length: tokens to return.
+    """
     pages = cache[table.long()]  # (blocks, kv_heads, block_size, D)
     return pages.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def gather_values(cache: Tensor, scale: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """Return the cached values of a sequence as float32, dequantised if necessary."""
+    """Return the first `length` cached keys or values of a sequence, dequantised: (kv_heads, length, D) float32.
+
+    Args:
+        cache: (blocks, kv_heads, block_size, D).
+        scale: (blocks, kv_heads, block_size), or None for a cache that is not quantised.
+        table: block numbers of the sequence.
+        length: tokens to return.
+    """
     values = gather_cached(cache, table, length).float()
     return values if scale is None else values * gather_cached(scale, table, length)[..., None]
 
@@ -103,17 +124,17 @@ def paged_attention_lse_reference(
     causal: bool = True,
     tree: TreeMask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention in float32, sequence by sequence. All other implementations must match this one.
+    """Compute attention over a paged KV cache in float32. All other implementations must match this one.
 
-    Blocks entirely before the window of a chunk's first query are not read.
+    Blocks entirely before the window of a sequence's first query are not read.
 
     Args:
-        q: (T, q_heads, D), the query chunks of all sequences.
-        k_cache: (blocks, kv_heads, block_size, D). A float8_e4m3fn or int8 cache holds rounded k / k_scale.
+        q: (T, q_heads, D), the queries of all sequences, one sequence after the other.
+        k_cache: (blocks, kv_heads, block_size, D). An int8 or float8_e4m3fn cache holds rounded k / k_scale.
         v_cache: as k_cache.
         block_tables: (sequences, max blocks) int32.
-        query_lens: query tokens of each sequence.
-        context_lens: cached tokens of each sequence, this chunk included: its queries are the last `query` positions.
+        query_lens: queries of each sequence, its last tokens.
+        context_lens: keys of each sequence, queries included.
         rules: scale, window, cap, sinks and bias.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as k_scale.
@@ -156,8 +177,6 @@ def paged_attention_lse_reference(
 
 
 def _first(function: Callable[_Given, tuple[Tensor, Tensor]]) -> Callable[_Given, Tensor]:
-    """Return a function that returns only the first of two results."""
-
     @wraps(function)
     def first(*given: _Given.args, **named: _Given.kwargs) -> Tensor:
         return function(*given, **named)[0]
@@ -169,18 +188,23 @@ paged_attention_reference = _first(paged_attention_lse_reference)
 
 
 def _places(queries: int, context: int) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries, (queries, 1), and of keys, (1, context)."""
     return torch.arange(context - queries, context)[:, None], torch.arange(context)[None]
 
 
 def bias_of(bias: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
-    """Return the bias of each (query, key) pair: (q_heads, *positions)."""
+    """Return the bias of each (query, key) pair: (q_heads, *shape of key_at - query_at).
+
+    Args:
+        bias: (q_heads, 2 × positions), as in ScoreRules.
+        query_at: positions of queries.
+        key_at: positions of keys, broadcast with `query_at`.
+    """
     distances = (key_at - query_at).to(bias.device)
     return bias[:, bias.shape[1] // 2 + distances]
 
 
 def _hidden(query_at: Tensor, key_at: Tensor, window: int | None, causal: bool) -> Tensor:
-    """Return True for keys after the query or outside its window, (queries, context) bool."""
+    """Return True for keys that a query does not see: those outside its window, and later ones if `causal`."""
     hidden = (key_at > query_at) & causal
     if window is None:
         return hidden
@@ -188,7 +212,6 @@ def _hidden(query_at: Tensor, key_at: Tensor, window: int | None, causal: bool) 
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the softmax of scores (q_heads, queries, keys), and its log-sum-exp (q_heads, queries)."""
     if sinks is not None:
         column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
         weights, sums = _softmax(torch.cat((scores, column), -1), None)

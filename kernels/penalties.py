@@ -10,20 +10,32 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The penalties of n rows of logits; all tensors are contiguous and on the logits' device."""
+    """The penalties of n rows of logits. All tensors are contiguous and on the logits' device.
 
-    rows: Tensor  # (n,) int32, each at most once
-    tokens: Tensor  # (any,) int32: the prompt and the answer so far of each row, contiguous
-    starts: Tensor  # (n,) int64: the index in `tokens` of each row's first token
-    prompt_lens: Tensor  # (n,) int32
-    lengths: Tensor  # (n,) int32: tokens of prompt and answer
-    repetition: Tensor  # (n,) float32; 1: no penalty
-    presence: Tensor  # (n,) float32; 0: no penalty
-    frequency: Tensor  # (n,) float32; 0: no penalty
-    banned: Tensor  # (n, any) int32: tokens whose logits become -inf; negative values are padding
+    Attributes:
+        rows: (n,) int32, rows of the logits, each at most once.
+        tokens: (any,) int32, the tokens of prompt and answer of each row, contiguous per row.
+        starts: (n,) int64, the index in `tokens` of each row's first token.
+        prompt_lens: (n,) int32, tokens of the prompt.
+        lengths: (n,) int32, tokens of prompt and answer.
+        repetition: (n,) float32; 1 for no penalty.
+        presence: (n,) float32; 0 for no penalty.
+        frequency: (n,) float32; 0 for no penalty.
+        banned: (n, any) int32, tokens whose logits become -inf; negative values are padding.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    starts: Tensor
+    prompt_lens: Tensor
+    lengths: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    banned: Tensor
 
     def check(self, logits: Tensor) -> None:
-        """Raise ValueError if shapes or dtypes do not match logits (rows, vocab)."""
+        """Raise ValueError unless the tensors have the documented shapes and dtypes, and logits are (rows, vocab)."""
         if logits.dim() != 2 or self.tokens.dim() != 1 or self.banned.dim() != 2:
             shapes = (tuple(t.shape) for t in (logits, self.tokens, self.banned))
             raise ValueError(
@@ -42,11 +54,14 @@ class Penalties:
 
 
 def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
-    """Apply penalties and bans to logits (rows, vocab), in place.
+    """Apply penalties and banned tokens to logits (rows, vocab), in place.
 
     The repetition penalty covers prompt and answer: positive logits are divided by it, others multiplied (Keskar et
-    al., 2019). Then presence + frequency × count in the answer is subtracted, in float32. Then bans are applied. Token
-    ids outside the vocabulary are ignored. Raises ValueError if shapes or dtypes do not match.
+    al., 2019). Then presence + frequency × count in the answer is subtracted from the logits of the answer's tokens.
+    Then bans are applied. Token ids outside the vocabulary are ignored.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match.
     """
     penalties.check(logits)
     # Row by row, because padding the histories to one array took 3 to 10 times as long
@@ -60,7 +75,7 @@ def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
 
 
 def _penalise(logits: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
-    """Penalise one row of logits, (vocab,); only logits of its tokens are read and written."""
+    """Penalise one row of logits, (vocab,), with the penalties of row number i."""
     factor = penalties.repetition[i]
     said, counts = torch.unique(_known(answer, logits), return_counts=True)
     seen = torch.unique(torch.cat((said, _known(prompt, logits)))) if factor != 1.0 else said

@@ -9,7 +9,7 @@ _MULTIPLIERS, _WEYL, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85),
 
 
 def philox(counter: Tensor, key: Tensor) -> Tensor:
-    """Compute Philox-4x32-10 (Salmon et al., SC 2011).
+    """Compute n random numbers of 128 bits with Philox-4x32-10 (Salmon et al., SC 2011).
 
     Args:
         counter: (n, 4), 32-bit words in int64.
@@ -30,10 +30,10 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Draw one uniform number in [0, 1) with 53 bits per row, (n,) float64.
+    """Return one uniform random number in [0, 1) per row, with 53 bits: (n,) float64.
 
     Args:
-        keys: (n, 4) int32. The first two words are the generator's key, the others the upper half of its counter.
+        keys: (n, 4) int32. The first two words are the key of `philox`, the others the upper half of its counter.
         positions: (n,) int32, the lowest word of the counter. Its second word is 0.
     """
     words = keys.long() & _WORD

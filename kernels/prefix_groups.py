@@ -23,11 +23,11 @@ _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 @dataclass(frozen=True, slots=True)
 class GroupMinimum:
-    """The smallest useful group.
+    """The smallest group of sequences for which reading shared keys once is useful.
 
     Attributes:
         sequences: least number of sequences.
-        units: least number of units that they share beyond the enclosing group.
+        units: least number of shared units that the enclosing group does not cover; the device sets the keys of a unit.
     """
 
     sequences: int
@@ -36,7 +36,14 @@ class GroupMinimum:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences that share the units [first, end) of their caches, nested in `level` enclosing groups."""
+    """Sequences whose keys are the same from unit `first` to unit `end`; the device sets the keys of a unit.
+
+    Attributes:
+        sequences: numbers of the sequences in the step.
+        first: first shared unit that no enclosing group covers.
+        end: end of the shared units, exclusive.
+        level: number of groups that enclose this one.
+    """
 
     sequences: Ints
     first: int
@@ -53,15 +60,15 @@ def prefix_groups(
     minimum: GroupMinimum,
     most_queries: int = 1,
 ) -> list[PrefixGroup]:
-    """Return the groups of the sequences with at most `most_queries` queries, outer groups before inner ones.
+    """Return groups of sequences whose first blocks are the same, enclosing groups before the groups inside.
 
-    The widest group is found first, and groups inside it are counted from its end. As a result, a sequence shares fewer
-    than `minimum.units` units with `minimum.sequences` - 1 others outside its groups.
+    Only sequences with at most `most_queries` queries are grouped. A group covers the longest prefix of its sequences;
+    subgroups that share more are counted from its end.
 
     Args:
         query_lens: queries of each sequence.
         context_lens: keys of each sequence, queries included.
-        tables: block tables of the S sequences.
+        tables: block tables of the sequences.
         block_size: tokens of a block.
         units: returns the number of whole units in a number of leading blocks.
         minimum: the smallest useful group.

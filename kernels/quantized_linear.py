@@ -17,7 +17,7 @@ OUTPUTS_AT_ONCE = 1024
 
 
 def check_quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `quantized_linear_reference` takes."""
     if codes.dtype != torch.int8 or codes.dim() != 2:
         raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}, not a matrix of int8")
     if x.dim() != 2 or x.shape[1] != codes.shape[1] or not x.is_floating_point():
@@ -29,7 +29,7 @@ def check_quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tenso
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each output of a weight (N, K): weight ≈ values × scales[:, None].
+    """Quantise a weight (N, K) to int8 with one scale per output: weight ≈ values × scales[:, None].
 
     The largest magnitude of an output becomes ±127; other values are rounded to nearest, ties to even. An output of
     zeros has scale 0, and one with a value that is not finite has scale NaN.
@@ -45,11 +45,10 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each row of x (T, K): x ≈ values × scales[:, None].
+    """Quantise x (T, K) to int8 with one scale per row: x ≈ values × scales[:, None].
 
-    A row of zeros has scale 0. A row with a NaN or an infinity has scale NaN, so its products are NaN and the fault is
-    noticed instead of being clamped to plausible numbers. Rows with magnitudes below 4e-37, where 127 ÷ magnitude
-    overflows, become zeros.
+    A row of zeros has scale 0. A row with a NaN or an infinity has scale NaN, so its products are NaN instead of
+    plausible numbers. Rows with magnitudes below 4e-37, where 127 ÷ magnitude overflows, become zeros.
 
     Returns:
         Values (T, K) int8 and scales (T,) float32.
@@ -62,7 +61,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_scales(wide: Tensor, max_code: float) -> tuple[Tensor, Tensor]:
-    """Return the inverse scale and the scale of each row, if its largest magnitude becomes `max_code`.
+    """Return the inverse scale and the scale of each row, with which its largest magnitude becomes `max_code`.
 
     The inverse is 0 for rows that are not finite or too small; the scale of rows that are not finite is NaN.
 
@@ -84,10 +83,16 @@ def inverse_scales(wide: Tensor, max_code: float) -> tuple[Tensor, Tensor]:
 def quantized_linear_reference(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Multiply x (T, K), quantised per row, by an int8 weight: (T, N) in x's dtype.
+    """Return x W^T + bias for an int8 weight, with x quantised per row: (T, N) in x's dtype.
 
     The integer sums are exact. They are multiplied by row scale × output scale and the bias is added in float32, then
-    rounded once to x's dtype.
+    rounded once.
+
+    Args:
+        x: (T, K) floats.
+        codes: (N, K) int8, the values of the weight.
+        scales: (N,) float32, the scale of each output.
+        bias: (N,), or None.
     """
     check_quantized_linear(x, codes, scales, bias)
     rows, row_scales = quantize_rows(x)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.grouped_matmul import grouped_matmul_reference
-from batchinfer_kernels.matmul import check_matmul, finished, products
+from batchinfer_kernels.matmul import check_matmul, finish_product, products
 
 LEAST_CODE = -8
-MOST_ZERO = 8  # some formats store zero points minus one
+MAX_ZERO = 8  # some formats store zero points minus one
 SPAN = 128  # inputs that are packed together
 PIECES = 4  # of a span, one in each nibble of a word
 PIECE = SPAN // PIECES  # adjacent inputs that always share a scale: group sizes are multiples of this
@@ -24,13 +24,21 @@ PIECE = SPAN // PIECES  # adjacent inputs that always share a scale: group sizes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight:
-    """A weight (N, inputs) ≈ (values - zeros) × scales, values in -8 … 7, with a scale and zero point per group."""
+    """An int4 weight with N outputs in the layout that a GPU reads: weight ≈ (values - zeros) × scales.
 
-    packed: Tensor  # (N, spans × 64) uint8: pack_codes of values + 8
-    scales: Tensor  # (groups, N) of the activations' dtype
-    zeros: Tensor | None  # (groups, N) int8, in -8 … 8; None: all 0
+    Attributes:
+        packed: (N, bytes) uint8, the values -8 … 7 plus 8, as `pack_codes` packs them.
+        scales: (groups, N) of the activations' dtype, a scale per group of inputs and output.
+        zeros: (groups, N) int8 in -8 … 8, the zero points; None: all 0.
+        inputs: number of inputs.
+        group: inputs of a group, a multiple of 32.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
     inputs: int
-    group: int  # a multiple of 32
+    group: int
 
     @property
     def outputs(self) -> int:
@@ -39,11 +47,11 @@ class Int4Weight:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Pack values of 4 bits in the layout that a GPU widens with one mask and shift: (N, spans × 64) uint8.
+    """Pack 4-bit values (N, K) in the layout that a GPU widens with one mask and shift: (N, ceil(K / 128) × 64) uint8.
 
-    A row is padded with zeros to whole spans of 128 values. A span is cut into four pieces. Little-endian 16-bit
-    word i of a span holds value i of each piece, the first piece in the lowest bits. Masking a piece out of the words
-    yields adjacent values, each in the 16 bits of its float.
+    A row is padded with zeros to whole spans of 128 values. A span is cut into four pieces. Little-endian 16-bit word i
+    of a span holds value i of each piece, the first piece in the lowest bits. Masking a piece out of the words yields
+    adjacent values, each in the 16 bits of its float.
 
     Args:
         codes: (N, K) uint8, below 16.
@@ -58,7 +66,12 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, inputs: int) -> Tensor:
-    """Return the values (N, inputs) uint8 that `pack_codes` packed."""
+    """Return the values that `pack_codes` packed: (N, inputs) uint8.
+
+    Args:
+        packed: (N, bytes) uint8.
+        inputs: values of a row, without padding.
+    """
     cut = torch.stack((packed & 15, packed >> 4), -1)
     spans = packed.shape[1] * 2 // SPAN
     wide = cut.reshape(len(packed), spans, PIECE, PIECES).transpose(2, 3)
@@ -68,17 +81,17 @@ def unpack_codes(packed: Tensor, inputs: int) -> Tensor:
 def pack_int4_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Int4Weight:
-    """Pack an int4 weight (N, K) for activations of `dtype`; scales are rounded to it.
+    """Pack an int4 weight (N, K) in the layout of Int4Weight.
 
     Args:
         codes: (N, K) int8 in -8 … 7.
         scales: (N, groups) floats.
-        zeros: (N, groups) integers in -8 … 8, as floats; None: all 0. Zero points that are all 0 are dropped.
+        zeros: (N, groups) integers in -8 … 8, as floats. None: all 0; zero points that are all 0 are dropped.
         group: inputs that share a scale, a multiple of 32.
-        dtype: dtype of the activations.
+        dtype: dtype of the activations; scales are rounded to it.
 
     Raises:
-        ValueError: If shapes, dtypes or zero points do not match this.
+        ValueError: If shapes, dtypes or zero points are not as described.
     """
     groups = -(-codes.shape[1] // group) if group > 0 and codes.dim() == 2 else 0
     shapes = {tuple(part.shape) for part in (scales, zeros) if part is not None}
@@ -88,20 +101,26 @@ def pack_int4_weight(
         )
     packed = pack_codes((codes - LEAST_CODE).to(torch.uint8))
     kept = None if zeros is None or not bool(zeros.any()) else zeros.to(torch.int8).T.contiguous()
-    if kept is not None and (int(kept.min()) < LEAST_CODE or int(kept.max()) > MOST_ZERO):
-        raise ValueError(
-            f"zeros are {int(kept.min())} … {int(kept.max())}, not in {LEAST_CODE} … {MOST_ZERO}"
-        )
+    if kept is not None and (int(kept.min()) < LEAST_CODE or int(kept.max()) > MAX_ZERO):
+        raise ValueError(f"zeros are {int(kept.min())} … {int(kept.max())}, not in {LEAST_CODE} … {MAX_ZERO}")
     return Int4Weight(packed, scales.to(dtype).T.contiguous(), kept, codes.shape[1], group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weights:
-    """The weights (experts, N, inputs) of several experts, each as an Int4Weight."""
+    """The int4 weights of several experts with N outputs each: Int4Weight with a first dimension of experts.
 
-    packed: Tensor  # (experts, N, spans × 64) uint8
-    scales: Tensor  # (experts, groups, N) of the activations' dtype
-    zeros: Tensor | None  # (experts, groups, N) int8
+    Attributes:
+        packed: (experts, N, bytes) uint8.
+        scales: (experts, groups, N) of the activations' dtype.
+        zeros: (experts, groups, N) int8, or None.
+        inputs: number of inputs.
+        group: inputs of a group.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
     inputs: int
     group: int
 
@@ -114,13 +133,12 @@ class Int4Weights:
 def pack_int4_experts(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Int4Weights:
-    """Pack the weights of several experts as `pack_int4_weight` does, with a first dimension of experts."""
+    """Pack the int4 weights of several experts: `pack_int4_weight` with a first dimension of experts."""
     outputs = codes.shape[1]
     flat = codes.flatten(0, 1), scales.flatten(0, 1), None if zeros is None else zeros.flatten(0, 1)
     whole = pack_int4_weight(*flat, group, dtype)
 
     def split(grouped: Tensor) -> Tensor:
-        """Reshape (groups, experts × N) to (experts, groups, N)."""
         return grouped.view(len(grouped), -1, outputs).transpose(0, 1).contiguous()
 
     packed = whole.packed.view(len(codes), outputs, -1)
@@ -136,7 +154,15 @@ def grouped_int4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as grouped_matmul_reference does, with the `int4_values` of the weights."""
+    """Multiply each row by the int4 weight of its expert, with the weight dequantised in x's dtype.
+
+    Args:
+        x: (R, K), rows sorted by expert.
+        weights: the weights of the experts, with N outputs each.
+        starts: (experts + 1,) int64, the first row of each expert, and R.
+        bias: (experts, N), or None.
+        activation: gated activation of the result, or None.
+    """
     values = torch.stack([int4_values(weights.of(expert)) for expert in range(len(weights.packed))])
     return grouped_matmul_reference(x, values, starts, bias, activation=activation)
 
@@ -150,7 +176,6 @@ def int4_values(weight: Int4Weight) -> Tensor:
 
 
 def _each_input(grouped: Tensor, weight: Int4Weight) -> Tensor:
-    """Expand (groups, N) to (N, inputs) float32."""
     return grouped.float().T.repeat_interleave(weight.group, 1)[:, : weight.inputs]
 
 
@@ -161,7 +186,7 @@ def check_int4_weight(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the arguments are as `int4_weight_matmul_reference` takes them."""
     check_matmul(x, (weight.outputs, weight.inputs), bias, out_dtype, activation)
     if weight.group < PIECE or weight.group % PIECE:
         raise ValueError(f"the group size is {weight.group}, not a multiple of {PIECE}")
@@ -186,6 +211,14 @@ def int4_weight_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as matmul_reference does, with the `int4_values` of the weight."""
+    """Multiply x by an int4 weight as `matmul_reference` does, with the weight dequantised in x's dtype.
+
+    Args:
+        x: (T, K).
+        weight: the weight, with N outputs.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, x's by default.
+        activation: gated activation of the result, or None.
+    """
     check_int4_weight(x, weight, bias, out_dtype, activation)
-    return finished(products(x, int4_values(weight)), bias, out_dtype or x.dtype, activation)
+    return finish_product(products(x, int4_values(weight)), bias, out_dtype or x.dtype, activation)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError if shapes or dtypes do not match."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `rms_norm_reference` takes."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, x has {x.shape[-1]} columns")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -19,18 +19,17 @@ def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return (normalised, sum): sum = x + residual, normalised = sum / rms(sum) * weight, computed in float32.
+    """Return (RMSNorm of x + residual, x + residual). Without a residual, the second is x itself.
 
-    Without a residual, the sum is x itself. The normalised value is rounded to x's dtype before it is multiplied by the
-    weight, as in transformers' LlamaRMSNorm.
+    The norm is computed in float32, rounded to x's dtype, and multiplied by the weight, as in transformers'
+    LlamaRMSNorm.
 
     Args:
         x: (..., hidden).
         weight: (hidden,).
         eps: added to the mean square.
         residual: as `x`.
-        offset: if not 0, multiply by offset + weight in float32 and round once, as in GemmaRMSNorm. Adding in a 16-bit
-            dtype would lose small weights.
+        offset: if not 0, the norm is multiplied by offset + weight in float32 and rounded once, as in GemmaRMSNorm.
     """
     check_rms_norm(x, weight, residual)
     total = x if residual is None else x + residual

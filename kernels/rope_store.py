@@ -12,13 +12,13 @@ from batchinfer_kernels.rms_norm import rms_norm_reference
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate the first 2 × pairs values of each head and copy the rest.
+    """Apply rotary position embedding: rotate the first 2 × pairs values of each head and copy the rest.
 
     Args:
         x: (T, heads, D).
         cos: (T, pairs) float32.
         sin: (T, pairs) float32.
-        interleaved: True: a pair is (2i, 2i + 1), as in GPT-J. False: (i, i + pairs), as in Llama.
+        interleaved: True: values 2i and 2i + 1 form a pair, as in GPT-J. False: values i and i + pairs, as in Llama.
     """
     pairs = cos.shape[-1]
     turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
@@ -32,7 +32,7 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 
 def check_pairs(q: Tensor, pairs: int) -> None:
-    """Raise ValueError unless q has 3 dimensions and `pairs` is between 1 and D/2."""
+    """Raise ValueError unless q is (T, heads, D) and D values can be rotated in `pairs` pairs, at least 1."""
     if q.dim() != 3 or not 0 < 2 * pairs <= q.shape[2]:
         raise ValueError(f"heads of q {tuple(q.shape)} are rotated in {pairs} pairs")
 
@@ -60,17 +60,24 @@ def check_caches(
 
 
 def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor) -> None:
-    """Raises ValueError when shapes do not fit."""
+    """Raise ValueError unless the tensors have the shapes that `rope_store_reference` takes."""
     check_rotary(q, k, v, cos.shape[1], slots)
     if cos.shape[0] != q.shape[0]:
         raise ValueError(f"cos {tuple(cos.shape)} does not match q {tuple(q.shape)}")
 
 
 def quantize_heads_reference(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise values (T, kv_heads, D) for a cache of `dtype`, with scales (T, kv_heads) float32.
+    """Quantise K or V for a quantised KV cache, with one scale per token and head.
 
-    The largest magnitude per token and head becomes the largest quantised value, so tokens do not affect each other.
-    The scale is NaN if a value is NaN or infinite.
+    The largest magnitude per token and head becomes the largest quantised value. The scale is NaN if a value is NaN or
+    infinite.
+
+    Args:
+        values: (T, kv_heads, D).
+        dtype: dtype of the cache, int8 or float8_e4m3fn.
+
+    Returns:
+        Quantised values of the same shape, and scales (T, kv_heads) float32.
     """
     coded = quantize_rows if dtype == torch.int8 else quantize_rows_fp8
     codes, scales = coded(values.flatten(0, 1))
@@ -78,13 +85,13 @@ def quantize_heads_reference(values: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def store_reference(values: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
-    """Write values (T, kv_heads, D) to a cache (blocks, kv_heads, block_size, D), in place.
+    """Write K or V of T tokens to the KV cache, in place.
 
     Args:
         values: (T, kv_heads, D).
         cache: (blocks, kv_heads, block_size, D).
-        slots: (T,). Negative slots are padding and their values are dropped.
-        scale: (blocks, kv_heads, block_size), to quantise the values and store their scales here.
+        slots: (T,), block * block_size + offset. Values with a negative slot are padding and are dropped.
+        scale: (blocks, kv_heads, block_size), receives the scales of a quantised cache; None: not quantised.
     """
     real = slots >= 0
     blocks, places = slots[real] // cache.shape[2], slots[real] % cache.shape[2]
@@ -107,7 +114,17 @@ def rope_reference(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotate q of a layer that reads the K and V of another layer. Arguments as for `rope_store_reference`."""
+    """Return the rotated q of a layer that reads the K and V of another layer; see `rope_store_reference`.
+
+    Args:
+        x: (T, q_heads, D), the queries.
+        cos: (T, pairs) float32.
+        sin: as `cos`.
+        norm: (D,), weight of an RMSNorm per head before the rotation; None: no norm.
+        eps: epsilon of the norm.
+        offset: added to the weight of the norm.
+        interleaved: which values form a pair; see `rotate_reference`.
+    """
     check_pairs(x, cos.shape[1])
     if norm is not None:
         x = rms_norm_reference(x, norm, eps, offset=offset)[0]
@@ -132,7 +149,7 @@ def rope_store_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the rotated q, and write the rotated k and v to the cache in place.
+    """Return the rotated q, and write the rotated k, and v, to the KV cache in place.
 
     Args:
         q: (T, q_heads, D).
@@ -140,15 +157,15 @@ def rope_store_reference(
         v: (T, kv_heads, D).
         cos: (T, pairs) float32 with pairs ≤ D/2, scaled if the RoPE variant requires it.
         sin: as `cos`.
-        k_cache: (blocks, kv_heads, block_size, D) of k's dtype, or int8 or float8_e4m3fn: quantised.
+        k_cache: (blocks, kv_heads, block_size, D) of k's dtype, or int8 or float8_e4m3fn if quantised.
         v_cache: as `k_cache`.
         slots: (T,) int64, block * block_size + offset; negative for padding.
         q_norm: (D,), weight of an RMSNorm per head before the rotation (Qwen3).
         k_norm: as `q_norm`. The norms apply only if both are given.
-        eps: `eps` of the norms.
+        eps: epsilon of the norms.
         offset: added to the weights of the norms (Gemma 3).
-        interleaved: see rotate_reference.
-        k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache; see quantize_heads_reference.
+        interleaved: which values form a pair; see `rotate_reference`.
+        k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache; see `quantize_heads_reference`.
         v_scale: as `k_scale`.
 
     Raises:

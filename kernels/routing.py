@@ -11,16 +11,19 @@ GroupScore = Literal["max", "top_two"]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The rule by which each token chooses `chosen` of `experts` experts.
+    """The rule by which a mixture-of-experts layer chooses and weights the experts of each token.
 
     Attributes:
+        experts: number of experts.
+        chosen: experts per token.
         scoring: turns the router's logits into scores: a softmax over all experts, a sigmoid per expert, or a softmax
-            over the experts with the greatest logits only. A score is the weight of the expert.
+            over the experts with the greatest logits only. The score of a chosen expert is its weight.
         normalised: True if a token's weights are divided by their sum.
         scale: factor of the weights, applied last.
         corrected: True if a learned correction per expert is added to its score for the choice, not for its weight.
-        groups: number of equal groups of experts. A token only uses experts of its `chosen_groups` best groups.
-        group_score: the score of a group: its best score, or the sum of its two best.
+        groups: number of equal groups of experts.
+        chosen_groups: a token only uses experts of this number of its best groups.
+        group_score: the score of a group: its best score ("max"), or the sum of its two best ("top_two").
     """
 
     experts: int

@@ -20,17 +20,27 @@ CANDIDATES = (1024, 16384)
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """The sampling parameters of each row; all tensors are contiguous and on the logits' device."""
+    """The sampling parameters of each row. All tensors are contiguous and on the logits' device.
 
-    temperature: Tensor  # (rows,) float32; 0: the argmax, regardless of the filters
-    top_k: Tensor  # (rows,) int32; 0: no limit
-    top_p: Tensor  # (rows,) float64; 1: no limit
-    min_p: Tensor  # (rows,) float64; 0: no limit
-    keys: Tensor  # (rows, 4) int32: two words of the generator's key, two of the upper half of its counter
-    positions: Tensor  # (rows,) int32: the lowest word of the counter
+    Attributes:
+        temperature: (rows,) float32; 0 selects the argmax, regardless of the filters.
+        top_k: (rows,) int32; 0 for no limit.
+        top_p: (rows,) float64; 1 for no limit.
+        min_p: (rows,) float64; 0 for no limit.
+        keys: (rows, 4) int32, the seed of the row's random numbers: two words of the key of Philox, and the upper half
+            of its counter.
+        positions: (rows,) int32, the lowest word of the counter.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+    positions: Tensor
 
     def check(self, logits: Tensor) -> None:
-        """Raise ValueError if shapes or dtypes do not match logits (rows, vocab)."""
+        """Raise ValueError unless the tensors have the documented shapes and dtypes for logits (rows, vocab)."""
         if logits.dim() != 2 or not logits.shape[1]:
             raise ValueError(f"logits are {tuple(logits.shape)}, expected (rows, vocab)")
         rows, wanted = logits.shape[0], dict.fromkeys(("top_k", "keys", "positions"), torch.int32)
@@ -48,18 +58,14 @@ class RowSampling:
 
 
 def sample_reference(logits: Tensor, sampling: RowSampling | None = None) -> Tensor:
-    """Sample the token of each row of logits (rows, vocab), (rows,) int64.
+    """Sample a token from each row of logits: (rows,) int64, NO_TOKEN if a row's greatest logit is not finite.
 
     Filters apply in the order temperature, top-k, top-p of the rest (Holtzman et al., 2020), min-p relative to the most
-    likely token. Equally likely tokens rank by their ids. The token that crosses top_p is kept. ROWS_AT_ONCE rows are
-    drawn at a time to bound memory.
+    likely token. Equally likely tokens rank by their ids. The token that crosses top_p is kept.
 
     Args:
         logits: (rows, vocab), of any floating-point dtype.
         sampling: parameters of the rows; None or a temperature of 0 selects the argmax.
-
-    Returns:
-        The tokens; NO_TOKEN if a row's maximum is not finite.
 
     Raises:
         ValueError: If shapes or dtypes do not match.
@@ -75,7 +81,10 @@ def sample_reference(logits: Tensor, sampling: RowSampling | None = None) -> Ten
 
 
 def kept_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """Return the filtered probabilities, (rows, vocab) float64, not normalised. All temperatures must be above 0."""
+    """Return the probabilities of tokens, 0 for tokens that top-k, top-p or min-p exclude: (rows, vocab) float64.
+
+    They are not normalised again. All temperatures must be above 0.
+    """
     # Subtract the maximum first, because dividing by a small temperature could overflow
     wide = logits.float()
     below = wide - wide.amax(-1, keepdim=True)
@@ -112,7 +121,6 @@ def _keep_top(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _ranked(probabilities: Tensor, some: int) -> tuple[Tensor, Tensor]:
-    """Return (values, ids) of the `some` greatest of each row, descending; of equals the lower id comes first."""
     if some == probabilities.shape[1]:
         values, ids = probabilities.sort(stable=True, dim=-1, descending=True)
         return values, ids
@@ -135,7 +143,7 @@ def _nucleus(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Te
 
 
 def _draw(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """Draw the first token whose cumulative probability exceeds the random number."""
+    """Return the first token of each row whose cumulative probability exceeds the row's random number."""
     cumulated = kept_probabilities(logits, sampling).cumsum(-1)
     total = cumulated[:, -1]
     target = uniforms(sampling.keys, sampling.positions) * total

@@ -10,14 +10,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """Block tables of S sequences, as rows of an array that may have more rows and columns.
+    """The block tables of S sequences, as rows of a host array that may have more rows and columns.
 
-    Entries after a sequence's own blocks are not blocks of the sequence.
+    Entries of a row after the sequence's own blocks are undefined.
+
+    Attributes:
+        kept: (at least S rows, at least `width` blocks), block numbers.
+        rows: (S,), the row of each sequence in `kept`.
+        width: blocks of the longest sequence.
     """
 
-    kept: NDArray[np.int32]  # (at least S rows, at least `width` blocks)
-    rows: NDArray[np.int64]  # (S,): the row of each sequence
-    width: int  # blocks of the longest sequence
+    kept: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    width: int
 
     @classmethod
     def of(cls, tables: NDArray[np.int32]) -> StepTables:
@@ -25,7 +30,7 @@ class StepTables:
         return cls(tables, np.arange(len(tables)), tables.shape[1])
 
     def leading(self, sequences: NDArray[np.int64], blocks: int) -> NDArray[np.int32]:
-        """Return a copy of the first blocks of some sequences, (n, blocks).
+        """Return a copy of the first `blocks` block numbers of some sequences: (n, blocks).
 
         Args:
             sequences: (n,), numbers of sequences below S.
@@ -34,5 +39,5 @@ class StepTables:
         return self.kept[self.rows[sequences], :blocks]
 
     def array(self) -> NDArray[np.int32]:
-        """Return a copy of all tables, (S, width)."""
+        """Return a copy of all tables: (S, width)."""
         return self.kept[self.rows, : self.width]

@@ -31,29 +31,34 @@ _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Tells whether tiles may be used, and if the CPU has them but the system refuses, the reason in `refusal`."""
+    """The system's answer to the request to use AMX tiles.
+
+    Attributes:
+        given: True if the process may use tiles.
+        refusal: why the system refuses, if the CPU has tiles.
+    """
 
     given: bool
     refusal: str = ""
 
     @property
     def way(self) -> TileWay:
-        """Return the way in which operators for this process are built."""
+        """Return the build variant of the CPU operators: "granted" with AMX tiles, "none" without."""
         return "granted" if self.given else "none"
 
 
 @functools.cache
 def tile_grant() -> Grant:
-    """Request the permission from the system once, for all current and future threads of this process."""
-    return ask(_flags(Path("/proc/cpuinfo")), _request)
+    """Ask the system once for permission to use AMX tiles, for all current and future threads of this process."""
+    return request_grant(_flags(Path("/proc/cpuinfo")), _request)
 
 
-def ask(flags: frozenset[str], request: Callable[[], int]) -> Grant:
-    """Return the grant for a CPU with these flags.
+def request_grant(flags: frozenset[str], request: Callable[[], int]) -> Grant:
+    """Request the permission to use AMX tiles if the CPU has them.
 
     Args:
         flags: flags of the CPU in /proc/cpuinfo.
-        request: requests the permission and returns an error number, or 0.
+        request: asks the system; returns an error number, or 0.
     """
     if platform.machine() != "x86_64" or not flags >= FLAGS:
         return Grant(False)

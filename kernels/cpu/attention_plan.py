@@ -26,7 +26,7 @@ TO_THE_END = -1  # as end tile: the sequence's last tile
 LEAST_SHARED_TILES = 2
 LEAST_SHARERS = 3
 # Most queries of a sequence in a group: a decoded token and its drafts. Prefill queries fill an item of their own
-MOST_QUERIES = 16
+MAX_QUERIES = 16
 _ITEM = 7  # fields: first row, rows, sequence, first tile, end tile, starts, ends
 
 
@@ -195,4 +195,4 @@ def _shared(
         return []
     minimum = GroupMinimum(LEAST_SHARERS, LEAST_SHARED_TILES)
     blocks = StepTables.of(tables)
-    return prefix_groups(lens, contexts, blocks, pages.block_size, pages.whole_tiles, minimum, MOST_QUERIES)
+    return prefix_groups(lens, contexts, blocks, pages.block_size, pages.whole_tiles, minimum, MAX_QUERIES)

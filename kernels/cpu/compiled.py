@@ -19,9 +19,9 @@ from batchinfer_kernels.cpu.experts import ExpertsRoom, wide_room
 from batchinfer_kernels.cpu.low_rank import (
     AdaptedRoom,
     PackedLowRank,
-    add_to,
     check_adapted_rows,
     count_without_adapter,
+    with_added_values,
 )
 from batchinfer_kernels.cpu.memory import HugePages, zeros_in_huge_pages
 from batchinfer_kernels.cpu.packed import (
@@ -54,7 +54,7 @@ from batchinfer_kernels.tiles import TileWay
 # Data of an int4 weight's columns: starts, scales of groups, and zero points of groups if it has any
 Columns = tuple[Tensor, Tensor, Tensor | None]
 _GREATEST = 3
-_MOST_GROUP = 256  # the largest group that round_int4 supports
+_MAX_GROUP = 256  # the largest group that round_int4 supports
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _WEIGHT = ctypes.POINTER(Weight)
 _SIGNATURES: dict[str, list[Any]] = {
@@ -333,7 +333,7 @@ class CompiledOperators(CachedOperators):
     def rounds_int4(self, weight: Tensor, group: int) -> bool:
         """Return True if the compiled code quantises such weights in groups of this size, rather than the reference."""
         lanes, inputs = 2 * self.lanes, weight.shape[-1]
-        in_groups = 0 < group <= _MOST_GROUP and not inputs % group and not group % lanes
+        in_groups = 0 < group <= _MAX_GROUP and not inputs % group and not group % lanes
         return in_groups and weight.dtype in (torch.float32, torch.bfloat16)
 
     def _int4_columns(self, scales: Tensor, sums: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -530,7 +530,7 @@ class CompiledOperators(CachedOperators):
             raise ValueError(
                 f"values of adapters are {tuple(values.shape)} {values.dtype}, expected {shape} from low_rank"
             )
-        return self._linear(x, weight, add_to(weight.structure, values, rows))
+        return self._linear(x, weight, with_added_values(weight.structure, values, rows))
 
     def _linear(self, x: Tensor, weight: PackedWeight, structure: Weight) -> Tensor:
         y = torch.empty(len(x), weight.columns, dtype=torch.float32 if weight.kind == "float" else x.dtype)

@@ -74,7 +74,7 @@ class AdaptedRoom:
         self.structure = AdaptedStructure(*map(address, (*given, *self._room, self.values)))
 
 
-def add_to(weight: Weight, values: Tensor, rows: AdaptedRows) -> Weight:
+def with_added_values(weight: Weight, values: Tensor, rows: AdaptedRows) -> Weight:
     """Return the weight with the result of low-rank products for these rows added to its product."""
     found = Weight.from_buffer_copy(weight)
     found.added, found.added_places = address(values), address(rows.places)

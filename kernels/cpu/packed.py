@@ -29,7 +29,7 @@ KINDS: dict[Kind, int] = {
 
 
 STEP_BYTES = 64  # bytes of a row that a tile product reads at once; as in panels.h
-MOST_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the widest; as in codes.h
+MAX_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the widest; as in codes.h
 
 
 def padded(size: int) -> int:
@@ -39,7 +39,7 @@ def padded(size: int) -> int:
 
 def codes_room(rows: int, inputs: int) -> Tensor:
     """Return a buffer for quantised rows, large enough for any CPU."""
-    return torch.empty(rows, MOST_CODE_BYTES * padded(inputs), dtype=torch.uint8)
+    return torch.empty(rows, MAX_CODE_BYTES * padded(inputs), dtype=torch.uint8)
 
 
 def is_gated(kind: Kind) -> bool:

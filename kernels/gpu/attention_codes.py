@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, of_trees, visible
+from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, mask_trees, visible
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _attend_span(
             scores *= size[:, None] * (k_scale * (scale * LOG2E))[None, :]
         scores = visible(scores + exponent[None, :], key, row_at, inside, window, CAUSAL, WINDOW)
         if nearby is not None:
-            scores = of_trees(scores, key, row_at, nearby)
+            scores = mask_trees(scores, key, row_at, nearby)
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - base[:, None])

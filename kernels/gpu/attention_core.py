@@ -85,7 +85,7 @@ def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: t
 
 
 @triton.jit
-def of_trees(scores, key, row_at, nearby):
+def mask_trees(scores, key, row_at, nearby):
     """Return the scores, with -inf for keys that the row's `TreeMask.nearby` excludes."""
     away = row_at[:, None] - key[None, :]
     seen = (away > 31) | (((nearby[:, None] >> (away & 31)) & 1) != 0)
@@ -156,7 +156,7 @@ def attend_span(
         if not WHOLE:
             scores = visible(scores, key, row_at, inside, window, CAUSAL, WINDOW)
             if nearby is not None:
-                scores = of_trees(scores, key, row_at, nearby)
+                scores = mask_trees(scores, key, row_at, nearby)
         higher = tl.maximum(top, tl.max(scores, 1) * unit)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: the row has not seen a key yet
         weights = tl.exp2(scores * unit - base[:, None])

@@ -187,14 +187,14 @@ def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
     return max(LEAST_SEGMENT, next_power_of_2(-(-total_keys * kv_heads // programs)))
 
 
-def moved(
+def copy_to_device(
     values: NDArray[Any], device: torch.device, dtype: type[np.int32] | type[np.int64] = np.int32
 ) -> Tensor:
     """Copy values to the device without blocking the host; the copy is queued before the kernels that read it."""
-    return staged(np.ascontiguousarray(values, dtype), device).to(device, non_blocking=True)
+    return copy_to_pinned(np.ascontiguousarray(values, dtype), device).to(device, non_blocking=True)
 
 
-def staged(values: NDArray[Any], device: torch.device) -> Tensor:
+def copy_to_pinned(values: NDArray[Any], device: torch.device) -> Tensor:
     """Return the values in pinned host memory, from which a GPU copies without blocking the host."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor

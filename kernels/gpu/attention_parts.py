@@ -14,7 +14,7 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OwnKeys:
     """The keys that each of n rows reads on its own, and how they are split among programs.
 
     A row is one query of one sequence; with `chunks` it is all queries of one sequence.
@@ -82,7 +82,7 @@ class Parts:
 
 
 def merge_parts(
-    own: Own,
+    own: OwnKeys,
     parts: Parts,
     group: int,
     out: Tensor,

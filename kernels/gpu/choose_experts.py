@@ -16,7 +16,7 @@ from batchinfer_kernels.experts import Choice, check_logits
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 from batchinfer_kernels.routing import Routing
 
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 _LEAST = tl.constexpr(-(1 << 63))
 
 
@@ -100,20 +100,20 @@ def _choose_kernel(
     tl.atomic_add(counts_ptr + chosen, 1, mask=taken, sem="relaxed")
 
 
-def chooses(routing: Routing) -> bool:
-    """Return True if the kernel supports the rule: at most MOST_EXPERTS experts, and groups that are powers of two."""
+def can_choose(routing: Routing) -> bool:
+    """Return True if the kernel supports the rule: at most MAX_EXPERTS experts, and groups that are powers of two."""
     sizes = (routing.experts, routing.groups)
     whole = all(size == next_power_of_2(size) for size in sizes)
-    return routing.experts <= MOST_EXPERTS and (routing.chosen_groups == routing.groups or whole)
+    return routing.experts <= MAX_EXPERTS and (routing.chosen_groups == routing.groups or whole)
 
 
 def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
     """Choose as batchinfer_kernels.experts.choose_experts does, and count the tokens of each expert.
 
-    Of equal experts the lowest is chosen. Rows of logits may be strided. Raises ValueError unless `chooses(routing)`.
+    Of equal experts the lowest is chosen. Rows of logits may be strided. Raises ValueError unless `can_choose(routing)`.
     """
     check_logits(logits, routing, correction)
-    if not chooses(routing):
+    if not can_choose(routing):
         raise ValueError(
             f"the kernel cannot choose {routing.chosen} of {routing.experts} experts in {routing.groups} groups"
         )

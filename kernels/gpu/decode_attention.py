@@ -35,7 +35,7 @@ from batchinfer_kernels.gpu.attention_launch import (
     check_attention,
     kernel_arguments,
 )
-from batchinfer_kernels.gpu.attention_parts import Own, Parts, merge_parts
+from batchinfer_kernels.gpu.attention_parts import OwnKeys, Parts, merge_parts
 from batchinfer_kernels.gpu.attention_splits import Splits
 from batchinfer_kernels.gpu.prefix_attention import Prefixes, attend_prefixes
 from batchinfer_kernels.paged_attention import ScoreRules
@@ -212,7 +212,7 @@ def decode_attention(
     check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
     starts, places = (None, None) if prefixes is None else (prefixes.starts, prefixes.places)
-    own = Own(context_lens, splits, rows, starts, places, chunks, nearby)
+    own = OwnKeys(context_lens, splits, rows, starts, places, chunks, nearby)
     own.check(q, block_tables, rules.window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     count = len(splits.keys)
@@ -232,7 +232,7 @@ def decode_attention(
 
 
 def attend_own(
-    own: Own,
+    own: OwnKeys,
     arguments: dict[str, Any],
     parts: Parts | None,
     out: Tensor,

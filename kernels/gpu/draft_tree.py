@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.draft_tree import check_tree_paths
-from batchinfer_kernels.gpu.attention_launch import moved
+from batchinfer_kernels.gpu.attention_launch import copy_to_device
 from batchinfer_kernels.gpu.checks import check_contiguous
 from batchinfer_kernels.gpu.sizes import next_power_of_2
 
@@ -132,7 +132,7 @@ def move_slots(caches: Sequence[Tensor], slots: Tensor, paths: Tensor) -> None:
     for (heads, block_size, dim, size), own in kinds.items() if trees else ():
         padded = next_power_of_2(places)
         width = min(max(1, CELLS // padded), next_power_of_2(dim))
-        begins = moved(np.array([cache.data_ptr() for cache in own]), slots.device, np.int64)
+        begins = copy_to_device(np.array([cache.data_ptr() for cache in own]), slots.device, np.int64)
         _move_slots_kernel[(trees, heads * -(-dim // width), len(own))](
             begins, slots, paths, heads, block_size, PLACES=places, PADDED=padded, D=dim, WIDTH=width, BITS=_BITS[size],
             num_warps=4,

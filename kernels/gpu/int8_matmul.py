@@ -16,7 +16,7 @@ from batchinfer_kernels.matmul import check_matmul
 from batchinfer_kernels.quantized_linear import MAX_CODE, check_quantized_linear
 
 # Sums of at most this many products of a quantised activation and any int8 stay below 2^31
-MOST_INPUTS = (2**31 - 1) // (MAX_CODE * 128)
+MAX_INPUTS = (2**31 - 1) // (MAX_CODE * 128)
 
 
 def int8_matmul(
@@ -33,11 +33,11 @@ def int8_matmul(
     The first of two launches quantises the rows of x. `out_dtype` and `activation` are as in matmul_reference.
 
     Raises:
-        ValueError: If shapes or dtypes do not match, or there are more than MOST_INPUTS inputs.
+        ValueError: If shapes or dtypes do not match, or there are more than MAX_INPUTS inputs.
     """
     check_quantized_linear(x, codes, scales, bias)
-    if x.shape[1] > MOST_INPUTS:
-        raise ValueError(f"sums over {x.shape[1]} inputs may overflow; at most {MOST_INPUTS} are supported")
+    if x.shape[1] > MAX_INPUTS:
+        raise ValueError(f"sums over {x.shape[1]} inputs may overflow; at most {MAX_INPUTS} are supported")
     check_matmul(x, codes.shape, bias, out_dtype, activation)
     rows, row_scales = quantize_rows(x)
     operands = Operands(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from batchinfer_kernels.gpu.attention_core import as_part, fold, initial_state
 from batchinfer_kernels.gpu.attention_launch import SEGMENT, VARYING
-from batchinfer_kernels.gpu.attention_parts import Own, Parts, merge_parts
+from batchinfer_kernels.gpu.attention_parts import OwnKeys, Parts, merge_parts
 from batchinfer_kernels.gpu.attention_plan import LaunchPlan
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
 from batchinfer_kernels.gpu.latent_tiles import chunk_tokens, latent_tiles
@@ -254,7 +254,7 @@ def _decode(
 ) -> None:
     """Compute attention of the queries that the plan assigns to decode: single ones, or a few per sequence."""
     splits = plan.splits_of(None)
-    own = Own(plan.contexts, splits, plan.rows, chunks=plan.chunks)
+    own = OwnKeys(plan.contexts, splits, plan.rows, chunks=plan.chunks)
     own.check(q, block_tables, None)
     parts = None if splits.whole else Parts.of(q[..., :rank], 0, splits.parts)
     named = _arguments(q, cache, block_tables, scale, rank, splits.queries * q.shape[1], plan.deterministic)

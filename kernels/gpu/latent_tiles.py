@@ -11,24 +11,24 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 from batchinfer_kernels.gpu.target import SMALL_MEMORY, architecture
 
 # Limit of a tile's rows: the sums of 64 rows of 512 values take half of a multiprocessor's registers
-MOST_ROWS = 64
+MAX_ROWS = 64
 SMALL, MEDIUM, LARGE = 128, 256, 512  # padded sizes of a latent, by which tiles are chosen
 FEWEST_ROWS = 16  # the smallest number of rows of a tensor core product
 
 
 def chunk_tokens(heads: int) -> int:
     """Return the number of prompt tokens of an item of `prefill_items`."""
-    return max(1, MOST_ROWS // heads)
+    return max(1, MAX_ROWS // heads)
 
 
 def head_tiles(heads: int) -> int:
     """Return the number of programs that share the heads of a token."""
-    return cdiv(heads, MOST_ROWS)
+    return cdiv(heads, MAX_ROWS)
 
 
 def latent_tiles(dtype: torch.dtype, rank: int, rows: int, deterministic: bool) -> KVTiles:
     """Return the tiles for items of `rows` rows; in deterministic mode they do not depend on the number."""
-    rows = FEWEST_ROWS if deterministic else min(MOST_ROWS, max(FEWEST_ROWS, next_power_of_2(rows)))
+    rows = FEWEST_ROWS if deterministic else min(MAX_ROWS, max(FEWEST_ROWS, next_power_of_2(rows)))
     return _tiles(architecture(), dtype, max(16, next_power_of_2(rank)), rows)
 
 
@@ -52,7 +52,7 @@ def _tiles(arch: str, dtype: torch.dtype, padded: int, rows: int) -> KVTiles:
         return _SINGLE
     if padded > LARGE:
         return _LARGEST
-    if padded <= SMALL and (rows < MOST_ROWS or arch not in ("80", *SMALL_MEMORY)):
+    if padded <= SMALL and (rows < MAX_ROWS or arch not in ("80", *SMALL_MEMORY)):
         return _SMALL[rows]
     if padded == MEDIUM and rows == FEWEST_ROWS:
         return _MEDIUM

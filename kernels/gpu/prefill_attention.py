@@ -31,8 +31,8 @@ from batchinfer_kernels.gpu.attention_launch import (
     Work,
     check_attention,
     choose_tiles,
+    copy_to_device,
     kernel_arguments,
-    moved,
 )
 from batchinfer_kernels.paged_attention import ScoreRules
 
@@ -239,7 +239,7 @@ def prefill_attention(
     kv_heads, bias = k_cache.shape[1], rules.bias
     tokens = tiles.rows // (q.shape[1] // kv_heads)
     if items is None:
-        items = moved(prefill_items(query_lens, context_lens, tokens, causal=causal), q.device)
+        items = copy_to_device(prefill_items(query_lens, context_lens, tokens, causal=causal), q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if len(items):
         _prefill_attention_kernel[(len(items), kv_heads)](

@@ -23,7 +23,7 @@ from batchinfer_kernels.gpu.attention_core import (
     times,
 )
 from batchinfer_kernels.gpu.attention_launch import VARYING, Work, choose_tiles, kernel_arguments
-from batchinfer_kernels.gpu.attention_parts import Own, Parts
+from batchinfer_kernels.gpu.attention_parts import OwnKeys, Parts
 from batchinfer_kernels.gpu.step_arrays import StepArray
 from batchinfer_kernels.paged_attention import ScoreRules
 
@@ -51,7 +51,7 @@ class Prefixes:
 
     @property
     def starts(self) -> Tensor:
-        """Return the number of shared keys of each row of `Own`, (n,) int32 on the device."""
+        """Return the number of shared keys of each row of `OwnKeys`, (n,) int32 on the device."""
         return self.held["starts"].tensor
 
     @property
@@ -64,7 +64,7 @@ class Prefixes:
 def _prefix_attention_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, v_scale_ptr, items_ptr, members_ptr,
     rows_ptr,  # (n, 2) int32: row of q, sequence; None: both equal the index of the row
-    contexts_ptr,  # Own.contexts: by sequence, or by query
+    contexts_ptr,  # OwnKeys.contexts: by sequence, or by query
     places_ptr,  # Prefixes.places
     parts_ptr, part_lses_ptr,
     q_stride_token, q_stride_head, stride_block, stride_head, stride_key, stride_scale, stride_table, heads,
@@ -126,7 +126,7 @@ def prefix_members(dtype: torch.dtype, head_dim: int, group: int, deterministic:
 
 def attend_prefixes(
     prefixes: Prefixes,
-    own: Own,
+    own: OwnKeys,
     parts: Parts,
     q: Tensor,
     k_cache: Tensor,

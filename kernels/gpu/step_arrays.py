@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer_kernels.gpu.attention_launch import staged
+from batchinfer_kernels.gpu.attention_launch import copy_to_pinned
 
 # In int32 values. Arrays are aligned to 16 bytes, because Triton specialises kernels by alignment
 ALIGNMENT = 4
@@ -111,7 +111,7 @@ class _Copy:
     def __init__(self, first: int, values: Sequence[Values], device: torch.device) -> None:
         self._first = first
         self._begins = [*accumulate((-(-one.size // ALIGNMENT) * ALIGNMENT for one in values), initial=0)]
-        self._flat = staged(_joined(values), device).to(device, non_blocking=True)
+        self._flat = copy_to_pinned(_joined(values), device).to(device, non_blocking=True)
         self.tensors = [
             self._flat.as_strided(one.shape, (one.shape[-1], 1)[-one.ndim :], begin)
             for begin, one in zip(self._begins, values, strict=False)
@@ -128,7 +128,7 @@ class _Copy:
             return
         first, end = changed[0], changed[-1] + 1
         begin, last = self._begins[first - self._first], self._begins[end - self._first]
-        host = staged(_joined(new[first:end]), self._flat.device)
+        host = copy_to_pinned(_joined(new[first:end]), self._flat.device)
         self._flat[begin:last].copy_(host, non_blocking=True)
 
 

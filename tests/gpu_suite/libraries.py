@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchinfer.models.ops.prompts.flash_attention import FlashAttentionPrefill
 from batchinfer.models.ops.prompts.gluon import GluonPrefill
-from batchinfer_kernels.gpu.attention_launch import moved
+from batchinfer_kernels.gpu.attention_launch import copy_to_device
 from batchinfer_kernels.gpu.hopper_tiles import hopper_tokens
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
 from batchinfer_kernels.paged_attention import ScoreRules
@@ -100,7 +100,7 @@ def _flash_attention(paged: Paged, q: Tensor, queries: int) -> Call:
 def _gluon(paged: Paged, q: Tensor, queries: int) -> Call:
     kernel, out = importlib.import_module("batchinfer_kernels.gpu.hopper_prefill"), torch.empty_like(q)
     lens, tokens = [queries] * len(paged.contexts), hopper_tokens(paged.heads.q // paged.heads.kv)
-    items = moved(prefill_items(lens, paged.contexts, tokens), q.device)
+    items = copy_to_device(prefill_items(lens, paged.contexts, tokens), q.device)
     rules = ScoreRules(paged.heads.scale)
 
     def call() -> Tensor:

@@ -10,7 +10,7 @@ from batchinfer_kernels.fp8_matmul import FP8, quantize_rows_fp8
 from batchinfer_kernels.quantized_matmul import LEAST_CODE, Int4Weight, pack_codes
 
 GROUPS = (32, 64, 128)  # sizes of groups of inputs that `quantize_int4` supports
-MOST_CODE = 7
+MAX_CODE = 7
 OUTPUTS_AT_ONCE = 1024  # bounds memory: the float32 copy of a large weight would take gigabytes
 
 
@@ -41,13 +41,13 @@ def _quantized(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Ten
     missing = -weight.shape[1] % group
     values = torch.nn.functional.pad(weight.float(), (0, missing)).reshape(len(weight), -1, group)
     least, most = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
-    steps = torch.maximum(-least, most) / MOST_CODE if symmetric else (most - least) / 15
+    steps = torch.maximum(-least, most) / MAX_CODE if symmetric else (most - least) / 15
     scales = torch.where(steps.isfinite(), steps, torch.nan).to(weight.dtype)
     inverse = torch.where(scales > 0, 1 / scales.float(), 0.0)
     zeros = torch.zeros_like(least) if symmetric else (LEAST_CODE - least * inverse).nan_to_num(0).round()
-    zeros = zeros.clamp(LEAST_CODE, MOST_CODE)
+    zeros = zeros.clamp(LEAST_CODE, MAX_CODE)
     codes = (values * inverse[..., None]).nan_to_num(0).round() + zeros[..., None]
-    codes = codes.clamp(LEAST_CODE, MOST_CODE).to(torch.int8)
+    codes = codes.clamp(LEAST_CODE, MAX_CODE).to(torch.int8)
     return codes.reshape(len(weight), -1), scales, zeros.to(torch.int8)
 
 

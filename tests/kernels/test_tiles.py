@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu import build
-from batchinfer_kernels.tiles import FLAGS, Grant, ask
+from batchinfer_kernels.tiles import FLAGS, Grant, request_grant
 from tests.examples import examples
 from tests.kernels.c_units import assembled, compiled_unit
 from tests.kernels.cpu_kit import assert_goes_through, operators
@@ -209,11 +209,11 @@ def test_what_is_granted_is_asked_for():
         asked.append(error)
         return error
 
-    assert ask(frozenset({"avx512f", "amx_tile"}), lambda: request(0)) == Grant(False)
+    assert request_grant(frozenset({"avx512f", "amx_tile"}), lambda: request(0)) == Grant(False)
     assert asked == []  # a system that knows no tiles may not know the question
     if X86:
-        assert ask(FLAGS, lambda: request(0)) == Grant(True)
-        refused = ask(FLAGS, lambda: request(errno.EPERM))
+        assert request_grant(FLAGS, lambda: request(0)) == Grant(True)
+        refused = request_grant(FLAGS, lambda: request(errno.EPERM))
         assert (refused.given, refused.way) == (False, "none")
         assert "Operation not permitted" in refused.refusal
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.paged_attention import grouped_attention
-from batchinfer_kernels.draft_tree import MOST_NODES, move_slots_reference
+from batchinfer_kernels.draft_tree import MAX_NODES, move_slots_reference
 from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_reference
 from tests.examples import examples
 from tests.kernels.cpu_cache import codes_laid_out, laid_out, plain
@@ -107,7 +107,7 @@ def test_trees_behind_shared_prefixes_change_no_bit(seed, kind, block_size, chil
 @pytest.mark.parametrize(("way", "dtype", "codes"), KINDS)
 def test_a_chain_has_the_bits_that_it_has_without_a_mask(way, dtype, codes):
     step = poisoned_step(3, 6, 2, 64, 16, [(9, 90), (32, 140), (1, 70), (33, 33)]).to(dtype, codes)
-    chains = mask_of(step, [list(range(-1, min(queries, MOST_NODES) - 2)) for queries in step.queries])
+    chains = mask_of(step, [list(range(-1, min(queries, MAX_NODES) - 2)) for queries in step.queries])
     assert torch.equal(step.attend(operators(way, codes)), step.attend(operators(way, codes), tree=chains))
 
 

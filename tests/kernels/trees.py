@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from batchinfer_kernels.draft_tree import MOST_NODES, TreeMask
+from batchinfer_kernels.draft_tree import MAX_NODES, TreeMask
 from tests.kernels.cpu_steps import Step
 
 Parents = list[int]  # of each node; -1: the token that the tree stands behind
@@ -37,6 +37,6 @@ def mask_of(step: Step, trees: list[Parents]) -> TreeMask:
     return TreeMask(np.array(last), np.array(bits, np.uint32).view(np.int32))
 
 
-def random_trees(step: Step, seed: int, nodes: int = MOST_NODES) -> list[Parents]:
+def random_trees(step: Step, seed: int, nodes: int = MAX_NODES) -> list[Parents]:
     rng = random.Random(seed)
     return [random_parents(rng, rng.randint(0, min(nodes, queries - 1))) for queries in step.queries]

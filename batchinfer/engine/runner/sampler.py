@@ -17,7 +17,7 @@ from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
 from batchinfer.engine.schedule.token_edits import AllowedTokens, BiasedTokens
 from batchinfer.engine.tensors.staging import upload
 from batchinfer.models.ops.interface import Ops
-from batchinfer_kernels.mask import bars, mask_words
+from batchinfer_kernels.mask import is_excluded, mask_words
 from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import NO_TOKEN, RowSampling
 
@@ -233,7 +233,7 @@ class Sampler:
         ops.mask(logits, rows, bits)
         if asking is not None:
             asking.mask(ops, filled)
-        return Masked(plan.masked, bars(bits, best))
+        return Masked(plan.masked, is_excluded(bits, best))
 
     def _filled(self, plan: SamplingPlan, which: list[int], logits: Tensor) -> NDArray[np.int32]:
         """Return the bits of the masks of `which`, indices into `plan.masked`: (n, words)."""

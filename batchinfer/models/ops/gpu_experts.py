@@ -12,7 +12,7 @@ from batchinfer.models.ops.library_products import LibraryGrouped
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.experts import choose_experts as choose_experts_reference
 from batchinfer_kernels.gated_activation import Activation
-from batchinfer_kernels.gpu.choose_experts import choose_experts, chooses
+from batchinfer_kernels.gpu.choose_experts import can_choose, choose_experts
 from batchinfer_kernels.gpu.combine import combine
 from batchinfer_kernels.gpu.grouped_coded_matmul import grouped_int4_matmul, grouped_mxfp4_matmul
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
@@ -24,7 +24,7 @@ from batchinfer_kernels.routing import Routing
 
 def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> Choice:
     """Choose experts in one kernel, where it knows the rule."""
-    chosen_by = choose_experts if chooses(routing) else choose_experts_reference
+    chosen_by = choose_experts if can_choose(routing) else choose_experts_reference
     return chosen_by(logits, routing, correction)
 
 

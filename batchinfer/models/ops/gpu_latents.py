@@ -19,7 +19,7 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 from batchinfer.models.ops.gpu_experts import TritonHeads
 from batchinfer.models.ops.layers import LatentHeads
 from batchinfer_kernels.cost import LatentSizes
-from batchinfer_kernels.gpu.attention_launch import moved
+from batchinfer_kernels.gpu.attention_launch import copy_to_device
 from batchinfer_kernels.gpu.decompressed_attention import decompressed_attention, decompressed_tokens
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
 
@@ -87,7 +87,7 @@ class LatentPlan(AttentionPlan):
         rest = np.flatnonzero(~chosen & (lens > 0))
         if not len(rest):
             return LatentWork(None, None, made)
-        rows = moved(np.flatnonzero(np.repeat(~chosen, lens)), self._device, np.int64)
+        rows = copy_to_device(np.flatnonzero(np.repeat(~chosen, lens)), self._device, np.int64)
         return LatentWork(self._plan(self._of(rest)), rows, made)
 
     def _of(self, sequences: Ints) -> AttentionInputs:
@@ -95,7 +95,9 @@ class LatentPlan(AttentionPlan):
         inputs = self._inputs
         return replace(
             inputs,
-            block_tables=inputs.block_tables.index_select(0, moved(sequences, self._device, np.int64)),
+            block_tables=inputs.block_tables.index_select(
+                0, copy_to_device(sequences, self._device, np.int64)
+            ),
             query_lens=[inputs.query_lens[i] for i in sequences],
             context_lens=[inputs.context_lens[i] for i in sequences],
             host_tables=None,
@@ -108,11 +110,11 @@ class LatentPlan(AttentionPlan):
         items = prefill_items(lens[group], own, decompressed_tokens(dtype), rows)
         items[:, 0] = firsts[items[:, 0]]
         sequence, at = np.repeat(group, own), np.arange(own.sum()) - np.repeat(firsts, own)
-        places = moved(
+        places = copy_to_device(
             np.stack((sequence, at // self._block_size, at % self._block_size)), self._device, np.int64
         )
         blocks = self._inputs.block_tables[places[0], places[1]].long()
-        return Decompressed(blocks * self._block_size + places[2], moved(items, self._device))
+        return Decompressed(blocks * self._block_size + places[2], copy_to_device(items, self._device))
 
     @property
     def _device(self) -> torch.device:

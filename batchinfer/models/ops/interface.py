@@ -50,7 +50,7 @@ from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.latent_attention import latent_store_reference
 from batchinfer_kernels.layer_norm import layer_norm_reference
 from batchinfer_kernels.log_probabilities import log_probabilities_reference
-from batchinfer_kernels.mask import bars, mask_reference
+from batchinfer_kernels.mask import is_excluded, mask_reference
 from batchinfer_kernels.paged_attention import CODES, ScoreRules
 from batchinfer_kernels.penalties import Penalties, penalise_reference
 from batchinfer_kernels.quantized_linear import quantize_weight
@@ -383,7 +383,7 @@ class Ops(ABC):
             bits: A bit per token, 1 if it is allowed, (n, ceil(vocab / 32)) int32.
         """
         rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-        barred = bars(bits, logits.argmax(-1))
+        barred = is_excluded(bits, logits.argmax(-1))
         self.mask(logits, rows, bits)
         return finite_argmax(logits), barred
 

@@ -343,7 +343,7 @@ def copies_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return what lists how many copies to the device each step makes for attention; a capture makes none, as its
     tensors belong to another stream."""
     copies, capturing = [0], [False]
-    staged, layers, capture = step_arrays.staged, DeviceRunner._layers, GraphRecorder.__call__
+    staged, layers, capture = step_arrays.copy_to_pinned, DeviceRunner._layers, GraphRecorder.__call__
 
     def counted(values: Any, device: torch.device) -> Tensor:
         assert not capturing[0]
@@ -360,7 +360,7 @@ def copies_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         copies.append(0)
         return layers(runner, host)
 
-    monkeypatch.setattr(step_arrays, "staged", counted)
+    monkeypatch.setattr(step_arrays, "copy_to_pinned", counted)
     monkeypatch.setattr(GraphRecorder, "__call__", captured)
     monkeypatch.setattr(DeviceRunner, "_layers", begun)
     return copies

@@ -20,7 +20,7 @@ from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.quantized_matmul import int4_weight_matmul
-from batchinfer_kernels.matmul import finished, matmul_reference
+from batchinfer_kernels.matmul import finish_product, matmul_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.quantized_matmul import (
     int4_weight_matmul_reference,
@@ -98,7 +98,7 @@ def int8_reference(
 ) -> Tensor:
     """quantized_linear_reference, whose result has x's dtype, with what may follow it."""
     sums = quantized_linear_reference(x.float(), codes, scales, bias)
-    return finished(sums, None, out_dtype or x.dtype, activation)
+    return finish_product(sums, None, out_dtype or x.dtype, activation)
 
 
 # ---- launches for the compiler: arguments are JSON's types

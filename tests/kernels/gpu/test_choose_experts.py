@@ -10,7 +10,7 @@ from torch import Tensor
 from batchinfer_kernels.experts import Choice, group_by_expert
 from batchinfer_kernels.experts import choose_experts as reference
 from batchinfer_kernels.gpu import sort_by_expert as sorting
-from batchinfer_kernels.gpu.choose_experts import choose_experts, chooses
+from batchinfer_kernels.gpu.choose_experts import can_choose, choose_experts
 from batchinfer_kernels.gpu.grouped_matmul import tile_ends
 from batchinfer_kernels.gpu.sort_by_expert import HEIGHTS, LEAST_HEIGHT, sort_by_expert
 from batchinfer_kernels.routing import Routing
@@ -71,7 +71,7 @@ def test_what_is_no_number_shows(routing: Routing) -> None:
 
 def test_rules_that_no_kernel_knows_are_refused() -> None:
     for routing in (Routing(60, 4, groups=6, chosen_groups=2), Routing(2048, 4)):
-        assert not chooses(routing)
+        assert not can_choose(routing)
         assert_refused("cannot choose", choose_experts, random(2, routing.experts), routing)
     assert_refused("correction", choose_experts, random(2, 8), Routing(8, 2, corrected=True))
 

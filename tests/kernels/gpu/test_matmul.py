@@ -13,7 +13,7 @@ from batchinfer_kernels.block_fp8_matmul import quantize_groups_fp8 as quantize_
 from batchinfer_kernels.gpu import matmul_tiles
 from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
-from batchinfer_kernels.gpu.int8_matmul import MOST_INPUTS, int8_matmul
+from batchinfer_kernels.gpu.int8_matmul import MAX_INPUTS, int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
 from batchinfer_kernels.gpu.matmul_tiles import choose_cut
 from batchinfer_kernels.gpu.quantize_rows import quantize_groups_fp8
@@ -189,12 +189,12 @@ def most_negative(inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def test_int8_sums_that_may_overflow_are_refused() -> None:
-    assert_refused("overflow", int8_matmul, *most_negative(MOST_INPUTS + 1))
+    assert_refused("overflow", int8_matmul, *most_negative(MAX_INPUTS + 1))
 
 
 @pytest.mark.slow
 def test_the_largest_int8_sum_does_not_overflow() -> None:
-    assert int8_matmul(*most_negative(MOST_INPUTS)).tolist() == [[-128.0 * 127 * MOST_INPUTS]]
+    assert int8_matmul(*most_negative(MAX_INPUTS)).tolist() == [[-128.0 * 127 * MAX_INPUTS]]
 
 
 SHORT_AND_LONG = [  # every way of multiplying with few inputs; with many, two of them, and all in the whole sweep

@@ -20,9 +20,11 @@ SHAPE = AttentionShape(torch.float16, 8, 2, 64)
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The copies to the device: how many numbers each has."""
     found: list[int] = []
-    staged = step_arrays.staged
+    staged = step_arrays.copy_to_pinned
     monkeypatch.setattr(
-        step_arrays, "staged", lambda values, device: found.append(values.size) or staged(values, device)
+        step_arrays,
+        "copy_to_pinned",
+        lambda values, device: found.append(values.size) or staged(values, device),
     )
     return found
 
