@@ -20,7 +20,11 @@ from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, mas
 
 @triton.jit
 def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """Return the lower (PLANE 0) or upper byte of int16 words as float16 values; for "fp8_bits" times 2^-8. Exact."""
+    """Return one byte of each int16 word as an exact float16: the lower byte for PLANE 0, the upper for PLANE 1.
+
+    CODES is the format of the bytes: "int8", "fp8" (float8_e4m3fn, converted by the hardware) or "fp8_bits"
+    (float8_e4m3fn without hardware support; the result is 2^-8 × the value).
+    """
     if CODES == "fp8":
         return (words >> (PLANE * 8)).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif CODES == "int8":  # build 1024 + 128 + value, by flipping the sign bit
@@ -36,14 +40,23 @@ def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def power_of_2(size):
-    """Return the largest power of two up to each `size`, and its inverse; not finite if `size` is not."""
+    """Return the largest power of two that is at most `size`, and its inverse; not finite if `size` is not.
+
+    `size` is float32 and not negative; values are converted one by one.
+    """
     exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
     return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def within_float16(at, real, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Return rows of q in float16, scaled to magnitudes below 2, and the power of two that each was divided by."""
+    """Load rows of q, and scale each by a power of two to magnitudes below 2.
+
+    `at` are pointers (rows, D_PAD) to the values. Rows that are not `real` and values from D on are 0.
+
+    Returns:
+        The scaled rows (rows, D_PAD) float16, and the power of two that each row was divided by, (rows,) float32.
+    """
     inside = real[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
     q = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     size, inverse = power_of_2(tl.max(tl.abs(q), 1))
@@ -52,7 +65,10 @@ def within_float16(at, real, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def value_scales(scales):
-    """Split scales 2^e × m: return (e, m, 2^-e). e is at least -60; for a smaller scale m is below 1."""
+    """Split the float32 scale of each key's V into 2^e × m with m in [1, 2), and return (e, m, 2^-e).
+
+    e is at least -60; for a smaller scale m is below 1.
+    """
     # A scale that is not finite gives e = 128 and an m that is not finite
     exponent = tl.maximum(scales.to(tl.int32, bitcast=True) & 0x7F800000, 67 << 23)
     inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
@@ -74,7 +90,19 @@ def attend_codes(
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Return (weighted sum, maximum, sum of weights) of rows over the keys [first, end), as attend_span does."""
+    """Return the attention state of ROWS query rows over the keys [first, end) of a quantised cache.
+
+    The state is (weighted sum of V, maximum score, sum of weights), with scores in units of log2. K and V are
+    multiplied in float16.
+
+    - q_at (ROWS, 1): offset of each row's first value in q. Rows that are not `real` are padding.
+    - row_at (ROWS,): position of each row's query, -1 for padding.
+    - table_ptr: block table of the sequence. k_ptr and v_ptr: cached values of the KV head as int16 words; K in "fp8"
+      as float8. stride_block and stride_key are in words.
+    - least: the first key that any row sees, used with WINDOW.
+    - nearby (ROWS,): `TreeMask.nearby`, applied to keys from `plain` on; None: no row is in a draft tree.
+    - scale, cap, window: as in ScoreRules. CODES: as in `code_values`.
+    """
     HALF: tl.constexpr = D_PAD // 2
     CODE: tl.constexpr = 256.0 if CODES == "fp8_bits" else 1.0
     q, size = within_float16(q_ptr + q_at + tl.arange(0, D_PAD)[None, :], real, D, D_PAD)

@@ -21,10 +21,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
-    """Convert cached values to the dtype of the product, which holds every quantised value exactly.
+    """Convert cached values to `dtype`, the dtype of q, which holds every quantised value exactly.
 
-    CODES is "none", "int8", "fp8" (converted by the hardware), or "fp8_bits": float8_e4m3fn as uint8, for hardware
-    without that format.
+    CODES is the format of the cache: "none" (x is returned as it is), "int8", "fp8" (converted by the hardware), or
+    "fp8_bits" (float8_e4m3fn as uint8, for hardware without that format).
     """
     if CODES == "none":
         return x
@@ -40,13 +40,21 @@ def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def times(unit: tl.constexpr, a, b, c):
-    """Multiply strides by their common unit, which tells the compiler their alignment and thus how wide it may load."""
+    """Return a, b and c multiplied by `unit`.
+
+    They are strides divided by a common divisor: a constant factor tells the compiler how far loads are aligned.
+    """
     return a * unit, b * unit, c * unit
 
 
 @triton.jit
 def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexpr):
-    """Return the state (weighted sum, maximum, mass) of rows before any key; sinks are included."""
+    """Return the attention state of ROWS query rows before any key, in which only attention sinks count.
+
+    The state is (weighted sum of V (ROWS, D_PAD), maximum score (ROWS,), sum of weights (ROWS,)), with scores in units
+    of log2. `heads` are the query heads of the rows and `seen` marks rows that are not padding; sinks_ptr is None
+    without sinks.
+    """
     total = tl.zeros([ROWS, D_PAD], tl.float32)
     if sinks_ptr is None:
         return total, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -57,7 +65,10 @@ def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexp
 
 @triton.jit
 def key_scales(ptr, inside, WHOLE: tl.constexpr):
-    """Return the scales of a tile of quantised keys."""
+    """Load the scales of a tile of quantised keys from the pointers `ptr`; keys that are not `inside` get 0.
+
+    WHOLE states that all keys are inside.
+    """
     if WHOLE:
         return tl.load(ptr)
     else:
@@ -66,14 +77,18 @@ def key_scales(ptr, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def capped(scores, scale, cap):
-    """Return tanh(scores × scale / cap)."""
+    """Return tanh(scores × scale / cap): capped scores, which the caller multiplies by `cap`."""
     # tanh(y) = 1 - 2 / (1 + e^2y) is correct for infinite y too
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / cap * (2.0 * LOG2E))))
 
 
 @triton.jit
 def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the scores, with -inf for keys that are masked, or that a row does not see."""
+    """Return the scores (rows, keys) of a tile, with -inf for keys that a row does not see.
+
+    A row sees keys that are `inside`; with CAUSAL no keys after its position `row_at`; with WINDOW only keys less than
+    `window` positions before it, or on both sides of it if not CAUSAL. `key` holds the positions of the keys.
+    """
     seen = inside[None, :]
     if CAUSAL:
         seen = seen & (key[None, :] <= row_at[:, None])
@@ -86,7 +101,11 @@ def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: t
 
 @triton.jit
 def mask_trees(scores, key, row_at, nearby):
-    """Return the scores, with -inf for keys that the row's `TreeMask.nearby` excludes."""
+    """Return the scores (rows, keys) of a tile, with -inf for keys that a row's `TreeMask.nearby` excludes.
+
+    `key` and `row_at` are the positions of keys and rows; `nearby` (rows,) int32 are bits of the 32 keys up to the
+    row's own.
+    """
     away = row_at[:, None] - key[None, :]
     seen = (away > 31) | (((nearby[:, None] >> (away & 31)) & 1) != 0)
     return tl.where(seen, scores, float("-inf"))
@@ -94,9 +113,10 @@ def mask_trees(scores, key, row_at, nearby):
 
 @triton.jit
 def tree_begin(row_at, nearby, first, end, TILE: tl.constexpr):
-    """Return the start of the first tile in which a row of a tree may not see an earlier key; `end` if there is none.
+    """Return the first key of the first tile that needs tree masks, or `end` if no tile of the keys [first, end) does.
 
-    Earlier tiles need no tree masks.
+    A tile needs them if a row of a draft tree may not see one of its keys. Tiles of TILE keys are counted from `first`;
+    `row_at` and `nearby` are as in `mask_trees`.
     """
     least = tl.min(tl.where(nearby == -1, 2147483647, row_at - 31), 0)
     return tl.where(least < end, first + tl.maximum(least - first, 0) // TILE * TILE, end)
@@ -120,7 +140,20 @@ def attend_span(
     CAUSAL: tl.constexpr,  # False: every row sees all these keys within its window
     WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys [first, end) of a sequence; return the rows' new state (weighted sum, maximum, mass)."""
+    """Attend to the keys [first, end) of a sequence, and return the new attention state of ROWS query rows.
+
+    The state (`total` (ROWS, D_PAD), `top` and `mass` (ROWS,)) is the weighted sum of V, the maximum score in units of
+    log2, and the sum of weights.
+
+    - row_at: position of each row's query, -1 for padding. least: the first key that any row sees, used with WINDOW.
+    - table_ptr: block table of the sequence. k_ptr and v_ptr: the caches at the KV head. k_scale_ptr and v_scale_ptr:
+      scales of a quantised cache, else None.
+    - bias_ptr (ROWS,): pointers to each row's bias for the key at its own position, or None. nearby: `TreeMask.nearby`,
+      or None if no row is in a draft tree.
+    - scale, cap, window: as in ScoreRules; CAP and WINDOW state whether they apply.
+    - WHOLE: the span is whole tiles, and every row sees all of it. CAUSAL False: rows also see keys after their
+      position. CODES: as in `widened`.
+    """
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, D_PAD)
     for start in range(first, end, TILE):
@@ -176,7 +209,11 @@ def attend_span(
 
 @triton.jit
 def as_part(total, top, mass):
-    """Return a state as the attention output over its keys, and its log2-sum-exp."""
+    """Convert an attention state into the attention output (rows, D) over its keys, and their log2-sum-exp (rows,).
+
+    The state is the weighted sum of V, the maximum score in units of log2, and the sum of weights. Without keys the
+    output is 0 and the log2-sum-exp -inf.
+    """
     nothing = mass == 0.0  # not `mass > 0`, which would hide a NaN
     part = tl.where(nothing[:, None], 0.0, total / mass[:, None])
     return part, tl.where(nothing, float("-inf"), top + tl.log2(mass))
@@ -184,7 +221,11 @@ def as_part(total, top, mass):
 
 @triton.jit
 def fold(total, top, mass, part, lse):
-    """Fold one more part into the state; a part without keys (lse -inf) changes no bit."""
+    """Fold the attention output over further keys, `part`, with its log2-sum-exp `lse`, into an attention state.
+
+    The state (weighted sum of V, maximum score, sum of weights) is returned; a part without keys (lse -inf) changes no
+    bit.
+    """
     higher = tl.maximum(top, lse)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept = tl.exp2(top - base)
@@ -195,7 +236,10 @@ def fold(total, top, mass, part, lse):
 
 @triton.jit
 def first_own_key(context, start, window, ALIGN, WINDOW: tl.constexpr):
-    """Return the first key that a query at its context's end sees, rounded down from `start` to a multiple of ALIGN."""
+    """Return the first key that a decode query reads: `start`, or with WINDOW a later one, at its window or before.
+
+    The query is at the end of `context` keys. Keys are skipped in multiples of ALIGN, counted from `start`.
+    """
     if WINDOW:
         behind = tl.maximum(context - window - start, 0)
         return start + behind // ALIGN * ALIGN

@@ -38,7 +38,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class KVTiles:
-    """The tiling of a kernel: rows and keys of a tile, warps, and pipeline stages."""
+    """The tiling of an attention kernel.
+
+    Attributes:
+        rows: query rows of a tile: queries × query heads per KV head.
+        keys: keys of a tile.
+        warps: warps of a program.
+        stages: stages of the compiler's software pipeline.
+    """
 
     rows: int
     keys: int
@@ -79,11 +86,10 @@ _SINGLE: dict[Work, dict[int, KVTiles]] = {
 
 
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int, coded: bool = False) -> KVTiles:
-    """Return the tiles of a kernel.
+    """Return the tiles of an attention kernel for this GPU.
 
-    With `coded`, scales need registers: there may be fewer keys or more warps, but the same number of rows, because one
-    plan serves both kinds of cache. AMD's compute units have 64 KiB of shared memory, enough for one stage, warps of 64
-    threads, and 512 registers per thread with at most 4 warps.
+    For a quantised cache there may be fewer keys or more warps, but the same number of rows: one plan serves both kinds
+    of cache.
 
     Args:
         work: kind of kernel.
@@ -108,10 +114,7 @@ def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) 
 def _decode_tiles(
     arch: str, work: Work, dtype: torch.dtype, padded: int, codes: str, rows: int, trees: bool
 ) -> KVTiles:
-    """Return the tiles of decode attention for up to `rows` rows per sequence: query heads per KV head × queries.
-
-    A sequence with more rows takes several tiles. `trees` is True if some rows are in draft trees.
-    """
+    """Return the tiles of decode attention for up to `rows` rows per sequence: query heads per KV head × queries."""
     coded = codes != "none"
     if work == "deterministic" or rows <= FEWEST_ROWS:
         return _tiles(arch, work, dtype, padded, coded)
@@ -135,7 +138,7 @@ def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
 
 
 def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
-    """Return tiles that do not spill with a quantised cache, where those without barely avoid it. Not measured."""
+    """Return tiles that do not spill with a quantised cache, where `tiles` would. Not measured."""
     if work == "coded decode":
         # The two warps measured on an H100 spill with heads of 72 and 80 on compute capability 10.0
         return KVTiles(16, 64, 4, 5) if arch == "100" and padded == 128 else tiles
@@ -154,19 +157,19 @@ def _from_memory(arch: str) -> bool:
 
 
 def padded_dim(head_dim: int) -> int:
-    """Return the head size rounded up to a power of 2 and at least 64, because tiles have such sizes."""
+    """Return the number of values of a head in a tile: a power of 2 that is at least `head_dim` and 64."""
     return max(64, next_power_of_2(head_dim))
 
 
 def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
-    """Return the number of keys per program with which all programs fill the GPU evenly.
+    """Return the keys that one program of decode attention reads, so that all programs fill the GPU evenly.
 
-    Rows with more keys are split. There are at most as many segments as rows plus PROGRAMS_PER_PROCESSOR × processors /
-    kv_heads.
+    Sequences with more keys are split. There are at most as many segments as sequences plus PROGRAMS_PER_PROCESSOR ×
+    processors / kv_heads.
 
     Args:
-        total_keys: keys of all rows.
-        kv_heads: KV heads.
+        total_keys: keys of all sequences.
+        kv_heads: KV heads; each has its own programs.
         device: the GPU.
     """
     programs = PROGRAMS_PER_PROCESSOR * processors(device)
@@ -174,13 +177,13 @@ def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
 
 
 def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
-    """Return the number of keys of a shared prefix per program.
+    """Return the keys of a shared prefix that one program reads, a power of 2.
 
-    A part of a full tile of rows is expensive, so this aims at fewer programs than `choose_segment`.
+    A part of a full tile of rows is expensive, so there are fewer programs than with `choose_segment`.
 
     Args:
-        total_keys: keys of all tiles of rows.
-        kv_heads: KV heads.
+        total_keys: keys to read: shared keys × tiles of query rows, summed over groups.
+        kv_heads: KV heads; each has its own programs.
         device: the GPU.
     """
     programs = PREFIX_PROGRAMS_PER_PROCESSOR * processors(device)
@@ -190,12 +193,18 @@ def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
 def copy_to_device(
     values: NDArray[Any], device: torch.device, dtype: type[np.int32] | type[np.int64] = np.int32
 ) -> Tensor:
-    """Copy values to the device without blocking the host; the copy is queued before the kernels that read it."""
+    """Copy values to the device as a tensor of `dtype` without blocking the host.
+
+    The copy is queued before later kernels, which may read the tensor.
+    """
     return copy_to_pinned(np.ascontiguousarray(values, dtype), device).to(device, non_blocking=True)
 
 
 def copy_to_pinned(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the values in pinned host memory, from which a GPU copies without blocking the host."""
+    """Return the values as a tensor in pinned host memory if `device` is a GPU, else without a copy.
+
+    A GPU copies from pinned memory without blocking the host.
+    """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -209,7 +218,7 @@ def check_attention(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Raise ValueError for arguments that the kernels do not support."""
+    """Raise ValueError for tensors that the attention kernels do not support: shapes, dtypes, strides, head sizes."""
     check_paged_attention(q, k_cache, v_cache, block_tables)
     check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
     group, dim = q.shape[1] // k_cache.shape[1], q.shape[2]
@@ -242,7 +251,7 @@ def kernel_arguments(
     queries: int = 1,
     trees: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments that all kernels over the cache share. The constants are cached between layers.
+    """Return the arguments that all attention kernels over the cache share, by name.
 
     Args:
         q: (T, q_heads, D).
@@ -287,7 +296,7 @@ def kernel_arguments(
 
 
 def _codes(dtype: torch.dtype, arch: str) -> str:
-    """Return the name that kernels use for the format of the cached values."""
+    """Return the name that kernels use for the format of a cache of this dtype; see `attention_core.widened`."""
     if dtype == torch.int8:
         return "int8"
     if dtype != torch.float8_e4m3fn:
@@ -316,7 +325,6 @@ def _options(
     queries: int,
     trees: bool,
 ) -> dict[str, Any]:
-    """Return the constants and options that a kernel is compiled with."""
     rows = group * queries if queries > 1 else 1
     tiles = _decode_tiles(arch, work, dtype, padded_dim(head_dim), codes, rows, trees)
     deterministic = work == "deterministic"

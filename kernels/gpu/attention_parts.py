@@ -15,21 +15,31 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class OwnKeys:
-    """The keys that each of n rows reads on its own, and how they are split among programs.
+    """The keys that each of n rows of decode attention reads on its own, and how they are split among programs.
 
-    A row is one query of one sequence; with `chunks` it is all queries of one sequence.
+    A row is one query of one sequence or, with `chunks`, all queries of one sequence. S and T are the sequences and the
+    query tokens.
+
+    Attributes:
+        contexts: (S,) int32, keys of each sequence; with `chunks` (T,), keys that each query sees.
+        splits: the split of each row's keys.
+        rows: (n, 2) int32, the row of q and the sequence of each row; None: row i is the query of sequence i.
+        starts: (n,) int32, leading keys of each row that it shares with other rows and does not read here; None: 0.
+        shared: (queries + 1,) int32, Prefixes.places; given together with `starts`.
+        chunks: (S, 2) int32, the first row of q and the number of queries of each sequence; None: each has one query.
+        nearby: (T,) int32, TreeMask.nearby, only with `chunks`; None: no query is in a draft tree.
     """
 
-    contexts: Tensor  # (S,) int32: keys of each sequence; with chunks (T,): keys that each query sees
+    contexts: Tensor
     splits: Splits
-    rows: Tensor | None = None  # (n, 2) int32: row of q, sequence; None: row i is the query of sequence i
-    starts: Tensor | None = None  # (n,) int32: number of leading keys shared with other rows; None: 0
-    shared: Tensor | None = None  # (queries + 1,) int32: Prefixes.places; given together with `starts`
-    chunks: Tensor | None = None  # (S, 2) int32: first row of q, queries of each sequence; None: each has one
-    nearby: Tensor | None = None  # (T,) int32: TreeMask.nearby, with `chunks`; None: no query is in a tree
+    rows: Tensor | None = None
+    starts: Tensor | None = None
+    shared: Tensor | None = None
+    chunks: Tensor | None = None
+    nearby: Tensor | None = None
 
     def check(self, q: Tensor, block_tables: Tensor, window: int | None) -> None:
-        """Raise ValueError if lengths or splits do not match."""
+        """Raise ValueError unless the tensors match q and the block tables, and the splits are for this window."""
         queries = len(q) if self.rows is None else len(self.rows)
         count = queries if self.chunks is None else len(self.chunks)
         sequences = count if self.rows is None else block_tables.shape[0]
@@ -64,18 +74,24 @@ class OwnKeys:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The attention output of rows over parts of their keys, and its log2-sum-exp.
+    """Buffers for the attention output of queries over parts of their keys, and its log2-sum-exp.
 
-    Parts over shared keys come first, indexed by `Prefixes.places`; the rows' own parts follow, by `Splits.places`.
+    Parts over shared keys come first, indexed by `Prefixes.places`; parts over own keys follow, indexed by
+    `Splits.places`.
+
+    Attributes:
+        values: (shared + own parts, q_heads, D) float32, the attention output over each part.
+        lses: (shared + own parts, q_heads) float32.
+        first_own: index of the first part over own keys.
     """
 
-    values: Tensor  # (shared + own, q_heads, D) float32
-    lses: Tensor  # (shared + own, q_heads) float32
-    first_own: int  # capacity for shared parts, and index of the first own part
+    values: Tensor
+    lses: Tensor
+    first_own: int
 
     @staticmethod
     def of(q: Tensor, shared: int, own: int) -> Parts:
-        """Allocate the parts of all rows."""
+        """Allocate buffers for `shared` parts over shared keys and `own` parts over own keys, for q (T, q_heads, D)."""
         shape = (shared + own, q.shape[1])
         values = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
         return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), shared)
@@ -89,14 +105,14 @@ def merge_parts(
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Fold the shared parts and then the own parts of each query into its row of `out` and `lse`.
+    """Fold the parts of each query, first the parts over shared keys, into its row of `out` and `lse`.
 
     Args:
         own: rows and their splits.
         parts: the parts.
-        group: heads per program.
+        group: query heads that one program merges.
         out: (T, q_heads, D).
-        lse: (T, q_heads) float32, written if given.
+        lse: (T, q_heads) float32, or None if it is not needed.
         sinks: (q_heads,), or None.
     """
     heads, dim = parts.values.shape[1:]

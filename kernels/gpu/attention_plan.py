@@ -35,15 +35,25 @@ LEAST_SHARERS = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The properties of a model that the plan depends on."""
+    """The properties of a model on which attention plans depend.
+
+    Attributes:
+        dtype: dtype of q.
+        q_heads: query heads.
+        kv_heads: KV heads.
+        head_dim: values of a head.
+        deterministic: True if a row's bits must not depend on other rows.
+        causal: False for the bidirectional attention of an encoder; chunks are then whole prompts.
+        latent: True if the cache holds latents: there is one KV head, and the first values of K are V.
+    """
 
     dtype: torch.dtype
     q_heads: int
     kv_heads: int
     head_dim: int
     deterministic: bool = False
-    causal: bool = True  # False: bidirectional attention of an encoder; chunks are whole prompts
-    latent: bool = False  # True: one KV head, the latent; its first values are V
+    causal: bool = True
+    latent: bool = False
 
     @property
     def group(self) -> int:
@@ -52,25 +62,25 @@ class AttentionShape:
 
     @property
     def programs(self) -> int:
-        """Return the number of programs per item of single queries: KV heads or, over latents, tiles of heads."""
+        """Return the programs per work item of decode attention: KV heads or, over latents, tiles of query heads."""
         return head_tiles(self.q_heads) if self.latent else self.kv_heads
 
     @property
     def chunk_tokens(self) -> int:
-        """Return the number of prompt tokens of an item."""
+        """Return the most prompt tokens of a work item of prefill attention."""
         if self.latent:
             return chunk_tokens(self.q_heads)
         return prefill_tokens(self.dtype, self.head_dim, self.group, self.deterministic)
 
     def spare_part_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return an upper bound of the bytes of partial results that a step needs for `rows` queries.
+        """Return an upper bound of the bytes of partial attention results in a step with `rows` queries.
 
         The bound covers steps in which sequences differ in length or share prefixes: if all rows have `longest` keys
         and share nothing, by default no row is split. In deterministic mode the bound is exact; graphs round it up, to
-        at most twice as much. Rows over latents share no parts.
+        at most twice as much.
 
         Args:
-            rows: queries.
+            rows: queries of the step.
             longest: the most keys of a query.
             device: the GPU.
             queries: the most queries of a sequence.
@@ -86,13 +96,13 @@ class AttentionShape:
 
     @property
     def unit(self) -> int:
-        """Return the unit that shared keys are rounded down to: a tile, or in deterministic mode a segment."""
+        """Return the unit, in keys, that shared prefixes are rounded down to: a tile, or if deterministic a segment."""
         return SEGMENT if self.deterministic else choose_tiles("prefix", self.dtype, self.head_dim).keys
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Sequences whose first `keys` keys are in the same blocks.
+    """Sequences whose first `keys` keys are in the same blocks; `sequences` are numbers in the step.
 
     Of two prefixes of the same sequence, the shorter comes first, and all sequences of the longer one share it.
     """
@@ -107,8 +117,8 @@ class Room:
 
     Attributes:
         longest: the most keys of a sequence.
-        sharing: capacity for parts, items and members of shared prefixes. None: as the step needs, rounded up to powers
-            of two to limit the number of different graphs.
+        sharing: the most parts, items and members of shared prefixes; see Prefixes. None: as the first step needs,
+            rounded up to powers of two to limit the number of different graphs.
         queries: the most queries of a sequence; more than one if drafts are verified.
     """
 
@@ -119,24 +129,38 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The attention launches of one step; see `plan_attention`. They depend only on `sizes` and the room."""
+    """The attention launches of one step, made by `plan_attention` and used by every layer.
 
-    arrays: StepArrays  # the arrays of all plans of the step
-    # The arrays that this plan uses, by name: items, rows, chunks, contexts and nearby
+    Decode attention computes single queries, or with `chunks` a few per sequence; prefill attention computes the
+    others.
+
+    Attributes:
+        arrays: the arrays of all plans of the step.
+        held: the arrays that this plan uses, by name: items, rows, chunks, contexts and nearby.
+        lengths: (n,), contexts of the sequences in decode attention.
+        starts: (n,), leading keys that each of these sequences shares.
+        longest: `Room.longest`; None if the step is not captured into a graph.
+        prefixes: the shared keys; None: nothing is shared.
+        splitter: splits the own keys of sequences among programs.
+        splits: splits of the own keys, by window of the layers.
+        lens: (n,), queries of each sequence, if the plan has `chunks`.
+        causal: False for bidirectional attention.
+    """
+
+    arrays: StepArrays
     held: Mapping[str, StepArray]
-    lengths: Ints = field(repr=False)  # (n,): contexts of the sequences in decode attention
-    starts: Ints = field(repr=False)  # (n,): number of leading keys that are shared
-    longest: int | None  # Room.longest; None: no room
+    lengths: Ints = field(repr=False)
+    starts: Ints = field(repr=False)
+    longest: int | None
     prefixes: Prefixes | None
     splitter: Splitter
-    splits: Mapping[int | None, Splits]  # splits of decode attention, by window
-    # (n,): queries of each sequence, if there are `chunks`
+    splits: Mapping[int | None, Splits]
     lens: Ints | None = field(default=None, repr=False)
     causal: bool = True
 
     @property
     def items(self) -> Tensor | None:
-        """Return the items of prefill attention, or None if there are none."""
+        """Return the work items of prefill attention, (m, 5) int32 from `prefill_items`; None if there are none."""
         return self._tensor("items")
 
     @property
@@ -169,18 +193,18 @@ class LaunchPlan:
 
     @property
     def deterministic(self) -> bool:
-        """Return True if sequences are split at fixed positions."""
+        """Return True if keys are split at fixed positions."""
         return self.splitter.deterministic
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Return the sizes, in addition to the number of rows, on which the launches of a step in a room depend."""
+        """Return all sizes on which the launches of a captured step depend, except its number of rows."""
         p = self.prefixes
         shared = () if p is None else (p.parts, *[len(p.held[name].values) for name in ("items", "members")])
         return ("nearby" in self.held, *shared, *[splits.sizes for splits in self.splits.values()])
 
     def splits_of(self, window: int | None) -> Splits:
-        """Return the splits for a window. Raises ValueError if the plan does not include it."""
+        """Return the splits of own keys for layers with a window. Raises ValueError if the plan does not include it."""
         if window not in self.splits:
             raise ValueError(f"the plan is for windows of {list(self.splits)}, not {window}")
         return self.splits[window]
@@ -194,21 +218,21 @@ class LaunchPlan:
         return replace(self, splits=splits)
 
     def without_chunks(self) -> LaunchPlan:
-        """Return a plan without the items of prefill attention."""
+        """Return the plan without the work items of prefill attention."""
         return replace(self, held={name: one for name, one in self.held.items() if name != "items"})
 
     def place(self) -> None:
-        """Copy the arrays to the device; must be called before a capture."""
+        """Copy the plan's arrays to the device; must be called before a capture."""
         self.arrays.place()
 
     def grown(self, context_lens: Sequence[int], beside: LaunchPlan | None = None) -> LaunchPlan:
         """Return the plan of a later step of the same sequences in the same Room, with longer contexts.
 
-        Shared prefixes stay the same, and splits are kept while they serve.
+        Shared prefixes stay the same, and splits are kept while they cover the new keys.
 
         Args:
             context_lens: the new context lengths.
-            beside: another plan of the later step, whose arrays are used.
+            beside: another plan of the later step; if it grew from a plan with the same arrays, its arrays are used.
 
         Raises:
             ValueError: If the plan has no room, has chunks, or a context exceeds the room.
@@ -226,7 +250,7 @@ class LaunchPlan:
         return self._on(arrays, splits, lengths)
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True if a graph of this plan is valid up to these contexts, including all contexts on the way."""
+        """Return True if a graph of this plan stays valid until contexts have grown to `context_lens`."""
         lengths = np.array(context_lens, np.int64)
         if self.longest is None or "chunks" in self.held or lengths.max() > self.longest:
             return False
@@ -245,10 +269,10 @@ class LaunchPlan:
         return all(serve(splits, np.minimum(self.lengths + n, lengths), self.starts) for n in ahead)
 
     def refilled(self, other: LaunchPlan) -> LaunchPlan:
-        """Return the other plan with its arrays copied into this plan's tensors, which a captured graph reads.
+        """Return plan `other`, with its arrays copied into this plan's tensors, which a captured graph reads.
 
         Raises:
-            ValueError: If the graph would launch other kernels for the other plan. Give both plans the same Room.
+            ValueError: If the graph would launch other kernels for `other`. Give both plans the same Room.
         """
         if self._fixed() != other._fixed():
             raise ValueError(
@@ -271,7 +295,6 @@ class LaunchPlan:
         )
 
     def _fixed(self) -> tuple[object, ...]:
-        """Return the sizes and arrays that a graph is bound to."""
         read = (
             [*self.held.items()]
             if self.prefixes is None
@@ -296,18 +319,18 @@ def plan_attention(
     windows: Collection[int | None] = (None,),
     tree: TreeMask | None = None,
 ) -> LaunchPlan:
-    """Plan the attention of a step of S sequences with one chunk each. Copies to the device do not block.
+    """Plan the attention of a step of S sequences, each with one chunk of queries. Copies to the device do not block.
 
     Args:
         query_lens: queries of each sequence.
-        context_lens: keys of each sequence, its chunk included.
+        context_lens: keys of each sequence, its queries included.
         shape: properties of the model.
-        device: device of the arrays.
+        device: device of the plan's arrays.
         shared: prefixes from `find_shared` or from the planner, outer levels first. They are rounded down to
             `shape.unit`, and used for sequences with a single query while there is room for their parts.
         room: given if the step is captured into a graph or replayed (`refilled`). Each sequence then has one query, or
             at most `room.queries` and possibly none. Padding sequences have context 0.
-        windows: windows of the layers that use the plan.
+        windows: windows of the layers that use the plan; None: full attention.
         tree: draft trees of the step's tokens, without padding.
 
     Raises:
@@ -351,7 +374,7 @@ def plan_attention(
 
 
 def _branching(lens: Ints, nearby: NDArray[np.integer] | None) -> NDArray[np.bool_]:
-    """Return which sequences, with `lens` queries each, have a query in a draft tree: (S,)."""
+    """Return True for each of S sequences, with `lens` queries each, that has a query in a draft tree."""
     if nearby is None:
         return np.zeros(len(lens), bool)
     return np.bincount(np.repeat(np.arange(len(lens)), lens), nearby != -1, len(lens)) > 0
@@ -363,10 +386,7 @@ def _seen(lens: Ints, contexts: Ints) -> Ints:
 
 
 def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> NDArray[np.int32] | None:
-    """Return the items of prefill attention, or None if there are none.
-
-    `chunks` is `lens` for sequences that prefill handles, else 0.
-    """
+    """Return the items of prefill attention, or None. `chunks` is `lens` for sequences that prefill handles, else 0."""
     if not chunks.any():
         return None
     return prefill_items(chunks, contexts, shape.chunk_tokens, np.cumsum(lens) - lens, shape.causal)
@@ -374,7 +394,7 @@ def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Queries that share keys [first, end)."""
+    """Queries `rows` that share the keys [first, end) of `sequence`; `part` is the number of their first part."""
 
     rows: Ints
     sequence: int
@@ -431,7 +451,7 @@ def _plan_prefixes(
 
 
 def _queries_of(rows: Ints, counts: Ints) -> Ints:
-    """Return the query numbers of some rows, if each row has `counts` queries."""
+    """Return the numbers of the queries of some rows, if each row has `counts` queries."""
     if counts.max(initial=1) == 1 == counts.min(initial=1):
         return rows
     own = counts[rows]
@@ -440,7 +460,6 @@ def _queries_of(rows: Ints, counts: Ints) -> Ints:
 
 
 def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.device, room: Room) -> int:
-    """Return the most parts of shared keys in a graph."""
     if shape.deterministic:
         return most_segments(rows, room.longest)
     return most_shared(rows, members, shape.kv_heads, device)
@@ -449,9 +468,9 @@ def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.de
 def _spans(
     shared: Sequence[SharedPrefix], lens: Ints, contexts: Ints, few: Ints, unit: int
 ) -> Iterator[tuple[Ints, int, int]]:
-    """Yield (rows, first, end) of the keys [first, end) that rows share, outer levels first.
+    """Yield (rows, first, end) for the keys [first, end) that rows share, outer levels first.
 
-    A row is a sequence of `few` queries.
+    A row is an index into `few`, the sequences of decode attention.
     """
     row_of = np.full(len(lens), -1)
     row_of[few] = np.arange(len(few))
@@ -520,7 +539,14 @@ def find_shared(
     """Find the prefixes that sequences with at most `queries` queries share, from block tables on the host.
 
     A group has at least LEAST_SHARERS sequences, and shares at least LEAST_SHARED_KEYS keys beyond the enclosing group.
-    `unit` is AttentionShape.unit.
+
+    Args:
+        query_lens: queries of each sequence.
+        context_lens: keys of each sequence, queries included.
+        tables: block tables of the sequences.
+        block_size: tokens of a block.
+        unit: shared keys are rounded down to a multiple of this; AttentionShape.unit.
+        queries: the most queries of a sequence in a group.
     """
 
     def whole_units(blocks: Ints) -> Ints:

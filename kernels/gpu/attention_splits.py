@@ -32,20 +32,33 @@ COLUMNS = 4  # int32 fields of an item
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The own keys of n rows as m items, made by a `Splitter`. A row has at most `queries` queries of one sequence."""
+    """The own keys of n rows of decode attention, cut into m work items by a `Splitter`.
 
-    array: StepArray  # items, then places
-    count: int  # m
-    parts: int  # capacity for parts; `count` if each row is one query
-    whole: bool  # True: every row is one item, and no parts are merged
+    A row has at most `queries` queries of one sequence. Each item of a row yields one part per query.
+
+    Attributes:
+        array: items, then places, in one array.
+        count: m, padding included.
+        parts: capacity for parts.
+        whole: True if every row is one item, and no parts are merged.
+        window: sliding window of the layers.
+        align: the first key of a window is rounded down to a multiple of this.
+        keys: (n,), own keys of each row when the items were made.
+        queries: the most queries of a row.
+    """
+
+    array: StepArray
+    count: int
+    parts: int
+    whole: bool
     window: int | None
-    align: int  # the first key of a window is rounded down to a multiple of this
-    keys: Ints = field(repr=False)  # (n,): own keys of each row when the items were made
-    queries: int = 1  # the most queries of a row
+    align: int
+    keys: Ints = field(repr=False)
+    queries: int = 1
 
     @cached_property
     def items(self) -> Tensor:
-        """Return the items (m, 4) int32 on the device.
+        """Return the work items (m, 4) int32 on the device.
 
         The fields are: row (-1 for padding), the item's first key within the row, its number of keys, and the index of
         its part for the row's first query. Keys count from `first_own_key`.
@@ -54,22 +67,25 @@ class Splits:
 
     @cached_property
     def places(self) -> Tensor:
-        """Return (T + 1,) int32 on the device: the parts of query i are places[i] to places[i + 1]."""
+        """Return (T + 1,) int32 on the device: the parts of query i have the indices places[i] to places[i + 1]."""
         return self.array.tensor[COLUMNS * self.count :]
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Return the sizes on which launches depend."""
+        """Return all sizes on which the launches of a captured graph depend."""
         counts = (self.count, self.parts, len(self.keys), self.queries, len(self.array.values))
         return *counts, self.whole, self.window, self.align
 
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """Splits rows to fill the GPU evenly or, if `deterministic`, at fixed positions.
+    """Splits the keys of rows into work items, to fill the GPU evenly or, if `deterministic`, at fixed positions.
 
     Attributes:
-        longest: a bound of the contexts if a graph reads the list. The list is then padded to one of a few lengths.
+        kv_heads: programs per work item.
+        device: device of the items.
+        deterministic: True to split at multiples of SEGMENT keys.
+        longest: the most keys of a row if a graph reads the items. Their number is then padded to one of a few sizes.
             None: it is not padded.
         queries: the most queries of a row.
     """
@@ -82,7 +98,7 @@ class Splitter:
 
     @property
     def align(self) -> int:
-        """Return the unit, in keys, that the first key of a window is rounded down to."""
+        """Return the unit, in keys: the first key of a window is rounded down to a multiple of it."""
         return SEGMENT if self.deterministic else UNIT
 
     def split(
@@ -95,16 +111,16 @@ class Splitter:
         arrays: StepArrays | None = None,
         number: int | None = None,
     ) -> Splits:
-        """Split n rows; row i reads the keys [starts[i], contexts[i]).
+        """Split n rows into work items; row i reads the keys [starts[i], contexts[i]).
 
         Args:
             contexts: (n,).
             starts: (n,).
-            window: sliding window of the layers.
+            window: sliding window of the layers; None: full attention.
             segment: about the keys of an item, chosen from the total by default; not used if `deterministic`.
             lens: (n,), queries of each row; a query sees the keys up to its own. None: each row has one.
-            arrays: where the list is added.
-            number: number of the array to replace instead.
+            arrays: the step's arrays, which receive the items; new ones if not given.
+            number: number of the array in `arrays` to replace instead.
         """
         ends = contexts if lens is None else contexts - np.maximum(lens, 1) + 1
         keys = self._own(contexts, starts, window, ends)
@@ -134,7 +150,7 @@ class Splitter:
         return Splits(array, count, parts, whole, window, self.align, keys, self.queries)
 
     def grown(self, splits: Splits, contexts: Ints, starts: Ints, arrays: StepArrays) -> Splits:
-        """Return the splits of the same single-query rows with longer contexts; unchanged while they serve.
+        """Return the splits for longer contexts of the same single-query rows; items change only if necessary.
 
         Args:
             splits: the earlier splits.
@@ -147,10 +163,10 @@ class Splitter:
         return self.split(contexts, starts, splits.window, arrays=arrays, number=splits.array.number)
 
     def serve(self, splits: Splits, contexts: Ints, starts: Ints) -> bool:
-        """Return True if the splits are still valid for longer contexts of the same single-query rows.
+        """Return True if the splits still cover all keys of the same single-query rows with longer contexts.
 
         By default a row's last item also covers new keys, up to LEAST_SEGMENT of them. At fixed positions splits are
-        valid until a row needs one more segment.
+        valid until a row needs one more segment. `contexts` and `starts` are (n,), as in `split`.
         """
         keys = self._own(contexts, starts, splits.window, contexts)
         if self.deterministic:
@@ -184,10 +200,7 @@ class Splitter:
         return rows < most_own(0, self.kv_heads, self.device)
 
     def _room(self, rows: int, items: int, queries: int = 1) -> int:
-        """Return the capacity for items if rows are split, or for parts if a row has `queries` queries.
-
-        `choose_segment` needs at most `most_own`; at fixed positions the capacity depends on the contexts.
-        """
+        """Return the capacity for items if rows are split, or for parts if a row has `queries` queries."""
         if self.longest is None:
             return items
         if not self.deterministic:

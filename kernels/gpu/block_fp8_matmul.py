@@ -25,9 +25,20 @@ def block_fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as block_fp8_matmul_reference does. Rows of x and codes may be strided.
+    """Multiply x by a float8 weight with one scale per block, as `block_fp8_matmul_reference` does.
 
-    The first of two launches quantises x. Raises ValueError if the GPU does not support the format.
+    The first of two launches quantises x.
+
+    Args:
+        x: (T, K); rows may be strided.
+        weight: the weight, with N outputs; rows of its values may be strided.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, x's by default.
+        activation: gated activation of the result, or None.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+
+    Raises:
+        ValueError: If the GPU does not support the format, or shapes or dtypes do not match.
     """
     missing = why_not_fp8()
     if missing is not None:

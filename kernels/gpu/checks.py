@@ -9,7 +9,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_same_dtype(**tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors have the same supported floating-point dtype. None is ignored."""
+    """Raise ValueError unless all given tensors have the same dtype: float32, float16 or bfloat16. None is ignored."""
     given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if len(set(given.values())) != 1 or not set(given.values()) <= set(FLOATS):
         found = ", ".join(f"{name} {dtype}" for name, dtype in given.items())
@@ -17,7 +17,7 @@ def check_same_dtype(**tensors: Tensor | None) -> None:
 
 
 def check_vectors(length: int, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are contiguous and have this dtype and shape (length,). None is ignored."""
+    """Raise ValueError unless all tensors are contiguous, of this dtype and shape (length,). None is ignored."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -26,20 +26,20 @@ def check_vectors(length: int, dtype: torch.dtype, **tensors: Tensor | None) -> 
 
 
 def unit_columns(**tensors: Tensor) -> None:
-    """Raise ValueError unless the last dimension of each tensor has stride 1."""
+    """Raise ValueError unless the last dimension of each given tensor has stride 1."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"the last dimension of {name} has stride {tensor.stride(-1)}, expected 1")
 
 
 def check_contiguous(**tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are contiguous. None is ignored."""
+    """Raise ValueError unless all given tensors are contiguous. None is ignored."""
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, but must be contiguous")
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return x (..., columns) as a matrix with contiguous rows; a view if possible."""
+    """Return x (..., columns) as a matrix (rows, columns) with contiguous rows; a view if possible."""
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()

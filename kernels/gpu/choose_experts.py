@@ -108,9 +108,17 @@ def can_choose(routing: Routing) -> bool:
 
 
 def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-    """Choose as batchinfer_kernels.experts.choose_experts does, and count the tokens of each expert.
+    """Choose the experts of each of T tokens as experts.choose_experts does, and count the tokens of each expert.
 
-    Of equal experts the lowest is chosen. Rows of logits may be strided. Raises ValueError unless `can_choose(routing)`.
+    Of equally good experts the lowest number is chosen.
+
+    Args:
+        logits: (T, experts); rows may be strided.
+        routing: the rule by which experts are chosen and weighted.
+        correction: (experts,), added to the scores for the choice, or None.
+
+    Raises:
+        ValueError: Unless `can_choose(routing)` and shapes match.
     """
     check_logits(logits, routing, correction)
     if not can_choose(routing):

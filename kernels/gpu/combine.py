@@ -31,14 +31,14 @@ def _combine_kernel(
 
 
 def combine(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Combine rows as batchinfer_kernels.experts.combine_reference does. Rows of `made` may be strided.
+    """Return the weighted sum of the results of each token's experts: (T, N), accumulated in float32.
 
     Sums run in the order of the choice, so a token's bits do not depend on other tokens.
 
     Args:
-        made: (R, N), rows sorted by expert.
+        made: (R, N), the results of rows sorted by expert; rows may be strided.
         places: (R,) int64, the row in `made` of token × chosen + choice; -1: no row, and nothing is added.
-        weights: (T, chosen) float32.
+        weights: (T, chosen) float32; R is T × chosen.
     """
     if (
         made.dim() != 2

@@ -9,7 +9,7 @@ import triton
 
 
 def announce_compilations(compiling: Callable[[], AbstractContextManager[object]]) -> None:
-    """Enter `compiling()` during each compilation of a Triton kernel in this process from now on.
+    """Enter the context manager `compiling()` during each compilation of a Triton kernel in this process from now on.
 
     Triton calls a hook before each compilation that is not in memory, and another after it, but none if the compilation
     fails. In that case the context is left when the next one is entered.

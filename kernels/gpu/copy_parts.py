@@ -19,7 +19,6 @@ def _copy_parts_kernel(
     k_ptr, v_ptr, parts_ptr, heads, block_size, FIELDS: tl.constexpr, D: tl.constexpr, BOTH: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy one part of one head per program. The slots of a head are contiguous within a block."""
     parts_ptr += tl.program_id(0).to(tl.int64) * FIELDS
     source, target = tl.load(parts_ptr), tl.load(parts_ptr + 1)
     first, end = tl.load(parts_ptr + 2) * D, tl.load(parts_ptr + 3) * D
@@ -34,7 +33,13 @@ def _copy_parts_kernel(
 
 
 def copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
-    """Copy parts of blocks as batchinfer_kernels.copy_parts.copy_parts_reference does; caches must be contiguous."""
+    """Copy K and V at the offsets [first, end) of one block to the same offsets of another block, in place.
+
+    Args:
+        k_cache: (blocks, kv_heads, block_size, D), contiguous, of any dtype.
+        v_cache: as k_cache; may be the same tensor.
+        parts: (n, 4) int64, contiguous, one copy per row: source block, target block, first, end.
+    """
     check_copy_parts(k_cache, v_cache, parts)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and parts.is_contiguous()):
         raise ValueError("caches and parts must be contiguous")

@@ -184,30 +184,33 @@ def decode_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `paged_attention_reference` does for one query per sequence, or a few.
+    """Compute attention as `paged_attention_reference` does, for one query per sequence or, with `chunks`, a few.
 
     Lengths are on the device, and a context of 0 gives zeros. The launches depend only on the sizes of `splits` and
     `prefixes`, so they can be captured. Everything except q is prepared once per step and used by all layers.
 
     Args:
-        q: (S, q_heads, D).
+        q: (S, q_heads, D); with `rows` or `chunks` (T, q_heads, D).
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
         block_tables: (S, max blocks) int32.
-        context_lens: (S,) int32; with `chunks` (T,) int32, the keys up to each query's own.
+        context_lens: (S,) int32, the keys of each sequence; with `chunks` (T,) int32, the keys up to each query's own.
         splits: splits of the keys among programs, made for this window.
         rules: scale, window, cap, sinks and bias.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
-        rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too. The rows of `out` for
-            these are not written.
+        rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too, whose output is not
+            written.
         prefixes: shared keys, from `plan_attention`, which are read once per group.
         chunks: (S, 2) int32, the first row of q and the number of queries of each sequence, its last tokens. All rows
             of q must be in a chunk.
-        nearby: (T,) int32, TreeMask.nearby, with `chunks`.
+        nearby: (T,) int32, TreeMask.nearby, only with `chunks`.
         deterministic: True: a row's bits depend only on its own keys. `splits` must be deterministic too.
         out: like q, written if given.
-        lse: (T, q_heads) float32, written if given.
+        lse: (T, q_heads) float32, the natural log-sum-exp, written if given.
+
+    Returns:
+        The output, like q.
     """
     check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     fast: Work = "decode" if k_cache.dtype == q.dtype else "coded decode"
@@ -239,7 +242,16 @@ def attend_own(
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Compute attention over every row's own keys, into `parts`, or into `out` and `lse` if there are no parts."""
+    """Compute decode attention over the keys that rows read on their own.
+
+    Args:
+        own: the rows, their keys and splits.
+        arguments: from `kernel_arguments`.
+        parts: receives the results if rows are split or share keys; None: they are written to `out` and `lse`.
+        out: (T, q_heads, D).
+        lse: (T, q_heads) float32, or None.
+        sinks: (q_heads,), or None.
+    """
     heads, queries = out.shape[1], own.splits.queries
     tokens = min(queries, arguments["ROWS"] // arguments["GROUP"])
     tiles = -(-queries // tokens)
@@ -270,7 +282,7 @@ def attend_own(
 
 
 def _in_words(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the kernel arguments for a quantised cache, as 16-bit words if `attend_codes` supports the case.
+    """Return the kernel arguments, for a quantised cache as 16-bit words if `attend_codes` supports the case.
 
     It does not support odd head sizes, deterministic mode and float32, which needs more than float16.
     """

@@ -38,7 +38,7 @@ def _attend_keys(
     TILE: tl.constexpr, PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
 ):  # fmt: skip
-    """Attend to the keys [first, end) and return the updated state of the rows."""
+    """Attend to the keys [first, end) and return the updated attention state of the rows; see `attention_core`."""
     dim, v_dim, shared_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED), tl.arange(0, SHARED_PADDED)
     for start in range(first, end, TILE):
         key = start + tl.arange(0, TILE)
@@ -80,7 +80,7 @@ def _decompressed_attention_kernel(
     DIM_PADDED: tl.constexpr, V_PADDED: tl.constexpr, SHARED_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one item and head per program. `scale` includes log2(e)."""
+    """Compute one work item of one head per program. `scale` includes log2(e)."""
     item, head = items_ptr + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
     first_key, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
     tokens, first_at, end = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
@@ -116,24 +116,30 @@ def _decompressed_attention_kernel(
 
 
 def decompressed_tokens(dtype: torch.dtype) -> int:
-    """Return the maximum tokens of an item: `tokens_per_item` of `prefill_items`."""
+    """Return the most query tokens of a work item of `decompressed_attention`: `tokens_per_item` of `prefill_items`."""
     return _tiles(architecture(), dtype).rows
 
 
 def decompressed_attention(
     q: Tensor, k: Tensor, v: Tensor, shared: Tensor, items: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Compute attention as latent_attention.decompressed_attention_reference does, into `out` (T, heads, V).
+    """Compute causal attention with K and V of every head, which were computed from latents, into `out`.
+
+    It computes what `decompressed_attention_reference` does, for chunks of queries that `items` describe.
 
     Args:
-        q: (T, heads, P + R).
-        k: (heads, N, P).
-        v: (heads, N, V).
-        shared: (N, R).
-        items: (n, 5) int32 from `prefill_items` with up to `decompressed_tokens` tokens, but with the index of a
-            sequence's first key in k instead of the sequence. Rows of q outside items are not written.
+        q: (T, heads, P + R), queries; P values are multiplied by `k` and R by `shared`.
+        k: (heads, N, P), the part of the N keys of all sequences that each head has for itself.
+        v: (heads, N, V), the values.
+        shared: (N, R), the rotated part of the keys, which all heads share.
+        items: (n, 5) int32: index of the sequence's first key in `k`, first row of q, rows, position of the first row
+            in its sequence, and end of the keys that the rows see. They are made by `prefill_items` with
+            `decompressed_tokens`, with the first field replaced.
         scale: factor of q · k.
-        out: (T, heads, V).
+        out: (T, heads, V) in q's dtype. Rows outside items are not written.
+
+    Raises:
+        ValueError: If shapes or dtypes do not match, or the scale is not greater than 0.
     """
     check_decompressed_attention(q, k, v, shared)
     unit_columns(q=q, k=k, v=v, shared=shared, out=out)
@@ -169,7 +175,6 @@ def _tiles(arch: str, dtype: torch.dtype) -> KVTiles:
 
 @cache
 def _options(arch: str, dtype: torch.dtype, dim: int, v_dim: int, shared: int) -> dict[str, Any]:
-    """Return the constants and options that the kernel is compiled with."""
     tiles = _tiles(arch, dtype)
     return {
         "DIM": dim,

@@ -55,15 +55,18 @@ def tree_paths(
     rows: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Return the accepted nodes as draft_tree.tree_paths_reference does. All tensors must be contiguous.
+    """Return the accepted nodes of each of R draft trees, from the root on, padded with -1: (R, M) int32.
+
+    A node is accepted if its parent is accepted and its token equals the token sampled after its parent. All tensors
+    must be contiguous.
 
     Args:
-        tokens: (n,) int64.
-        firsts: (R,) int64.
-        drafts: (R, M) int64.
-        parents: (R, M) int64.
-        rows: (R,) int64, the row in `order` of each tree's last verified token.
-        order: (any,) int64. After each tree's row, the rows of its accepted nodes are written.
+        tokens: (n,) int64, the token sampled after each row of a step.
+        firsts: (R,) int64, the row of each tree's last verified token. The rows of its M nodes follow in order.
+        drafts: (R, M) int64, the tokens of the nodes.
+        parents: (R, M) int64, the index of each node's parent within its tree; -1 for the last verified token.
+        rows: (R,) int64, the row in `order` of each tree's last verified token; None: `order` is not needed.
+        order: (any,) int64. After each tree's row, the rows of its accepted nodes are written here.
     """
     check_tree_paths(tokens, firsts, drafts, parents)
     check_contiguous(tokens=tokens, firsts=firsts, drafts=drafts, parents=parents, rows=rows, order=order)
@@ -87,7 +90,7 @@ def _move_slots_kernel(
     heads, block_size,
     PLACES: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Move the slots of one tree for a segment of one head and one cache per program."""
+    """Copy the accepted slots of one tree per program, for a range of values of one head in one cache."""
     STRETCHES: tl.constexpr = (D + WIDTH - 1) // WIDTH
     tree = tl.program_id(0) * PLACES
     head, stretch = tl.program_id(1) // STRETCHES, tl.program_id(1) % STRETCHES
@@ -107,15 +110,14 @@ def _move_slots_kernel(
 
 
 def move_slots(caches: Sequence[Tensor], slots: Tensor, paths: Tensor) -> None:
-    """Copy the slots of accepted nodes to the slots of the first nodes of their trees, in all caches.
+    """Copy the K and V of each tree's accepted nodes to the slots of its first nodes, in the order of the path.
 
-    The result is the same as draft_tree.move_slots_reference for moves from each accepted node's slot to the slot of
-    its rank. Caches of equal shape share a launch.
+    Caches of equal shape share a launch.
 
     Args:
-        caches: (blocks, heads, block_size, D) each, contiguous, of any dtypes, without duplicates.
-        slots: (R, M) int64, the slots of each tree's nodes, block * block_size + offset.
-        paths: (R, M) int32, from `tree_paths`.
+        caches: K and V caches (blocks, heads, block_size, D), contiguous, of any dtypes, without duplicates.
+        slots: (R, M) int64, the slots of the M nodes of each of R trees: block * block_size + offset.
+        paths: (R, M) int32, the accepted nodes, from `tree_paths`.
 
     Raises:
         ValueError: If shapes or dtypes do not match.

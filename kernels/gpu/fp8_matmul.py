@@ -19,7 +19,7 @@ FIRST_WITH_FP8 = 89
 
 
 def why_not_fp8() -> str | None:
-    """Return the reason why this GPU cannot multiply float8_e4m3fn, or None if it can, or in the interpreter."""
+    """Return why this GPU cannot multiply float8_e4m3fn; None if it can, or if kernels are interpreted."""
     found = architecture()
     if found == "" or (found.isdigit() and int(found) >= FIRST_WITH_FP8):
         return None
@@ -38,9 +38,21 @@ def fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.fp8_matmul.fp8_matmul_reference does. Rows of x and codes may be strided.
+    """Multiply x by a float8_e4m3fn weight as `fp8_matmul_reference` does.
 
-    The first of two launches quantises the rows of x. Raises ValueError if the GPU does not support the format.
+    The first of two launches quantises the rows of x.
+
+    Args:
+        x: (T, K); rows may be strided.
+        codes: (N, K) float8_e4m3fn, the values of the weight; rows may be strided.
+        scales: (N,) float32, the scale of each output.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, x's by default.
+        activation: gated activation of the result, or None.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+
+    Raises:
+        ValueError: If the GPU does not support the format, or shapes or dtypes do not match.
     """
     missing = why_not_fp8()
     if missing is not None:

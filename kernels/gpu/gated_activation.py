@@ -24,7 +24,7 @@ def _sigmoid(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Return act(x) in float32, for an Activation of one value."""
+    """Return the activation function of x, float32; ACTIVATION is "silu", "gelu" or "gelu_tanh"."""
     if ACTIVATION == "silu":
         return x * _sigmoid(x)
     elif ACTIVATION == "gelu":
@@ -36,7 +36,10 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_factor(gate, ACTIVATION: tl.constexpr):
-    """Return the factor of the gate. It clamps with comparisons, because a minimum would drop a NaN."""
+    """Return act(gate), the first factor of a gated activation; ACTIVATION is any Activation.
+
+    A clamp uses comparisons, because a minimum would drop a NaN.
+    """
     if ACTIVATION == "clamped_swiglu":
         bounded = tl.where(gate > 7.0, 7.0, gate)
         return bounded * _sigmoid(1.702 * bounded)
@@ -46,7 +49,7 @@ def gate_factor(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def up_factor(up, ACTIVATION: tl.constexpr):
-    """Return the factor of up."""
+    """Return the second factor of a gated activation: `up` itself, or for "clamped_swiglu" clamped up + 1."""
     if ACTIVATION == "clamped_swiglu":
         bounded = tl.where(up > 7.0, 7.0, up)
         return tl.where(bounded < -7.0, -7.0, bounded) + 1.0
@@ -71,7 +74,12 @@ def _gated_activation_kernel(
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Apply the gate as gated_activation_reference does. Rows of gate_up may be strided."""
+    """Return act(gate) * up, (T, intermediate), as `gated_activation_reference` does.
+
+    Args:
+        gate_up: (T, 2 × intermediate), the gate's values first; rows may be strided.
+        activation: activation of the gate.
+    """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(
             f"gate and up need a matrix with an even number of columns, got {tuple(gate_up.shape)}"

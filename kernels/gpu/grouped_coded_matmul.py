@@ -37,7 +37,13 @@ def grouped_coded_matmul_kernel(
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     EXPERTS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile of rows of one expert per program."""
+    """Multiply one tile of rows of one expert by a tile of its packed weight's outputs per program.
+
+    - from_ptr: the row of x of each sorted row; None: they are the same.
+    - groups_ptr (experts, groups, outputs): int4 scales, or MXFP4 exponents as uint8. zeros_ptr: zero points, or None.
+    - starts_ptr (experts + 1,): first row of each expert. ends_ptr (experts,): end of each expert's row tiles.
+    - EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: outputs, rows and inputs of a tile.
+    """
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
     if expert < experts:
@@ -74,19 +80,19 @@ def grouped_mxfp4_matmul(
     ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.mxfp4.grouped_mxfp4_matmul_reference does. Rows of x may be strided.
+    """Multiply rows sorted by expert by the MXFP4 weights of their experts: (R, N), or (R, N / 2) with an activation.
 
     float32 is multiplied without tensor cores.
 
     Args:
-        x: (R, K), or (any, K) with `from_rows`.
-        weights: packed weights.
-        starts: (E + 1,) int64, the first row of each expert.
+        x: (R, K), or (any, K) with `from_rows`; rows may be strided.
+        weights: packed weights of E experts with N outputs.
+        starts: (E + 1,) int64, the first row of each expert, and R.
         bias: (E, N), or None.
-        activation: activation of the result, or None.
+        activation: gated activation of the result, or None.
         from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
-        ends: see gpu.grouped_matmul.
-        deterministic: see gpu.matmul.
+        ends: the ends of tiles, ExpertRows.ends of gpu.sort_by_expert; computed if not given.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
 
     Raises:
         ValueError: If shapes or dtypes do not match.
@@ -106,7 +112,7 @@ def grouped_int4_matmul(
     ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as quantized_matmul.grouped_int4_matmul_reference does; for the arguments see grouped_mxfp4_matmul."""
+    """Multiply rows sorted by expert by int4 weights; arguments and result are as in `grouped_mxfp4_matmul`."""
     if weights.scales.dtype != x.dtype:
         raise ValueError(f"scales are {weights.scales.dtype}, x is {x.dtype}")
     given = _Coded(weights.packed, weights.scales, weights.zeros, weights.inputs, weights.group)
@@ -115,11 +121,9 @@ def grouped_int4_matmul(
 
 @dataclass(frozen=True, slots=True)
 class _Coded:
-    """Packed weights (experts, N, inputs), with scales or exponents, and zero points, (experts, groups, N)."""
-
     packed: Tensor
-    groups: Tensor
-    zeros: Tensor | None
+    groups: Tensor  # scales or exponents, (experts, groups, N)
+    zeros: Tensor | None  # zero points, (experts, groups, N)
     inputs: int
     group: int
 

@@ -44,7 +44,12 @@ from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 @triton.jit
 def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr):
-    """Return the expert of a tile of rows, or `experts` if it has none, and the tile's number within the expert."""
+    """Return the expert of a tile of rows, or `experts` if the tile is unused, and the tile's number within the expert.
+
+    - ends_ptr (experts,): the cumulative number of row tiles up to each expert.
+    - row_tile: the tile, below the launched number `row_tiles`.
+    - EXPERTS: `experts`, rounded up to a power of 2.
+    """
     number = tl.arange(0, EXPERTS)
     ends = tl.load(ends_ptr + number, mask=number < experts, other=row_tiles + 1)
     expert = tl.sum((ends <= row_tile).to(tl.int32), 0)
@@ -56,11 +61,11 @@ def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
     """Return the rows of a tile of an expert.
 
     Args:
-        starts_ptr: First row of each expert, in rows sorted by expert.
-        from_ptr: Input row of each sorted row. None if both are equal.
-        expert: The expert.
-        inside: Number of the tile among the tiles of the expert.
-        ROWS: Rows of a tile.
+        starts_ptr: first row of each expert, in rows sorted by expert.
+        from_ptr: input row of each sorted row; None if both are equal.
+        expert: the expert.
+        inside: number of the tile among the tiles of the expert.
+        ROWS: rows of a tile.
 
     Returns:
         The sorted rows (ROWS,), the input row of each, and the end (exclusive) of the expert's rows.
@@ -85,7 +90,14 @@ def grouped_matmul_kernel(
     TOGETHER: tl.constexpr, EXPERTS: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile of rows of one expert per program."""
+    """Multiply one tile of rows of one expert by a tile of its weight's outputs per program.
+
+    - from_ptr: the row of x of each sorted row; None: they are the same.
+    - scales_ptr, row_scales_ptr, bias_ptr: scales of outputs and rows, and bias; each may be None.
+    - block_scales_ptr, lines_ptr, group_scales_ptr: as in `matmul_kernel`, with block scales per expert.
+    - starts_ptr (experts + 1,): first row of each expert. ends_ptr (experts,): end of each expert's row tiles.
+    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: outputs, rows and inputs of a tile.
+    """
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
     if expert < experts:
@@ -115,8 +127,6 @@ def grouped_matmul_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """The checked operands of a product; `x` and `weight` may be quantised."""
-
     x: Tensor
     weight: Tensor
     starts: Tensor
@@ -144,21 +154,24 @@ def grouped_matmul(
     ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.grouped_matmul.grouped_matmul_reference does. Rows of x may be strided.
+    """Multiply rows sorted by expert by the weights of their experts, as `grouped_matmul_reference` does.
 
     float32 is multiplied without tensor cores. int8 products are always deterministic, because integer sums are exact.
 
     Args:
-        x: (R, K), or (any, K) with `from_rows`.
-        weight: (E, N, K).
-        starts: (E + 1,) int64, the first row of each expert.
+        x: (R, K), or (any, K) with `from_rows`; rows may be strided.
+        weight: (E, N, K) of x's dtype, or int8 or float8_e4m3fn values with `scales`.
+        starts: (E + 1,) int64, the first row of each of E experts, and R.
         bias: (E, N), or None.
-        scales: scales of a quantised weight.
-        lines: (N,) int32, for a weight with block scales.
-        activation: activation of the result, or None.
+        scales: (E, N) float32, of a quantised weight; with `lines` (E, S, ceil(K / 128)), as in BlockWeight.
+        lines: (N,) int32, BlockWeight.lines, for a weight with one scale per block.
+        activation: gated activation of the result, or None.
         from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
         ends: the ends of tiles, ExpertRows.ends of gpu.sort_by_expert; computed if not given.
-        deterministic: see gpu.matmul.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+
+    Returns:
+        (R, N), or (R, N / 2) with an activation.
 
     Raises:
         ValueError: If shapes or dtypes do not match, or for float8_e4m3fn on a GPU that does not support it.
@@ -235,7 +248,13 @@ def _launch(given: _Operands, kind: Kind, deterministic: bool) -> Tensor:
 
 
 def tile_ends(starts: Tensor, rows: int, ends: Tensor | None = None) -> Tensor:
-    """Return the cumulative number of tiles of `rows` rows up to each expert; a row of `ends` if they are given."""
+    """Return the cumulative number of row tiles up to each expert: (experts,) int64.
+
+    Args:
+        starts: (experts + 1,), the first row of each expert.
+        rows: rows of a tile.
+        ends: ExpertRows.ends, from which the result is taken if given.
+    """
     if ends is not None:
         return ends[(rows // LEAST_HEIGHT).bit_length() - 1]
     return (starts.diff().add_(rows - 1) // rows).cumsum(0)
