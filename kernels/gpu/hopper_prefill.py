@@ -46,7 +46,10 @@ VARYING = ["stride_table"]
 
 @gluon.jit
 def first_key(first_at, window, WINDOW: gl.constexpr):
-    """Return the first key that any row of an item sees; `first_at` is the position of its first row."""
+    """Return the first key that any query of a work item sees.
+
+    `first_at` is the position of the item's first query; WINDOW states whether there is a sliding window.
+    """
     if WINDOW:
         return gl.maximum(first_at - window + 1, 0)
     else:
@@ -57,8 +60,8 @@ def first_key(first_at, window, WINDOW: gl.constexpr):
 def page_shift(page, least, end, SIZE: gl.constexpr):
     """Return the shift in rows of a page of keys in its tile: key `page` + i is at row i - shift.
 
-    It is negative for pages that reach beyond the sequence's end, and positive for the page in which its window starts,
-    at `least`.
+    It is negative for pages that reach beyond `end`, the sequence's last key, and positive for the page that contains
+    `least`, the first key of the window. SIZE is the keys of a page.
     """
     return gl.minimum(gl.maximum(end - page, 0), SIZE) - SIZE + gl.maximum(least - page, 0)
 
@@ -68,7 +71,7 @@ def _load_tile(
     desc, ring, slot, first, table_ptr, kv_head, least, end,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Wait until the ring buffer for the `slot`-th tile is empty, and start to load the tile with first key `first`."""
+    """Wait until the ring's buffer for tile number `slot` is empty, and start to load the tile from key `first`."""
     tiles, full, empty = ring
     stage = slot % STAGES
     PAGES: gl.constexpr = TILE // SIZE
@@ -89,7 +92,13 @@ def load_tiles(
     tables_ptr, stride_table, item_ptr, kv_head, window,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: refill the rings, tile by tile, as they are emptied."""
+    """Run the loading warp of one work item: load tiles of K and V into their ring buffers as these are emptied.
+
+    - k_desc, v_desc: tensor descriptors of the caches, (blocks, kv_heads, SIZE, D).
+    - k_ring, v_ring: (tiles, full, empty), STAGES buffers with a barrier each for full and empty; both are the same
+      ring with CODES, a quantised cache.
+    - item_ptr: the item, from `prefill_items`. TILE and SIZE: keys of a tile and of a page.
+    """
     table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
     end = gl.load(item_ptr + 4)
     least = first_key(gl.load(item_ptr + 3), window, WINDOW)
@@ -139,7 +148,12 @@ def widen_tiles(
     window, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The widening warp group: dequantise the tiles of a quantised cache, rounded to q's dtype."""
+    """Run the widening warp group of one work item: dequantise tiles of K and V, rounded to q's dtype DTYPE.
+
+    - codes: the ring (tiles, full, empty) of quantised tiles, K and V in turn.
+    - k_ring, v_ring: the rings that receive dequantised tiles.
+    - item_ptr: the item, from `prefill_items`. TILE and SIZE: keys of a tile and of a page.
+    """
     table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
     end = gl.load(item_ptr + 4)
     least = first_key(gl.load(item_ptr + 3), window, WINDOW)
@@ -158,7 +172,7 @@ def widen_tiles(
 
 @gluon.jit
 def _await(ring, i, STAGES: gl.constexpr):
-    """Wait until tile i is loaded."""
+    """Wait until tile i of the ring is loaded."""
     _tiles, full, _empty = ring
     mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
 
@@ -182,14 +196,14 @@ def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _empty(ring, i, STAGES: gl.constexpr):
-    """Signal that this warp group has read tile i."""
+    """Signal that this warp group has read tile i of the ring."""
     _tiles, _full, empty = ring
     mbarrier.arrive(empty.index(i % STAGES))
 
 
 @gluon.jit
 def capped(scores, rate):
-    """Return tanh(scores × scale / cap), with `rate` = 2 log2(e) × scale / cap."""
+    """Return tanh(scores × scale / cap); `rate` is 2 log2(e) × scale / cap. The caller multiplies the result by cap."""
     # tanh(y) = 1 - 2 / (1 + e^2y) is correct for infinite y too
     return 1.0 - 2.0 / (1.0 + gl.exp2(scores * rate))
 
@@ -199,7 +213,11 @@ def visible(
     scores, row_at, first, least, end, window,
     TILE: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the scores, with -inf for keys outside the sequence, or that a row does not see."""
+    """Return the scores (rows, TILE) of a tile, with -inf for keys outside the sequence, or that a row does not see.
+
+    A row sees keys up to its position `row_at` and within its window. The tile begins at key `first`; the item reads
+    the keys [least, end) in pages of SIZE keys, see `page_shift`.
+    """
     # A thread computes one column and gets the others by a layout conversion: computing all needs too many registers
     column = first + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [4], [0]))
     page = column // SIZE * SIZE
@@ -216,9 +234,13 @@ def visible(
 
 @gluon.jit
 def fold_scores(scores, top, mass, unit, WINDOW: gl.constexpr):
-    """Return the weights of a tile's scores, and the new maximum, sum of weights, and shrink factor of earlier weights.
+    """Fold the scores (rows, keys) of a tile into the running softmax of the rows.
 
-    `unit` > 0 converts scores to units of log2.
+    `top` and `mass` are the maximum score in units of log2 and the sum of weights so far; `unit` > 0 converts scores to
+    units of log2.
+
+    Returns:
+        The weights of the tile, the new maximum, the new sum of weights, and the factor for sums of earlier tiles.
     """
     higher = gl.maximum(top, gl.max(scores, 1) * unit)
     base = higher
@@ -235,7 +257,11 @@ def row_places(
     PART: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, D_PAD: gl.constexpr, GROUP: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the offsets of a warp group's rows in q or out, and which of their values are not padding."""
+    """Return the offsets of a warp group's rows in q or out, (ROWS, D_PAD), and which of their values are not padding.
+
+    PART is the number of the warp group; the strides are of tokens and heads in q or out. A row is a query and one of
+    the GROUP query heads of `kv_head`.
+    """
     # Reloaded each time, because no register is free to keep it while tiles are multiplied
     first_row = gl.load(item_ptr + 1, volatile=True)
     tokens = gl.load(item_ptr + 2, volatile=True)
@@ -255,7 +281,14 @@ def multiply_tiles(
     D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warp group: attention of the rows [PART × ROWS, (PART + 1) × ROWS) of the item."""
+    """Run a multiplying warp group: compute attention of the rows [PART × ROWS, (PART + 1) × ROWS) of a work item.
+
+    - strides: strides of a token and a head in q, then in out.
+    - q_tiles (GROUPS, ROWS, D_PAD): shared memory for q, then for the output.
+    - k_ring, v_ring: (tiles, full, empty), buffers of K and V with a barrier each for full and empty.
+    - unit: converts scores to units of log2. rate: see `capped`.
+    - WINDOW and CAP state whether `window` and a cap apply; TILE and SIZE are the keys of a tile and of a page.
+    """
     ROWS: gl.constexpr = q_tiles.shape[1]
     D_PAD: gl.constexpr = q_tiles.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -331,7 +364,7 @@ def _ring(
     dtype: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr,
     STAGES: gl.constexpr, READERS: gl.constexpr,
 ):  # fmt: skip
-    """Return tile buffers, and for each a barrier that signals that it is full, and one that it is empty."""
+    """Allocate STAGES tile buffers, each with a barrier that signals that it is full, and one that it is empty."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE // SIZE, 1, SIZE, D_PAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -406,7 +439,18 @@ def hopper_prefill(
     v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Compute attention as `prefill_attention` does, into `out`, with items of at most `hopper_tokens` tokens.
+    """Compute attention of query chunks as `prefill_attention` does, on compute capability 9.0, into `out`.
+
+    Args:
+        q: (T, q_heads, D), bfloat16 or float16.
+        k_cache: (blocks, kv_heads, block_size, D).
+        v_cache: as `k_cache`.
+        block_tables: (sequences, max blocks) int32.
+        items: from `prefill_items` with at most `hopper_tokens` tokens. Queries outside items are not written.
+        rules: scale, window, cap and sinks.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as `k_scale`.
+        out: like q.
 
     Raises:
         ValueError: If `why_not` returns a reason, or dtypes or shapes do not match.
@@ -446,7 +490,6 @@ def hopper_prefill(
 
 
 def _options(dim: int, group: int, size: int, coded: bool) -> dict[str, Any]:
-    """Return the constants and options that the kernel is compiled with."""
     padded, registers = padded_dim(dim), REGISTERS_OF_CODES if coded else REGISTERS
     return {
         "D": dim,

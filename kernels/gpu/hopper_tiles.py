@@ -17,15 +17,21 @@ LEAST_BLOCK = 8  # rows after which the swizzle pattern of shared memory repeats
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """Registers per thread of each partition; their total is allocated at launch."""
+    """The registers per thread of each kind of warp in the prefill kernel for compute capability 9.0.
+
+    Attributes:
+        multiplier: of the warp groups that multiply.
+        widener: of the warp group that dequantises; 0: there is none.
+        loader: of the warp that loads.
+    """
 
     multiplier: int
-    widener: int  # 0: no widening warp group
+    widener: int
     loader: int
 
     @property
     def launched(self) -> int:
-        """Return the registers per thread at launch; the loading warp counts as a group."""
+        """Return the registers per thread at launch: the average over warp groups, with the loading warp as a group."""
         groups = GROUPS + (self.widener > 0) + 1
         return (GROUPS * self.multiplier + self.widener + self.loader) // groups
 
@@ -34,13 +40,13 @@ REGISTERS, REGISTERS_OF_CODES = Registers(232, 0, 40), Registers(200, 72, 40)
 
 
 def why_not(head_dim: int, block_size: int, window: int | None = None, value_bytes: int = 2) -> str | None:
-    """Return the reason why the kernel does not support a cache, or None if it does.
+    """Return why the prefill kernel for compute capability 9.0 does not support a cache, or None if it does.
 
     Args:
         head_dim: values of a head.
         block_size: tokens of a block.
         window: window of the layer, or None.
-        value_bytes: 1 for a quantised cache.
+        value_bytes: bytes of a cached value; 1 for a quantised cache.
     """
     multiple, largest = ALIGNED_BYTES // value_bytes, LARGEST_CODED if value_bytes == 1 else MAX_HEAD_DIM
     if head_dim % multiple or head_dim > largest:
@@ -54,5 +60,5 @@ def why_not(head_dim: int, block_size: int, window: int | None = None, value_byt
 
 
 def hopper_tokens(group: int) -> int:
-    """Return the maximum tokens of an item: `tokens_per_item` of `prefill_items`."""
+    """Return the most query tokens of a work item, for `group` query heads per KV head."""
     return GROUPS * ROWS // group

@@ -28,9 +28,17 @@ def int8_matmul(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply as quantized_linear.quantized_linear_reference does. Rows of x and codes may be strided.
+    """Multiply x, quantised per row, by an int8 weight: (T, N), or (T, N / 2) with an activation.
 
-    The first of two launches quantises the rows of x. `out_dtype` and `activation` are as in matmul_reference.
+    The first of two launches quantises the rows of x.
+
+    Args:
+        x: (T, K); rows may be strided.
+        codes: (N, K) int8, the values of the weight; rows may be strided.
+        scales: (N,) float32, the scale of each output.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, x's by default.
+        activation: gated activation of the result, or None; see `matmul_reference`.
 
     Raises:
         ValueError: If shapes or dtypes do not match, or there are more than MAX_INPUTS inputs.

@@ -49,7 +49,7 @@ def _load_queries(
     q_ptr, token, head, real, q_stride_token, q_stride_head,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of q in two parts: the one multiplied by latents, and the rest."""
+    """Return rows of q in two parts: the RANK values that are multiplied by latents, and the rest."""
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     row_ptr = q_ptr + token[:, None] * q_stride_token + head[:, None] * q_stride_head
     q = tl.load(row_ptr + value[None, :], mask=real[:, None] & (value < RANK)[None, :], other=0.0)
@@ -67,7 +67,7 @@ def _attend_latents(
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the state of rows, as in `attention_core`, after these keys.
+    """Return the attention state of rows, as in `attention_core`, over the keys [first, end) of a sequence.
 
     The first RANK values of a token are also its value; the rest belongs to the key only.
     """
@@ -210,13 +210,15 @@ def latent_attention(
     rank: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as batchinfer_kernels.latent_attention.latent_attention_reference does.
+    """Compute causal attention over a paged cache of latents for all queries of a step: (T, heads, rank).
 
-    If the plan has no chunks, the launch can be captured into a graph, as that of `paged_attention`.
+    It computes what `latent_attention_reference` does. If the plan has no prefill items, the launch can be captured
+    into a graph.
 
     Args:
         q: (T, heads, D).
-        cache: (blocks, 1, block_size, D).
+        cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
+            value.
         block_tables: (S, max blocks) int32.
         plan: from `plan_attention` with a `latent` shape, without shared prefixes.
         scale: factor of q · k.

@@ -17,17 +17,24 @@ FEWEST_ROWS = 16  # the smallest number of rows of a tensor core product
 
 
 def chunk_tokens(heads: int) -> int:
-    """Return the number of prompt tokens of an item of `prefill_items`."""
+    """Return the most prompt tokens of a work item of attention over latents, with `heads` query heads."""
     return max(1, MAX_ROWS // heads)
 
 
 def head_tiles(heads: int) -> int:
-    """Return the number of programs that share the heads of a token."""
+    """Return the number of programs that share the `heads` query heads of a token, in attention over latents."""
     return cdiv(heads, MAX_ROWS)
 
 
 def latent_tiles(dtype: torch.dtype, rank: int, rows: int, deterministic: bool) -> KVTiles:
-    """Return the tiles for items of `rows` rows; in deterministic mode they do not depend on the number."""
+    """Return the tiles of attention over latents for this GPU.
+
+    Args:
+        dtype: dtype of q.
+        rank: values of a latent.
+        rows: rows of a work item: queries × query heads. In deterministic mode the tiles do not depend on it.
+        deterministic: True if a row's bits must not depend on other rows.
+    """
     rows = FEWEST_ROWS if deterministic else min(MAX_ROWS, max(FEWEST_ROWS, next_power_of_2(rows)))
     return _tiles(architecture(), dtype, max(16, next_power_of_2(rank)), rows)
 

@@ -23,8 +23,8 @@ def _log_probabilities_kernel(
 ):  # fmt: skip
     """Compute one row per program.
 
-    The next most likely token is the best of the chunks' best tokens. Its chunk is then read again to find the next
-    one.
+    The next most likely token is the best of the chunks' best tokens. Its chunk is then read again to find the token
+    after it.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)
@@ -55,10 +55,19 @@ def _log_probabilities_kernel(
 
 
 def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same as log_probabilities.log_probabilities_reference. Rows of logits may be strided.
+    """Return log-probabilities of the chosen and the most likely tokens, as `log_probabilities_reference` does.
 
-    The launches depend only on the shape of logits. Each of the `most` tokens costs one pass over a chunk, which is
-    meant for some tens of tokens.
+    The launches depend only on the shape of logits. Each of the `most` tokens costs one pass over a chunk of the row,
+    which is meant for some tens of tokens.
+
+    Args:
+        logits: (rows, vocab); rows may be strided.
+        chosen: (rows,) int64 token ids.
+        most: number of most likely tokens to return per row.
+
+    Returns:
+        Three tensors: the log-probability of each chosen token, (rows,) float32; the log-probabilities of the top
+            tokens, (rows, most) float32 in descending order; and their ids, (rows, most) int64.
     """
     check_log_probabilities(logits, chosen, most)
     check_logits(logits)

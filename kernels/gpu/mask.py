@@ -16,7 +16,7 @@ TILE = 2048
 
 @triton.jit
 def _mask_kernel(logits_ptr, stride, vocab, rows_ptr, bits_ptr, words, TILE: tl.constexpr):
-    """Write -inf to the masked logits, without reading logits."""
+    """Write -inf to the masked logits of a range of tokens in one row per program, without reading logits."""
     index = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     word = tl.load(bits_ptr + index * words + ids // 32, mask=ids < vocab, other=-1)
@@ -27,7 +27,13 @@ def _mask_kernel(logits_ptr, stride, vocab, rows_ptr, bits_ptr, words, TILE: tl.
 
 
 def mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Mask logits as batchinfer_kernels.mask.mask_reference does. Rows of logits may be strided."""
+    """Set the logits of tokens that a mask excludes to -inf, in place.
+
+    Args:
+        logits: (any, vocab); rows may be strided.
+        rows: (n,) int32, the rows of `logits` to mask.
+        bits: (n, ceil(vocab / 32)) int32, a mask per row; token t is excluded if bit t % 32 of word t // 32 is 0.
+    """
     check_mask(logits, rows, bits)
     check_logits(logits)
     vocab = logits.shape[1]

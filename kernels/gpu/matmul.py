@@ -29,9 +29,17 @@ def matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.matmul.matmul_reference does. Rows of x and of the weight may be strided.
+    """Return x W^T + bias, as `matmul_reference` does: (T, N), or (T, N / 2) with an activation.
 
     float32 is multiplied without tensor cores.
+
+    Args:
+        x: (T, K); rows may be strided.
+        weight: (N, K) of x's dtype; rows may be strided.
+        bias: (N,), or None.
+        out_dtype: x's dtype by default, or float32.
+        activation: activation of the gate, the first half of the columns; None: the result is not gated.
+        deterministic: True if a row's bits must not depend on the number of rows.
     """
     check_matmul(x, weight.shape, bias, out_dtype, activation)
     check_same_dtype(x=x, weight=weight)

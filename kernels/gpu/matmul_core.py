@@ -31,7 +31,11 @@ PART_LINES, PART_ROWS = 32, 64
 
 @triton.jit
 def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
-    """Return (tile of outputs, tile of rows) of a program. Each group of output tiles runs over all rows."""
+    """Return (tile of outputs, tile of rows) of program number `place`.
+
+    Programs run over all row tiles for TOGETHER output tiles, then for the next ones, which keeps operands in the L2
+    cache. `line_tiles` and `row_tiles` are the numbers of tiles.
+    """
     group = place // (TOGETHER * row_tiles)
     first = group * TOGETHER
     size = tl.minimum(line_tiles - first, TOGETHER)
@@ -41,7 +45,10 @@ def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit
 def weight_row(line, outputs, ACTIVATION: tl.constexpr):
-    """Return the row of the weight for a line of the sums. With an activation, gate and up of a result are adjacent."""
+    """Return the row of the weight whose product is output `line` of a tile; with an activation, gate and up alternate.
+
+    `outputs` is the number of the weight's rows; lines beyond the last row get the last one.
+    """
     if ACTIVATION == "none":
         return tl.minimum(line, outputs - 1)
     else:
@@ -50,7 +57,7 @@ def weight_row(line, outputs, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def multiplied(weight, x, sums, PRECISION: tl.constexpr):
-    """Return sums + weight x, for (lines, inputs) and (inputs, rows)."""
+    """Return sums + weight x, for a weight tile (lines, inputs) and a tile of x (inputs, rows)."""
     if x.dtype == tl.int8:
         return tl.dot(weight, x, sums, out_dtype=tl.int32)
     elif x.dtype.is_fp8():
@@ -67,7 +74,11 @@ def segment_sums(
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over the inputs [first, end)."""
+    """Return weight x, (LINES, ROWS), summed over the inputs [first, end).
+
+    - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values.
+    - inputs: all inputs. EVEN: they are whole tiles. SUM: dtype of the sums.
+    """
     sums = tl.zeros((LINES, ROWS), SUM)
     at = tl.arange(0, INPUTS)
     weight_at += first
@@ -90,7 +101,13 @@ def block_segment_sums(
     weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride,
     EVEN: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over the inputs [first, end) for fp8 with one scale per line and row and tile of inputs."""
+    """Return weight x in fp8, (LINES, ROWS) float32, summed over the inputs [first, end) with block scales.
+
+    - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values. EVEN: `inputs` are whole
+      tiles.
+    - scales_at (LINES,), group_scales_at (ROWS,): pointers to the scales of lines and rows for the first INPUTS inputs;
+      group_stride leads to the next scales of rows.
+    """
     sums = tl.zeros((LINES, ROWS), tl.float32)
     at = tl.arange(0, INPUTS)
     weight_at += first
@@ -123,7 +140,12 @@ def sums_of(
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over the inputs [first, end); with block scales, a tile has the inputs of one group."""
+    """Return weight x, (LINES, ROWS), summed over the inputs [first, end), with block scales if lines_ptr is not None.
+
+    - weight_at, x_at, SUM, EVEN: as in `segment_sums`.
+    - from_row (LINES,), read_row (ROWS,): the rows of the weight and of x.
+    - block_scales_ptr, lines_ptr, group_scales_ptr, group_stride: as in `matmul_kernel`.
+    """
     if lines_ptr is None:
         return segment_sums(weight_at, x_at, first, end, inputs, SUM, EVEN, PRECISION, LINES, ROWS, INPUTS)
     else:
@@ -150,7 +172,16 @@ def matmul_kernel(
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile per program: all inputs, or one segment of them if sums are split."""
+    """Multiply one tile of rows by one tile of outputs per program: over all inputs, or one segment if sums are split.
+
+    - scales_ptr, row_scales_ptr, bias_ptr: scales of outputs and rows, and bias; each may be None.
+    - block_scales_ptr (blocks, groups of inputs), lines_ptr (outputs,), group_scales_ptr (groups of inputs, rows):
+      scales of the weight's blocks, the block of each output, and scales of x; all or none. group_stride: row stride of
+      group_scales.
+    - parts_ptr (splits, lines, rows): receives the sums of segments; None: sums are not split.
+    - segment: tiles of inputs per segment. IN_TURN: one program computes all segments in turn.
+    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: outputs, rows and inputs of a tile.
+    """
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
@@ -189,7 +220,10 @@ def give(
     rows, outputs, stride_y, all_lines, all_rows,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums to the result, or to the part of this program's segment."""
+    """Write a tile's sums (LINES, ROWS) to `parts_ptr` if sums are split, else finish them and write the result.
+
+    `all_lines` and `all_rows` are the sizes of a part; the other arguments are as in `finish`.
+    """
     if parts_ptr is not None:
         line = tl.program_id(1).to(tl.int64) * all_lines + first_line + tl.arange(0, LINES)
         tl.store(parts_ptr + line[:, None] * all_rows + row[None, :], sums)
@@ -205,7 +239,12 @@ def finish(
     sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Apply scales, bias and gate, round once, and write the result."""
+    """Apply scales, bias and gated activation to a tile's sums (LINES, ROWS), round once, and write to y_ptr.
+
+    - first_line: first output of the tile. row (ROWS,): the rows of x.
+    - scales_ptr, row_scales_ptr, bias_ptr: scales of outputs and rows, and bias; each may be None.
+    - rows, outputs: rows of x, and outputs of the weight; the tile may exceed both.
+    """
     line = first_line + tl.arange(0, LINES)
     from_row = weight_row(line, outputs, ACTIVATION)
     values = sums.to(tl.float32)
@@ -235,7 +274,10 @@ def add_parts_kernel(
     rows, outputs, stride_y, all_lines, all_rows, splits,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the segments of one tile, in order."""
+    """Add the sums of one tile over all `splits` segments, in order, and finish them as `finish` does.
+
+    parts_ptr is (splits, all_lines, all_rows); the tile has LINES outputs and ROWS rows.
+    """
     first_line = tl.program_id(0) * LINES
     line = first_line + tl.arange(0, LINES)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -252,40 +294,64 @@ def add_parts_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """The scales of a weight's blocks; see batchinfer_kernels.block_fp8_matmul."""
+    """The scales of a product whose operands are float8 with one scale per block.
 
-    scales: Tensor  # (blocks, groups) float32
-    lines: Tensor  # (N,) int32
-    group_scales: Tensor  # (groups, T) float32
+    Attributes:
+        scales: (blocks, groups of 128 inputs) float32, of the weight.
+        lines: (N,) int32, the block of each output.
+        group_scales: (groups of 128 inputs, T) float32, of x.
+    """
+
+    scales: Tensor
+    lines: Tensor
+    group_scales: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The checked operands of a product: x (T, K) and a weight with one row per output, maybe quantised or packed."""
+    """The checked operands of a product of x and a weight.
+
+    Attributes:
+        x: (T, K), maybe quantised.
+        weight: one row per output, maybe quantised or packed.
+        outputs: N, the outputs of the weight.
+        out_dtype: dtype of the result.
+        scales: (N,) float32, scale of each output; None: not quantised per output.
+        row_scales: (T,) float32, scale of each row of x; None: not quantised per row.
+        bias: (N,), or None.
+        activation: gated activation of the result, or None.
+        blocks: scales of blocks, or None.
+    """
 
     x: Tensor
     weight: Tensor
     outputs: int
     out_dtype: torch.dtype
-    scales: Tensor | None = None  # (N,) float32
-    row_scales: Tensor | None = None  # (T,) float32
-    bias: Tensor | None = None  # (N,)
+    scales: Tensor | None = None
+    row_scales: Tensor | None = None
+    bias: Tensor | None = None
     activation: Activation | None = None
     blocks: BlockScales | None = None
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of x."""
+        """Return T, the number of rows of x."""
         return self.x.shape[0]
 
     @property
     def inputs(self) -> int:
-        """Return the number of inputs."""
+        """Return K, the number of inputs."""
         return self.x.shape[1]
 
 
 def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
-    """Multiply with `matmul_kernel`. The grid depends only on sizes."""
+    """Multiply x by a weight that is not packed, with `matmul_kernel`: (T, N), or (T, N / 2) with an activation.
+
+    Args:
+        operands: x and the weight.
+        kind: kind of operands, by which tiles are chosen.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+    """
     blocks = operands.blocks
     more = {
         "block_scales_ptr": None if blocks is None else blocks.scales,
@@ -299,17 +365,20 @@ def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
 def launch(
     kernel: Any, given: Operands, kind: Kind, deterministic: bool, span: int | None = None, **more: Any
 ) -> Tensor:
-    """Run a kernel with the arguments of matmul_kernel and `more`, and add up the segments if there are several.
+    """Run a kernel with the arguments of `matmul_kernel`, and add up the segments if sums are split.
 
     If the weight's rows are aligned but the rows of x are not, x is copied: tiles then depend only on the weight.
 
     Args:
         kernel: the kernel.
-        given: the operands.
-        kind: kind of product.
+        given: x and the weight.
+        kind: kind of operands, by which tiles are chosen.
         deterministic: see gpu.matmul.
-        span: see choose_cut.
+        span: the inputs that a tile must have, if they are packed together or share a scale.
         more: further arguments of the kernel.
+
+    Returns:
+        (T, N), or (T, N / 2) with an activation.
     """
     unit_columns(x=given.x, weight=given.weight)
     columns = given.outputs if given.activation is None else given.outputs // 2

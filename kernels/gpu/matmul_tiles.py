@@ -28,7 +28,15 @@ MANY = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Outputs, rows and inputs of a tile, warps, and pipeline stages."""
+    """The tiling of a matrix product.
+
+    Attributes:
+        outputs: outputs of a tile.
+        rows: rows of x of a tile.
+        inputs: inputs of a tile.
+        warps: warps of a program.
+        stages: stages of the compiler's software pipeline.
+    """
 
     outputs: int
     rows: int
@@ -39,16 +47,23 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The tiles of a product, and how its sums are split."""
+    """The tiles of a product, and how its sums over inputs are split.
+
+    Attributes:
+        tiles: outputs, rows and inputs of a tile.
+        segment: inputs of a segment.
+        splits: programs per tile of outputs and rows; 1: one program computes all segments in turn.
+        segments: number of segments.
+    """
 
     tiles: Tiles
-    segment: int  # inputs of a segment
-    splits: int  # programs per tile; 1: one program computes all segments in turn
+    segment: int
+    splits: int
     segments: int
 
     @property
     def in_turn(self) -> bool:
-        """Return True if one program adds up several segments."""
+        """Return True if one program computes several segments and adds them up."""
         return self.segments > 1 and self.splits == 1
 
 
@@ -128,7 +143,7 @@ def choose_cut(
     span: int | None = None,
     aligned: bool = True,
 ) -> Cut:
-    """Return the tiles and the split of a product. All sizes must be at least 1.
+    """Return the tiles and the split of a product for this GPU. All sizes must be at least 1.
 
     Args:
         kind: kind of operands.
@@ -161,9 +176,19 @@ def grouped_tiles(
     aligned: bool,
     span: int | None = None,
 ) -> Tiles:
-    """Return the tiles of a product whose rows are spread evenly over `groups` weights.
+    """Return the tiles of a product whose rows are spread evenly over several weights, such as experts.
 
-    Sums are not split, because many weights already make many tiles. The arguments are as in choose_cut.
+    Sums over inputs are not split, because many weights already make many tiles.
+
+    Args:
+        kind: kind of operands.
+        outputs: outputs of a weight.
+        rows: rows of x.
+        groups: number of weights.
+        deterministic: True: the tiles do not depend on the number of rows.
+        processors: multiprocessors of the GPU.
+        aligned: True if rows are aligned to 16 bytes.
+        span: the inputs that a tile must have, if they are packed together or share a scale.
     """
     if deterministic and kind != "int8":
         return _fitted(kind, _narrow(kind, _DETERMINISTIC[kind], True), span, aligned)

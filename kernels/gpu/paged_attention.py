@@ -27,24 +27,24 @@ def paged_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `paged_attention_reference` does, with the lengths in `plan`.
+    """Compute attention over a paged KV cache for all queries of a step: (T, q_heads, D).
 
-    Every layer of a step uses the same plan, which must include its window. A plan without chunks can be captured into
-    a graph: give `plan_attention` a Room, keep the plan and the block tables in place, and before each replay call
-    `refilled` and copy the block tables. A bias does not affect prompts of one token: the
-    softmax over one key is 1.
+    It computes what `paged_attention_reference` does, with the lengths in `plan`. Every layer of a step uses the same
+    plan. A plan without prefill items can be captured into a graph: give `plan_attention` a Room, keep the plan and the
+    block tables in place, and before each replay call `refilled` and copy the block tables. A bias does not affect
+    prompts of one token: the softmax over one key is 1.
 
     Args:
-        q: (T, q_heads, D).
+        q: (T, q_heads, D), the queries of all sequences.
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as k_cache.
         block_tables: (S, max blocks) int32.
-        plan: from `plan_attention`.
+        plan: from `plan_attention`; must include the window of `rules`.
         rules: scale, window, cap, sinks and bias.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as k_scale.
         out: like q, written if given.
-        lse: (T, q_heads) float32, written if given.
+        lse: (T, q_heads) float32, the natural log-sum-exp, written if given.
 
     Raises:
         ValueError: If the kernels do not support the arguments.

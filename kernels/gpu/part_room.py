@@ -21,19 +21,23 @@ LEVELS = 4
 
 
 def most_members(rows: int) -> int:
-    """Return the capacity for rows of all levels together, by default."""
+    """Return the maximum number of rows of all groups with shared prefixes, in a step of `rows` rows.
+
+    A row counts once per nested group. Groups beyond this number are not used, so their rows read all keys on their
+    own.
+    """
     return LEVELS * rows
 
 
 def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) -> int:
-    """Return the most parts over shared keys, by default.
+    """Return the most partial results over shared keys in a step, if keys are not split at fixed positions.
 
     A level of r rows and k keys has ceil(r / members) tiles and ceil(k / segment) parts per row. The sum of tiles × k /
     segment is at most the number of programs (`prefix_segment`), and the sum of rows at most `most_members`.
 
     Args:
-        rows: rows of the step.
-        members: rows of an item.
+        rows: rows (queries) of the step.
+        members: rows of a work item.
         kv_heads: KV heads.
         device: the GPU.
     """
@@ -41,10 +45,10 @@ def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) ->
 
 
 def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -> int:
-    """Return the most parts over the rows' own keys, by default.
+    """Return the most partial results over the keys that rows read on their own, if not split at fixed positions.
 
     Args:
-        rows: rows of the step.
+        rows: rows (queries) of the step.
         kv_heads: KV heads.
         device: the GPU.
         queries: the most queries of a sequence; each has its own part of every item of the sequence.
@@ -53,7 +57,7 @@ def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -
 
 
 def most_segments(rows: int, longest: int) -> int:
-    """Return the parts of rows of up to `longest` keys that are cut at fixed positions, shared or not."""
+    """Return the most partial results of `rows` queries with up to `longest` keys each, split every SEGMENT keys."""
     return rows * -(-longest // SEGMENT)
 
 

@@ -65,12 +65,12 @@ def _penalise_kernel(
 
 
 def penalise(logits: Tensor, penalties: Penalties, counts: Tensor | None = None) -> None:
-    """Penalise logits as batchinfer_kernels.penalties.penalise_reference does. Rows of logits may be strided.
+    """Apply penalties and banned tokens to logits, in place, as `penalise_reference` does.
 
     A row without tokens and bans is not changed, so a captured launch may have spare rows.
 
     Args:
-        logits: (rows, vocab).
+        logits: (rows, vocab); rows may be strided.
         penalties: the penalties of n rows.
         counts: (at least n, vocab) int32 zeros, and zeros again afterwards; allocated if not given.
     """

@@ -55,7 +55,7 @@ def _prefill_attention_kernel(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute one item and KV head per program."""
+    """Compute attention of one work item for one KV head per program."""
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0) * 5
@@ -148,14 +148,14 @@ def prefill_items(
     first_rows: NDArray[np.int64] | None = None,
     causal: bool = True,
 ) -> NDArray[np.int32]:
-    """Return the queries of all sequences in items of at most `tokens_per_item`, (n, 5) int32, the largest first.
+    """Cut the queries of all sequences into work items of at most `tokens_per_item`: (n, 5) int32, the largest first.
 
-    The columns are: sequence, first row of q, rows, position of the first row, and end of the keys that the rows see.
-    Items are made once per step for all layers.
+    The fields of an item are: sequence, first row of q, rows, position of the first row, and end of the keys that the
+    rows see. Items are made once per step for all layers.
 
     Args:
         query_lens: queries of each sequence.
-        context_lens: keys of each sequence.
+        context_lens: keys of each sequence, queries included.
         tokens_per_item: the most queries of an item.
         first_rows: first row of q of each sequence; by default sequences follow one another.
         causal: False: queries see all keys of their sequence.
@@ -175,12 +175,19 @@ def prefill_items(
 
 
 def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
-    """Return the maximum tokens of an item: `tokens_per_item` of `prefill_items`."""
+    """Return the most query tokens of a work item of prefill attention: `tokens_per_item` of `prefill_items`.
+
+    Args:
+        dtype: dtype of q.
+        head_dim: values of a head.
+        group: query heads per KV head.
+        deterministic: as in `prefill_attention`.
+    """
     return choose_tiles("deterministic" if deterministic else "prefill", dtype, head_dim).rows // group
 
 
 def check_nearby(nearby: Tensor, queries: int, window: int | None, causal: bool) -> None:
-    """Raise ValueError if `nearby` does not match the queries, or trees are not supported with these rules."""
+    """Raise ValueError unless `nearby` is (queries,) int32, and attention is causal without a window."""
     if nearby.shape != (queries,) or nearby.dtype != torch.int32:
         raise ValueError(f"nearby is {tuple(nearby.shape)} {nearby.dtype}, expected ({queries},) int32")
     if window is not None or not causal:
@@ -206,12 +213,10 @@ def prefill_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `paged_attention_reference` does, with the same shapes.
-
-    The grid has one program per item and KV head.
+    """Compute attention of query chunks over a paged KV cache, as `paged_attention_reference` does: (T, q_heads, D).
 
     Args:
-        q: (T, q_heads, D).
+        q: (T, q_heads, D), the queries of all sequences.
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
         block_tables: (sequences, max blocks) int32.
@@ -227,7 +232,7 @@ def prefill_attention(
         causal: False: queries also see later keys.
         nearby: (T,) int32, TreeMask.nearby of queries in draft trees; excludes a window.
         out: like q, written if given.
-        lse: (T, q_heads) float32, written if given.
+        lse: (T, q_heads) float32, the natural log-sum-exp, written if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     work: Work = "deterministic" if deterministic else "prefill"

@@ -30,33 +30,38 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """The rows that share keys, and these keys; made by `plan_attention` once per step. A row is always one query."""
+    """The keys that rows of decode attention share, made by `plan_attention` once per step. A row is one query.
 
-    held: Mapping[str, StepArray]  # the arrays "items", "members", "starts" and "places"
-    parts: int  # parts of all rows, or the capacity of a graph
+    Attributes:
+        held: the arrays "items", "members", "starts" and "places", which the properties describe.
+        parts: number of partial results of all rows, or the capacity of a captured graph for them.
+    """
+
+    held: Mapping[str, StepArray]
+    parts: int
 
     @property
     def items(self) -> Tensor:
-        """Return (m, 6) int32 on the device.
+        """Return the work items (m, 6) int32 on the device.
 
         The fields are: first member, number of members (0 for padding), a sequence with the keys, first key, end of the
-        keys, and the number of the part within each row.
+        keys, and the number of the item's part within each row.
         """
         return self.held["items"].tensor
 
     @property
     def members(self) -> Tensor:
-        """Return the rows of all items, int32 on the device; an item is a segment of it."""
+        """Return the rows of all items in order, int32 on the device."""
         return self.held["members"].tensor
 
     @property
     def starts(self) -> Tensor:
-        """Return the number of shared keys of each row of `OwnKeys`, (n,) int32 on the device."""
+        """Return the number of leading keys that each row of `OwnKeys` shares, (n,) int32 on the device."""
         return self.held["starts"].tensor
 
     @property
     def places(self) -> Tensor:
-        """Return (queries + 1,) int32 on the device: the shared parts of row i are places[i] to places[i + 1]."""
+        """Return (queries + 1,) int32 on the device: query i has the partial results places[i] to places[i + 1]."""
         return self.held["places"].tensor
 
 
@@ -73,7 +78,7 @@ def _prefix_attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute one item and KV head per program."""
+    """Compute attention over shared keys of one work item for one KV head per program."""
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0).to(tl.int64) * 6
@@ -120,7 +125,14 @@ def _prefix_attention_kernel(
 
 
 def prefix_members(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
-    """Return the maximum number of rows of an item of `Prefixes`."""
+    """Return the maximum number of rows (queries) of a work item of `Prefixes`.
+
+    Args:
+        dtype: dtype of q.
+        head_dim: values of a head.
+        group: query heads per KV head.
+        deterministic: as in `decode_attention`.
+    """
     return choose_tiles("deterministic" if deterministic else "prefix", dtype, head_dim).rows // group
 
 
@@ -137,9 +149,20 @@ def attend_prefixes(
     v_scale: Tensor | None,
     deterministic: bool,
 ) -> None:
-    """Compute attention over the shared keys of every group, into `parts`.
+    """Compute attention of decode queries over the keys that they share, into `parts`.
 
-    The grid has one program per item, including padding.
+    Args:
+        prefixes: the shared keys.
+        own: the rows of decode attention.
+        parts: receives the partial results.
+        q: (T, q_heads, D).
+        k_cache: (blocks, kv_heads, block_size, D).
+        v_cache: as `k_cache`.
+        block_tables: (S, max blocks) int32.
+        rules: scale, window and cap.
+        k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
+        v_scale: as `k_scale`.
+        deterministic: as in `decode_attention`.
 
     Raises:
         ValueError: If items have the wrong shape, or `parts` has too little capacity.

@@ -20,7 +20,7 @@ ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit
 def codes_of(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
-    """Quantise x, with `inverse` quantised units per value."""
+    """Round x × inverse to int8 or float8_e4m3fn (to nearest, ties to even; float8 is clamped to ±MOST)."""
     if dtype == tl.int8:
         # fma rounds once: the product is not rounded before ROUNDER is added
         return (tl.fma(x, inverse, ROUNDER) - ROUNDER).to(tl.int8)
@@ -30,11 +30,10 @@ def codes_of(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def inverse_scale(most, MOST: tl.constexpr):
-    """Return the inverse scale and the scale of a row.
+    """Return the inverse scale and the scale of rows that are quantised to ±MOST.
 
-    Args:
-        most: the row's largest magnitude, infinite if the row has a NaN or an infinity.
-        MOST: the largest quantised value.
+    `most` is the largest magnitude of each row, infinite if the row has a NaN or an infinity. The inverse is then 0 and
+    the scale NaN.
     """
     inverse = tl.div_rn(MOST, tl.where(most > 0, most, 1.0))
     usable = (most > 0) & (most < float("inf")) & (inverse < float("inf"))
@@ -95,17 +94,29 @@ def _quantize_groups_kernel(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise as batchinfer_kernels.quantized_linear.quantize_rows does. Rows of x may be strided."""
+    """Quantise x (T, K) to int8 with one scale per row. Rows may be strided.
+
+    Returns:
+        Values (T, K) int8 and scales (T,) float32.
+    """
     return _quantized(x, torch.int8, 127.0)
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise as batchinfer_kernels.fp8_matmul.quantize_rows_fp8 does. Rows of x may be strided."""
+    """Quantise x (T, K) to float8_e4m3fn with one scale per row. Rows may be strided.
+
+    Returns:
+        Values (T, K) float8_e4m3fn and scales (T,) float32.
+    """
     return _quantized(x, torch.float8_e4m3fn, 448.0)
 
 
 def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise as batchinfer_kernels.block_fp8_matmul.quantize_groups_fp8 does. Rows of x may be strided."""
+    """Quantise x (T, K) to float8_e4m3fn with one scale per row and group of 128 inputs. Rows may be strided.
+
+    Returns:
+        Values (T, K) float8_e4m3fn and scales (ceil(K / 128), T) float32.
+    """
     _check(x)
     rows, inputs = x.shape
     codes = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x.device)

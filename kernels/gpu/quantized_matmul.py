@@ -71,9 +71,13 @@ def coded_values(
     words, first, from_row, inputs, outputs, groups_ptr, zeros_ptr,
     PIECE: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of piece PIECE, which starts at input `first`.
+    """Return one of the four values in each 16-bit word of a packed weight, dequantised: (lines, words).
 
-    They are MXFP4 if `groups_ptr` points to uint8 exponents, and int4 otherwise.
+    - words (lines, words): int16, as `pack_codes` packs them. PIECE 0 … 3: which value of a word. first: the input of
+      the first value.
+    - from_row (lines,): rows of the weight; `inputs` and `outputs` are its sizes.
+    - groups_ptr (groups, outputs): scales of int4 values, or uint8 exponents of MXFP4 values. zeros_ptr: zero points,
+      or None. GROUP: inputs that share them.
     """
     # A piece belongs to one group. A piece beyond the last input has no group, but is multiplied by zeros
     at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
@@ -92,7 +96,11 @@ def coded_segment_sums(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over the inputs [first, end) of a packed weight."""
+    """Return weight x, (LINES, ROWS) float32, summed over the inputs [first, end) of a packed weight.
+
+    - weight_at (LINES, INPUTS / 4), x_at (INPUTS / 4, ROWS): pointers to the first words and the first values of x.
+    - from_row, groups_ptr, zeros_ptr, GROUP: as in `coded_values`. EVEN: `inputs` are whole tiles of INPUTS.
+    """
     PIECES: tl.constexpr = 4
     WORDS: tl.constexpr = INPUTS // PIECES
     sums = tl.zeros((LINES, ROWS), tl.float32)
@@ -128,7 +136,7 @@ def _coded_matmul_kernel(
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply as matmul_kernel does, with the same arguments and a span of a packed weight as a tile's inputs."""
+    """Multiply as `matmul_kernel` does, with the same arguments and a span of a packed weight as a tile's inputs."""
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
@@ -168,7 +176,7 @@ def _widen_kernel(
     outputs, inputs, stride_weight,
     GROUP: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of one span of some outputs."""
+    """Write the dequantised values of one span of LINES outputs per program."""
     PIECES: tl.constexpr = 4
     PIECE: tl.constexpr = SPAN // PIECES
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -194,9 +202,13 @@ def _shared(weight: Int4Weight | Mxfp4Weight) -> tuple[Tensor, Tensor | None, in
 
 
 def widen(weight: Int4Weight | Mxfp4Weight, first: int, panel: Tensor) -> None:
-    """Dequantise the outputs from `first` on into `panel` (outputs, inputs), contiguous.
+    """Dequantise some outputs of a packed weight into `panel`.
 
-    The values are int4_values in the dtype of the scales, or mxfp4_values.
+    Args:
+        weight: the weight.
+        first: first output to dequantise.
+        panel: (outputs to dequantise, inputs), contiguous; of the dtype of int4 scales, or of any float dtype for
+            MXFP4.
 
     Raises:
         ValueError: If the panel does not match or exceeds the weight.
@@ -219,11 +231,11 @@ def widen(weight: Int4Weight | Mxfp4Weight, first: int, panel: Tensor) -> None:
 
 
 def panel_matmul(x: Tensor, weight: Int4Weight | Mxfp4Weight, bias: Tensor | None, panel: Tensor) -> Tensor:
-    """Multiply x (T, K) with torch, after dequantising the weight part by part into `panel`: (T, N).
+    """Return x W^T + bias with torch, after dequantising a packed weight part by part into `panel`: (T, N).
 
     Args:
         x: (T, K).
-        weight: the weight.
+        weight: the weight, with N outputs.
         bias: (N,), or None.
         panel: a buffer in x's dtype for at least one output; as many outputs are dequantised at a time as fit.
 
@@ -260,7 +272,16 @@ def int4_weight_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.quantized_matmul.int4_weight_matmul_reference does. Rows of x may be strided."""
+    """Multiply x by a packed int4 weight, as `int4_weight_matmul_reference` does.
+
+    Args:
+        x: (T, K); rows may be strided.
+        weight: the weight, with N outputs.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, x's by default.
+        activation: gated activation of the result, or None.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+    """
     check_int4_weight(x, weight, bias, out_dtype, activation)
     groups, zeros = weight.scales.contiguous(), None if weight.zeros is None else weight.zeros.contiguous()
     return _multiply(x, weight, bias, out_dtype, activation, deterministic, groups, zeros, weight.group)
@@ -274,7 +295,15 @@ def mxfp4_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply as batchinfer_kernels.mxfp4.mxfp4_matmul_reference does. Rows of x may be strided."""
+    """Multiply x by a packed MXFP4 weight, as `mxfp4_matmul_reference` does.
+
+    Args:
+        x: (T, K); rows may be strided.
+        weight: the weight, with N outputs.
+        bias: (N,), or None.
+        activation: gated activation of the result, or None.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+    """
     check_mxfp4_linear(x, weight, bias, activation)
     groups = weight.exponents.contiguous()
     return _multiply(x, weight, bias, None, activation, deterministic, groups, None, MXFP4_GROUP)

@@ -29,7 +29,10 @@ def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
 
 @triton.jit
 def scaled(x, weight, offset, OFFSET: tl.constexpr):
-    """Return x (float32) × weight, rounded before and after, or x × (offset + weight), rounded once."""
+    """Return x × weight in the weight's dtype, with x (float32) rounded first; with OFFSET x × (offset + weight).
+
+    The latter is rounded only once.
+    """
     if OFFSET:
         return (x * (offset + weight.to(tl.float32))).to(weight.dtype)
     return (x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
@@ -91,7 +94,17 @@ def _rms_norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Normalise as rms_norm.rms_norm_reference does. Tensors have one dtype; rows of x may be strided."""
+    """Return (RMSNorm of x + residual, x + residual), as `rms_norm_reference` does.
+
+    All tensors have one dtype.
+
+    Args:
+        x: (..., hidden); rows may be strided.
+        weight: (hidden,).
+        eps: added to the mean square.
+        residual: as `x`; None: the second result is x itself.
+        offset: if not 0, added to the weight.
+    """
     check_rms_norm(x, weight, residual)
     check_same_dtype(x=x, weight=weight, residual=residual)
     rows, hidden = as_rows(x), x.shape[-1]

@@ -267,9 +267,25 @@ def rope_store(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotate and store as rope_store.rope_store_reference does; q, k and v may be slices of one tensor.
+    """Return the rotated q, and write the rotated k, and v, to the KV cache, as `rope_store_reference` does.
 
-    With `positions` (T,) int64, cos and sin are tables (positions, pairs), in which the kernel looks up its rows.
+    Args:
+        q: (T, q_heads, D). q, k and v may be slices of one tensor.
+        k: (T, kv_heads, D).
+        v: (T, kv_heads, D).
+        cos: (T, pairs) float32, or a table (positions, pairs) with `positions`.
+        sin: as `cos`.
+        k_cache: (blocks, kv_heads, block_size, D) of k's dtype, or int8 or float8_e4m3fn if quantised.
+        v_cache: as `k_cache`.
+        slots: (T,) int64, block * block_size + offset; negative for padding.
+        q_norm: (D,), weight of an RMSNorm per head before the rotation; given together with `k_norm`.
+        k_norm: as `q_norm`.
+        eps: epsilon of the norms.
+        positions: (T,) int64, the row of cos and sin of each token; None: row i.
+        offset: added to the weights of the norms.
+        interleaved: which values form a pair; see `rotate_reference`.
+        k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache.
+        v_scale: as `k_scale`.
     """
     _check(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, positions, k_scale, v_scale)
     norms = (q, k) if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
@@ -289,7 +305,18 @@ def rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotate q as rope_store.rope_reference does, with the same bits as `rope_store`; see there for `positions`."""
+    """Return the rotated q of a layer that reads the K and V of another layer, with the same bits as `rope_store`.
+
+    Args:
+        q: (T, q_heads, D).
+        cos: (T, pairs) float32, or a table (positions, pairs) with `positions`.
+        sin: as `cos`.
+        norm: (D,), weight of an RMSNorm per head before the rotation, or None.
+        eps: epsilon of the norm.
+        positions: (T,) int64, the row of cos and sin of each token; None: row i.
+        offset: added to the weight of the norm.
+        interleaved: which values form a pair; see `rotate_reference`.
+    """
     check_pairs(q, cos.shape[1])
     _check_tables(q, cos, sin, positions)
     check_same_dtype(q=q, norm=norm)

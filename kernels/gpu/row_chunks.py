@@ -20,13 +20,13 @@ CHUNK = 4096
 
 @triton.jit
 def row_chunk(row_ptr, at, vocab):
-    """Return logits in float32, with -inf beyond the vocabulary."""
+    """Load a row's logits of the tokens `at`, in float32, with -inf for ids from `vocab` on."""
     return tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def best_of(values, ids):
-    """Return (greatest value, lowest id with it); NaN if any value is NaN."""
+    """Return (greatest value, lowest id with it); the value is NaN if any value is NaN."""
     broken = tl.max((values != values).to(tl.int32), 0)
     numbers = tl.where(values != values, float("-inf"), values)
     best = tl.max(numbers, 0)
@@ -54,9 +54,16 @@ def _chunk_best_kernel(logits_ptr, stride, vocab, best_ptr, at_ptr, sum_ptr, CHU
 
 
 def chunk_best(logits: Tensor, with_sums: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the maximum of each chunk, its first id, and optionally sums, (rows, chunks) each.
+    """Return the greatest logit of each chunk of CHUNK tokens per row, its first id, and optionally a sum.
 
-    The sums are exp(logit - maximum), or exp(logit) if the maximum is not finite. Ids are int32, the others float32.
+    The sum is of exp(logit - greatest logit), or of exp(logit) if the greatest is not finite.
+
+    Args:
+        logits: (rows, vocab).
+        with_sums: False to return None instead of sums.
+
+    Returns:
+        Three tensors (rows, chunks): logits float32, token ids int32, sums float32.
     """
     shape, device = (logits.shape[0], cdiv(logits.shape[1], CHUNK)), logits.device
     best = torch.empty(shape, dtype=torch.float32, device=device)
@@ -69,7 +76,7 @@ def chunk_best(logits: Tensor, with_sums: bool) -> tuple[Tensor, Tensor, Tensor 
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise ValueError for logits that the kernels cannot read. Rows may be strided."""
+    """Raise ValueError unless logits are (rows, vocab), of a supported dtype. Rows may be strided."""
     if logits.dim() != 2 or not logits.shape[1] or logits.dtype not in FLOATS:
         raise ValueError(f"logits are {tuple(logits.shape)} {logits.dtype}, expected (rows, vocab)")
     unit_columns(logits=logits)

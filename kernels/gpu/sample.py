@@ -454,13 +454,13 @@ def _choose_kernel(
 
 
 def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | None = None) -> Tensor:
-    """Sample as batchinfer_kernels.sample.sample_reference does. Rows of logits may be strided.
+    """Sample a token from each row of logits, as `sample_reference` does: (rows,) int64.
 
     The launches depend only on the shape of logits and on whether `sampling` is given; greedy and drawn rows share
     them. A row's token does not depend on other rows.
 
     Args:
-        logits: (rows, vocab).
+        logits: (rows, vocab); rows may be strided.
         sampling: parameters of the rows; None: the argmax.
         out: (rows,) int64, written if given.
     """

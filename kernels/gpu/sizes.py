@@ -12,5 +12,5 @@ def cdiv(total: int, size: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is at least n, and at least 1."""
+    """Return the smallest power of 2 that is at least n and at least 1."""
     return 1 << max(0, n - 1).bit_length()

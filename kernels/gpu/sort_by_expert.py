@@ -27,12 +27,19 @@ NOWHERE = -1  # the place of a row that is not sorted, because it has no expert
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
-    """Rows sorted by expert and then by token."""
+    """The R rows of a step, one per token and chosen expert, sorted by expert and then by token.
 
-    tokens: Tensor  # (R,) int64: the token of each sorted row
-    places: Tensor  # (R,) int64: the sorted index of row token × chosen + choice, or NOWHERE
-    starts: Tensor  # (experts + 1,) int64: the first row of each expert
-    # (HEIGHTS, experts) int64: for each height, the cumulative number of tiles up to each expert
+    Attributes:
+        tokens: (R,) int64, the token of each sorted row.
+        places: (R,) int64, the sorted index of row token × chosen + choice; NOWHERE for a row without an expert.
+        starts: (experts + 1,) int64, the first sorted row of each expert, and their number.
+        ends: (HEIGHTS, experts) int64, for each tile height, the cumulative number of row tiles up to each expert.
+            Heights are LEAST_HEIGHT rows and double each time.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    starts: Tensor
     ends: Tensor
 
 
@@ -71,12 +78,12 @@ def _sort_kernel(
 
 
 def sort_by_expert(choice: Choice, loads: Tensor, counted: Tensor | None = None) -> ExpertRows:
-    """Sort each token's choices by expert, and add the number of rows of each expert to `loads`.
+    """Sort the rows of a step, one per token and chosen expert, by expert, and add their number per expert to `loads`.
 
     Args:
-        choice: experts of each token, below the number of loads. If it has no counts, an expert may equal that number:
-            its row has no expert and its place is NOWHERE.
-        loads: (experts,) int64.
+        choice: experts of each of T tokens, below len(loads). If it has no counts, an expert may be equal to
+            len(loads): its row has no expert and gets the place NOWHERE.
+        loads: (experts,) int64, changed in place.
         counted: (T,) bool, the tokens that are added to `loads`; None: all.
     """
     experts, count = choice.experts.contiguous(), len(loads)

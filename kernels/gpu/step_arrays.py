@@ -21,7 +21,7 @@ Values: TypeAlias = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArray:
-    """A reference to one of the arrays in StepArrays."""
+    """A reference to array `number` of `arrays`."""
 
     arrays: StepArrays
     number: int
@@ -37,12 +37,15 @@ class StepArray:
         return self.arrays.on_device(self.number)
 
     def of(self, arrays: StepArrays) -> StepArray:
-        """Return the array with the same number in other arrays."""
+        """Return a reference to the array with the same number in another StepArrays."""
         return StepArray(arrays, self.number)
 
 
 class StepArrays:
-    """The arrays of all plans of a step. Copies are queued before the kernels that read them, and do not block."""
+    """The small integer arrays of all attention plans of a step, which are copied to the device together.
+
+    Copies are queued before the kernels that read them, and do not block the host.
+    """
 
     def __init__(
         self, device: torch.device, values: Sequence[Values] = (), origin: StepArrays | None = None
@@ -59,22 +62,22 @@ class StepArrays:
         self._copies: list[_Copy] = []
 
     def add(self, values: NDArray[Any]) -> StepArray:
-        """Add an array of integers."""
+        """Add an array of integers, converted to int32, and return a reference to it."""
         self.values.append(np.ascontiguousarray(values, np.int32))
         return StepArray(self, len(self.values) - 1)
 
     def again(self) -> StepArrays:
-        """Return arrays with the same values; `put` may replace some of them before they are read."""
+        """Return new StepArrays with the same values; `put` can replace some of them."""
         return StepArrays(self.device, self.values, self)
 
     def put(self, number: int, values: NDArray[Any]) -> StepArray:
-        """Replace an array that has not been copied to the device yet."""
+        """Replace array `number`, which has not been copied to the device yet, and return a reference to it."""
         assert number >= len(self._tensors)
         self.values[number] = np.ascontiguousarray(values, np.int32)
         return StepArray(self, number)
 
     def on_device(self, number: int) -> Tensor:
-        """Return an array on the device; see StepArray.tensor."""
+        """Return array `number` on the device; copies all arrays that are not there yet."""
         if number >= len(self._tensors):
             self._send()
         return self._tensors[number]
@@ -85,7 +88,9 @@ class StepArrays:
             self._send()
 
     def refill(self, other: StepArrays) -> None:
-        """Overwrite the tensors, which a captured graph reads, with other arrays. Copies only the range of changes.
+        """Overwrite the tensors on the device, which a captured graph reads, with the arrays of `other`.
+
+        Only the range from the first to the last changed array is copied.
 
         Raises:
             ValueError: If shapes differ.
@@ -106,8 +111,6 @@ class StepArrays:
 
 
 class _Copy:
-    """Arrays that are contiguous on the device, from number `first` on."""
-
     def __init__(self, first: int, values: Sequence[Values], device: torch.device) -> None:
         self._first = first
         self._begins = [*accumulate((-(-one.size // ALIGNMENT) * ALIGNMENT for one in values), initial=0)]

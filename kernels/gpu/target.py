@@ -14,7 +14,7 @@ SMALL_MEMORY = dict.fromkeys(("86", "89", "120", "121"), 98 * 1024)
 
 
 def architecture() -> str:
-    """Return the target in Triton's notation, such as "80", "90" or "gfx942"; "" in the interpreter."""
+    """Return the GPU's architecture in Triton's notation, such as "90" or "gfx942"; "" if kernels are interpreted."""
     if triton.knobs.runtime.interpret:
         return ""
     driver = triton.runtime.driver.active
@@ -29,7 +29,7 @@ def _architecture_of(driver: Any, _device: object) -> str:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 1 without a GPU, to split interpreted kernels as little as possible."""
+    """Return the number of multiprocessors of a GPU; 1 for the CPU, where interpreted kernels need no splits."""
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
