@@ -32,9 +32,12 @@ _ITEM = 7  # fields: first row, rows, sequence, first tile, end tile, starts, en
 
 @dataclass(frozen=True, slots=True)
 class CachePages:
-    """The tiles of a paged cache: blocks are cut into units of `lanes` tokens, and units are joined to tiles.
+    """The tiles of a paged cache: blocks are cut into units of tokens, and units are joined to tiles from token 0 on.
 
-    Tile 0 starts at token 0.
+    Attributes:
+        block_size: tokens of a block.
+        lanes: tokens of a unit; the last unit of a block may be shorter.
+        units_per_tile: units of a tile.
     """
 
     block_size: int
@@ -42,26 +45,38 @@ class CachePages:
     units_per_tile: int
 
     def whole_tiles(self, blocks: Ints) -> Ints:
-        """Return the number of whole tiles in a number of leading blocks."""
+        """Return the number of whole tiles in each number of leading blocks."""
         return blocks * -(-self.block_size // self.lanes) // self.units_per_tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items:
-    """The work items of `paged_attention`."""
+    """The work items of attention in one step, for the compiled CPU operators.
 
-    items: Tensor  # (n, 7) int64
-    level_ends: Tensor  # (levels,) int64
+    An item is some rows of one sequence or group, and the tiles of keys that they read. A row is a query; rows of a
+    group are further rows. Levels run in order: first the keys that groups share, then each sequence's own keys.
+
+    Attributes:
+        items: (n, 7) int64: first row, rows, sequence, first tile, end tile (-1: the sequence's last), 1 if these are
+            the first tiles of its rows, 1 if the last.
+        level_ends: (levels,) int64, the end of each level in `items`.
+        levels: number of levels.
+        rows: (R, 2) int64, the token of the step and the position of each row.
+        group: query heads per KV head.
+        last_seen: (R,) int64, each row sees all keys up to this position; None: up to its own.
+        behind: (R,) int32, bits of a TreeMask for keys after `last_seen`; None: no further keys.
+    """
+
+    items: Tensor
+    level_ends: Tensor
     levels: int
-    rows: Tensor  # (R, 2) int64: token of the step, position; an item is a segment of it
-    group: int  # query heads per KV head
-    # (R,) int64: each row sees all keys up to this position; None: up to its own
+    rows: Tensor
+    group: int
     last_seen: Tensor | None = None
-    # (R,) int32: bits of a TreeMask for keys after last_seen; None: no further keys
     behind: Tensor | None = None
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
-        """Return the items as a C structure. Both tensors must outlive it.
+        """Return the items as a C structure. The tensors must outlive it.
 
         Args:
             tables: (S, blocks) int32, the block tables of the step.
@@ -86,7 +101,7 @@ def attention_items(
     most_rows: int = MAX_ROWS,
     tree: TreeMask | None = None,
 ) -> Items:
-    """Return the work items of a step of S sequences, the longest first, to balance the threads.
+    """Return the work items of attention in a step of S sequences, the largest first within a level.
 
     Args:
         query_lens: query tokens of each sequence.
@@ -94,7 +109,7 @@ def attention_items(
         group: query heads per KV head.
         tables: (S, blocks) block tables. With `pages`, sequences with few queries read shared blocks together.
         pages: layout of the cache.
-        most_rows: the most queries × `group` of an item; see the operators' `most_rows`.
+        most_rows: the most queries × `group` of an item; see `CompiledOperators.most_rows`.
         tree: the keys that queries in draft trees see.
 
     Raises:
@@ -129,7 +144,12 @@ def attention_items(
 
 
 def whole_items(lens: Sequence[int], group: int, most_rows: int = MAX_ROWS) -> Items:
-    """Return the items of a step of whole sequences with bidirectional attention.
+    """Return the work items of bidirectional attention in a step of whole sequences.
+
+    Args:
+        lens: tokens of each sequence.
+        group: query heads per KV head.
+        most_rows: the most queries × `group` of an item.
 
     Raises:
         ValueError: If `group` exceeds MAX_ROWS.

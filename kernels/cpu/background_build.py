@@ -11,7 +11,7 @@ from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
 
 
 class BackgroundBuild:
-    """A thread that compiles the operators. Any process that loads them before it is done waits for it."""
+    """A thread that compiles the CPU operators; processes that load the operators before it is done wait for it."""
 
     def __init__(self, cache: Path | None = None, codes: bool = False) -> None:
         """Start the thread.
@@ -29,12 +29,20 @@ class BackgroundBuild:
 
     @classmethod
     def needed(cls, cache: Path | None = None, codes: bool = False) -> BackgroundBuild | None:
-        """Start a build, or return None if all libraries are built. Raises NoCompiler."""
+        """Start a build in a thread, or return None if all libraries exist.
+
+        Args:
+            cache: folder of the libraries, `cache_folder()` by default.
+            codes: True to build the operators for a quantised cache too.
+
+        Raises:
+            NoCompiler: If there is no C compiler, or the folder cannot be read.
+        """
         paths = [library_path(cache, sources=sources) for sources in _libraries(codes)]
         return None if all(map(is_built, paths)) else cls(cache, codes)
 
     def wait(self) -> None:
-        """Wait until the build succeeded or failed."""
+        """Wait until the build has succeeded or failed."""
         self._thread.join()
 
     def stop(self) -> None:

@@ -50,7 +50,7 @@ LOOK_S = 0.05  # seconds between checks whether another process finished the bui
 def load_library(
     cache: Path | None = None, tiles: TileWay | None = None, sources: Sources | None = None
 ) -> ctypes.CDLL:
-    """Load the compiled operators; they are built at first use and cached by compiler, CPU, flags and source.
+    """Load a library of compiled CPU operators, and build it first if it does not exist.
 
     torch must be imported before: both then share one OpenMP runtime.
 
@@ -75,9 +75,15 @@ def build_library(
     tiles: TileWay | None = None,
     sources: Sources | None = None,
 ) -> Path:
-    """Return the path of the library; compile it if it does not exist.
+    """Return the path of a library of CPU operators, and compile it if it does not exist.
 
     If several processes need it at once, the first builds it and the others wait.
+
+    Args:
+        cache: folder of the libraries, `cache_folder()` by default.
+        compilers: runs the compiler; another thread can stop it.
+        tiles: instructions of matrix products. None: AMX tiles if the system permits them.
+        sources: source files of the library, SOURCES by default.
 
     Raises:
         NoCompiler: If the library cannot be built.
@@ -102,14 +108,20 @@ def is_built(library: Path) -> bool:
 def library_path(
     cache: Path | None = None, tiles: TileWay | None = None, sources: Sources | None = None
 ) -> Path:
-    """Return the path of the library, which may not exist yet. Raises NoCompiler."""
+    """Return the path of a library of CPU operators, which may not exist yet.
+
+    Its name depends on the compiler, the CPU, the flags and the sources. Arguments are as in `build_library`.
+
+    Raises:
+        NoCompiler: If there is no C compiler.
+    """
     return (
         cache or cache_folder()
     ) / f"ops-{_fingerprint(_compiler(), _flags(tiles), sources or SOURCES)}.so"
 
 
 def cache_folder() -> Path:
-    """Return the folder of the libraries: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
+    """Return the default folder of the libraries: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "batchinfer" / "kernels"
 
@@ -176,7 +188,6 @@ def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...], source
 
 
 def _cores() -> int:
-    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

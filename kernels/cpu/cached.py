@@ -48,15 +48,15 @@ Functions = dict[tuple[str, torch.dtype], Any]
 
 
 class CachedOperators:
-    """The operators that use the KV cache.
+    """The compiled CPU operators that use the KV cache.
 
-    One library holds those for caches that are not quantised, an optional second one those for quantised caches.
+    One library has the operators for caches that are not quantised, an optional second one for quantised caches.
     """
 
     def __init__(
         self, lanes: int, tile: int, library: ctypes.CDLL, codes: ctypes.CDLL | None, functions: Functions
     ) -> None:
-        """Load the functions.
+        """Look up the functions of the libraries.
 
         Args:
             lanes: values of a vector register.
@@ -81,11 +81,11 @@ class CachedOperators:
         return bool(self._coded)
 
     def pages(self, block_size: int) -> CachePages:
-        """Return the units and tiles of a cache with this block size."""
+        """Return how attention cuts a cache with blocks of `block_size` tokens into tiles."""
         return CachePages(block_size, self.lanes, self.tile // self.lanes)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        """Return the shape of a block: (kv_heads, block size, head size), the last two rounded up to whole vectors.
+        """Return the shape of a cache block: (kv_heads, tokens, values), the last two rounded up to whole vectors.
 
         Raises:
             ValueError: If `head_dim` exceeds MAX_HEAD_DIM.
@@ -114,11 +114,28 @@ class CachedOperators:
         interleaved: bool = False,
         scales: Scales | None = None,
     ) -> Tensor:
-        """Rotate q and k, and store k and v, as batchinfer_kernels.rope_store does.
+        """Return the rotated q, and write the rotated k, and v, to the KV cache, as `rope_store_reference` does.
 
-        cos and sin are whole tables (positions, pairs), indexed by `positions`. Caches have the shape (blocks,
-        *cache_shape), the scales of a quantised cache (blocks, *cache_shape[:2]). q, k and v may be slices of one fused
-        tensor; all rows must have the same stride, and the heads of a row must be adjacent.
+        q, k and v may be slices of one fused tensor; all rows must have the same stride, and the heads of a row must be
+        adjacent.
+
+        Args:
+            q: (T, q_heads, D).
+            k: (T, kv_heads, D).
+            v: (T, kv_heads, D).
+            cos: (positions, pairs) float32, a table for all positions.
+            sin: as `cos`.
+            positions: (T,) int64, the row of cos and sin of each token.
+            k_cache: (blocks, *cache_shape).
+            v_cache: as `k_cache`.
+            block_size: tokens of a block.
+            slots: (T,) int64, block * block_size + offset; negative for padding.
+            q_norm: (D,), weight of an RMSNorm per head before the rotation, or None.
+            k_norm: as `q_norm`.
+            eps: epsilon of the norms.
+            offset: added to the weights of the norms.
+            interleaved: which values form a pair; see `rotate_reference`.
+            scales: scales of K and V in a quantised cache, (blocks, *cache_shape[:2]) each.
         """
         tokens, q_heads, dim = q.shape
         check_rotary(q, k, v, cos.shape[1], slots)
@@ -167,7 +184,18 @@ class CachedOperators:
         offset: float = 0.0,
         interleaved: bool = False,
     ) -> Tensor:
-        """Rotate q without k, with the same bits as `rope_store`."""
+        """Return the rotated q of a layer that reads the K and V of another layer, with the same bits as `rope_store`.
+
+        Args:
+            q: (T, q_heads, D).
+            cos: (positions, pairs) float32, a table for all positions.
+            sin: as `cos`.
+            positions: (T,) int64, the row of cos and sin of each token.
+            norm: (D,), weight of an RMSNorm per head before the rotation, or None.
+            eps: epsilon of the norm.
+            offset: added to the weight of the norm.
+            interleaved: which values form a pair; see `rotate_reference`.
+        """
         tokens, q_heads, dim = q.shape
         check_pairs(q, cos.shape[1])
         if q.stride()[1:] != (dim, 1) or dim > MAX_HEAD_DIM or positions.shape != (tokens,):
@@ -198,13 +226,13 @@ class CachedOperators:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Copy parts of blocks as batchinfer_kernels.copy_parts does; caches have the shape (blocks, *cache_shape).
+        """Copy K and V at the offsets [first, end) of one block to the same offsets of another block, in place.
 
         Args:
-            k_cache: K.
-            v_cache: V.
-            parts: (n, 4) int64.
-            scales: scales of a quantised cache.
+            k_cache: (blocks, *cache_shape).
+            v_cache: as `k_cache`; may be the same tensor.
+            parts: (n, 4) int64, one copy per row: source block, target block, first, end.
+            scales: scales of K and V in a quantised cache.
             dtype: dtype of the run, which determines the layout of a quantised cache.
         """
         check_copy_parts(k_cache, v_cache, parts)
@@ -226,14 +254,14 @@ class CachedOperators:
         scales: Scales | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Move tokens as batchinfer_kernels.draft_tree does; caches have the shape (blocks, *cache_shape).
+        """Copy the K and V of some slots of the cache to other slots, in place, as `move_slots_reference` does.
 
         Args:
-            k_cache: K.
-            v_cache: V.
+            k_cache: (blocks, *cache_shape).
+            v_cache: as `k_cache`; may be the same tensor.
             block_size: tokens of a block.
-            moves: (n, 2) int64.
-            scales: scales of a quantised cache.
+            moves: (n, 2) int64, source and target slot, each block * block_size + offset.
+            scales: scales of K and V in a quantised cache.
             dtype: dtype of the run, which determines the layout of a quantised cache.
         """
         check_moves(k_cache, v_cache, moves)
@@ -258,17 +286,18 @@ class CachedOperators:
         *,
         scales: Scales | None = None,
     ) -> Tensor:
-        """Compute attention as batchinfer_kernels.paged_attention does; sinks and bias are float32.
+        """Compute attention over a paged KV cache, as `paged_attention_reference` does: (T, q_heads, D).
 
         Args:
-            q: (T, q_heads, D).
+            q: (T, q_heads, D), the queries of all sequences.
             k_cache: (blocks, *cache_shape).
             v_cache: as `k_cache`.
             block_size: tokens of a block.
             block_tables: (sequences, blocks) int32.
-            items: planned for these tables with `pages(block_size)`; or `whole_items`, for bidirectional attention.
-            rules: scale, window, cap, sinks and bias.
-            scales: (blocks, *cache_shape[:2]) each, for a quantised cache.
+            items: from `attention_items`, planned for these tables with `pages(block_size)`; or from `whole_items` for
+                bidirectional attention.
+            rules: scale, window, cap, sinks (float32) and bias.
+            scales: scales of K and V in a quantised cache, (blocks, *cache_shape[:2]) each.
         """
         (tokens, q_heads, dim), sinks, bias = q.shape, rules.sinks, rules.bias
         kv_heads = k_cache.shape[1]
@@ -313,9 +342,15 @@ class CachedOperators:
         return F.pad(bias.float() / scale, (0, self.lanes))
 
     def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
-        """Return the buffer that keeps the state of rows between levels; None if there is one level.
+        """Return a buffer for the attention state of rows between levels of `items`, or None if there is one level.
 
-        The state of a row is its maximum, its sum of weights and its weighted sum of V.
+        The state of a row is its maximum score, its sum of weights and its weighted sum of V.
+
+        Args:
+            items: the work items.
+            tokens: query tokens of the step.
+            q_heads: query heads.
+            width: values of a cached head, padding included.
         """
         if items.levels == 1:
             return None
@@ -330,15 +365,15 @@ class CachedOperators:
         first: bool,
         scales: Scales | None = None,
     ) -> None:
-        """Run a whole decoder layer in one call, with the same bits as the operators above.
+        """Run a whole decoder layer in one call, with the same bits as its operators one by one.
 
         Args:
             layer: the layer's weights.
             room: buffers of the step. x and residual in it are input and output.
-            k_cache: K.
-            v_cache: V.
+            k_cache: (blocks, *cache_shape).
+            v_cache: as `k_cache`.
             first: True if x is a copy of the residual.
-            scales: scales of a quantised cache.
+            scales: scales of K and V in a quantised cache.
         """
         if not room.fits(layer):
             raise ValueError(
@@ -408,7 +443,7 @@ def _teams(fill: Any) -> Teams:
 
 
 def function_of(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
-    """Return a function of a library with its ctypes signature set."""
+    """Return function `name` of a library, with the ctypes types of its arguments and its result set."""
     function = library[name]
     function.argtypes, function.restype = arguments, result
     return function

@@ -102,15 +102,18 @@ _RESULTS: dict[str, Any] = {
 
 
 class CompiledOperators(CachedOperators):
-    """The compiled operators.
+    """The compiled CPU operators, for contiguous float32 and bfloat16 tensors.
 
-    Loads the library, and builds it first if necessary. Raises NoCompiler.
+    The constructor loads the library, and builds it first if it does not exist.
 
     Args:
         cache: folder of the libraries, `cache_folder()` by default.
         tiles: instructions of matrix products. None: AMX tiles if the system permits them and the compiler supports
             them.
         codes: True to load the operators for a quantised cache too.
+
+    Raises:
+        NoCompiler: If the library cannot be built or loaded.
     """
 
     def __init__(self, cache: Path | None = None, tiles: TileWay | None = None, codes: bool = False) -> None:
@@ -130,7 +133,16 @@ class CompiledOperators(CachedOperators):
         super().__init__(lanes, tile, library, kept, functions)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
-        """Pack a weight (outputs, inputs); gated: gate above up. Raises ValueError for any other tensor."""
+        """Pack a weight that is not quantised for `linear`.
+
+        Args:
+            weight: (outputs, inputs); for a gated kind, the gate's rows above the rows of up.
+            bias: (outputs,), or None.
+            kind: the epilogue of the product.
+
+        Raises:
+            ValueError: If shapes do not match.
+        """
         outputs, inputs = _check_weight(weight, bias, kind)
         order = self._order(outputs, kind)
         size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()
@@ -139,7 +151,11 @@ class CompiledOperators(CachedOperators):
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind)
 
     def round_int8(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise a weight (outputs, inputs) as batchinfer_kernels.quantized_linear.quantize_weight does."""
+        """Quantise a weight (outputs, inputs) to int8 with one scale per output, as `quantize_weight` does.
+
+        Returns:
+            Values (outputs, inputs) int8 and scales (outputs,) float32.
+        """
         outputs, inputs = _check_weight(weight, None, "plain")
         codes = zeros_in_huge_pages((outputs, inputs), torch.int8)
         scales = torch.empty(outputs, dtype=torch.float32)
@@ -149,7 +165,7 @@ class CompiledOperators(CachedOperators):
     def pack_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedWeight:
-        """Pack an int8 weight.
+        """Pack an int8 weight for `linear`.
 
         Args:
             codes: (outputs, inputs) int8.
@@ -167,7 +183,10 @@ class CompiledOperators(CachedOperators):
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
 
     def pack_rounded_int8(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
-        """Quantise a weight (outputs, inputs) as `round_int8` does and pack it, with the same bits."""
+        """Quantise a weight (outputs, inputs) to int8 and pack it, with the same bits as `round_int8` and `pack_codes`.
+
+        `bias` is (outputs,) or None; `kind` is the epilogue of the product.
+        """
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
         columns = self._rounded_int8(weight, kind, panels)
@@ -176,7 +195,7 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_expert_int8(
         self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Quantise and pack the weights (experts, outputs, inputs) of experts as `pack_rounded_int8` does."""
+        """Quantise weights (experts, outputs, inputs) to int8 and pack them; `bias` is (experts, outputs) or None."""
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
@@ -202,18 +221,18 @@ class CompiledOperators(CachedOperators):
         bias: Tensor | None,
         kind: Kind = "plain",
     ) -> PackedWeight:
-        """Pack an int4 weight.
+        """Pack an int4 weight for `linear`.
 
         Args:
             codes: (outputs, inputs) int8 in -8 … 7.
             scales: (outputs, groups) float32.
-            zeros: (outputs, groups) float32, or None.
+            zeros: (outputs, groups) float32, the zero points, or None.
             group: inputs that share a scale, a multiple of 8.
             bias: (outputs,), or None.
             kind: the epilogue of the product.
 
         Raises:
-            ValueError: If the tensors do not match this.
+            ValueError: If shapes do not match.
         """
         shape, order = _check_weight(codes, bias, kind), self._order(len(codes), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
@@ -223,7 +242,13 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_int4(
         self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedWeight:
-        """Quantise a weight (outputs, inputs) as int4_linear.quantize_groups does and pack it, with the same bits.
+        """Quantise a weight to int4 and pack it, with the same bits as int4_linear.quantize_groups and `pack_int4`.
+
+        Args:
+            weight: (outputs, inputs).
+            group: inputs that share a scale.
+            bias: (outputs,), or None.
+            kind: the epilogue of the product.
 
         Raises:
             ValueError: If `weight` is not a matrix of floats.
@@ -242,7 +267,7 @@ class CompiledOperators(CachedOperators):
         bias: Tensor | None,
         kind: Kind = "plain",
     ) -> PackedExperts:
-        """Pack the int4 weights of experts as `pack_int4` does; all tensors have a first dimension of experts."""
+        """Pack the int4 weights of several experts; arguments as in `pack_int4`, with a first dimension of experts."""
 
         def packed(expert: int, panels: Tensor) -> Columns:
             own = None if zeros is None else zeros[expert]
@@ -253,7 +278,7 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_expert_int4(
         self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Quantise and pack the weights (experts, outputs, inputs) of experts as `pack_rounded_int4` does."""
+        """Quantise weights (experts, outputs, inputs) to int4 and pack them; arguments as in `pack_rounded_int4`."""
         return self._int4_experts(
             weight, group, bias, kind, lambda at, panels: self._rounded_int4(weight[at], group, kind, panels)
         )
@@ -331,7 +356,10 @@ class CompiledOperators(CachedOperators):
         return *self._int4_columns(scales, sums, kind), None
 
     def rounds_int4(self, weight: Tensor, group: int) -> bool:
-        """Return True if the compiled code quantises such weights in groups of this size, rather than the reference."""
+        """Return True if compiled code quantises this weight (…, inputs) to int4, and False if the reference does.
+
+        `group` is the number of inputs that share a scale.
+        """
         lanes, inputs = 2 * self.lanes, weight.shape[-1]
         in_groups = 0 < group <= _MAX_GROUP and not inputs % group and not group % lanes
         return in_groups and weight.dtype in (torch.float32, torch.bfloat16)
@@ -355,7 +383,7 @@ class CompiledOperators(CachedOperators):
         return columns.view(len(columns), -1, self.tile).transpose(0, 1).contiguous()
 
     def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:
-        """Pack weights (experts, outputs, inputs) with biases (experts, outputs)."""
+        """Pack weights (experts, outputs, inputs) that are not quantised, with biases (experts, outputs) or None."""
         count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()
@@ -367,7 +395,7 @@ class CompiledOperators(CachedOperators):
     def pack_expert_codes(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Pack int8 weights of several experts.
+        """Pack the int8 weights of several experts.
 
         Args:
             codes: (experts, outputs, inputs) int8.
@@ -388,16 +416,16 @@ class CompiledOperators(CachedOperators):
     def pack_expert_mxfp4(
         self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Pack MXFP4 weights of several experts.
+        """Pack the MXFP4 weights of several experts.
 
         Args:
-            codes: (experts, outputs, inputs / 2) uint8; see batchinfer_kernels.mxfp4.
-            exponents: (experts, outputs, inputs / 32) uint8.
+            codes: (experts, outputs, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
+            exponents: (experts, outputs, inputs / 32) uint8, biased by 127.
             bias: (experts, outputs), or None.
             kind: the epilogue of the product.
 
         Raises:
-            ValueError: If the tensors do not match this.
+            ValueError: If shapes or dtypes do not match.
         """
         check_mxfp4(codes, exponents)
         count, outputs, held = _check_experts(codes, bias, kind)
@@ -412,13 +440,13 @@ class CompiledOperators(CachedOperators):
     def pack_mxfp4(
         self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Pack one weight as `pack_expert_mxfp4` does, without the dimension of experts."""
+        """Pack one MXFP4 weight; arguments as in `pack_expert_mxfp4`, without the dimension of experts."""
         return self.pack_expert_mxfp4(
             codes[None], exponents[None], None if bias is None else bias[None], kind
         )
 
     def layer_widens(self, dtype: torch.dtype) -> bool:
-        """Return True if a decoder layer in this dtype supports MXFP4 weights."""
+        """Return True if `decoder_layer` supports MXFP4 weights in this dtype."""
         return bool(self._functions["layer_widens", dtype]())
 
     def _by_column(self, matrix: Tensor, order: Tensor) -> Tensor:
@@ -427,7 +455,13 @@ class CompiledOperators(CachedOperators):
         return lines.view(-1, self.tile, matrix.shape[1]).transpose(1, 2).contiguous()
 
     def grouped_linear(self, x: Tensor, weight: PackedExperts, starts: Tensor) -> Tensor:
-        """Multiply as batchinfer_kernels.grouped_matmul does, with a plain or gated weight."""
+        """Multiply rows sorted by expert by the weights of their experts: (R, columns) in x's dtype.
+
+        Args:
+            x: (R, inputs).
+            weight: weights of a plain or gated kind.
+            starts: (experts + 1,) int64, the first row of each expert, and R.
+        """
         rows = len(x)
         if x.dim() != 2 or x.shape[1] != weight.inputs:
             raise ValueError(f"x is {tuple(x.shape)}, the weights take {weight.inputs} inputs")
@@ -445,9 +479,14 @@ class CompiledOperators(CachedOperators):
     def experts(
         self, x: Tensor, gate_up: PackedExperts, down: PackedExperts, choice: Choice, loads: Tensor
     ) -> Tensor:
-        """Compute experts as batchinfer_kernels.experts does, with the activation of the kind of `gate_up`.
+        """Return the weighted sum of the results of each token's experts, as `experts_reference` does: (T, outputs).
 
-        Adds the number of rows of each expert to `loads` (experts,) int64.
+        Args:
+            x: (T, inputs).
+            gate_up: gate and up of the experts; its kind determines the activation.
+            down: down projections of the experts.
+            choice: experts of each token.
+            loads: (experts,) int64; the number of rows of each expert is added.
 
         Raises:
             ValueError: If a chosen expert does not exist.
@@ -462,14 +501,14 @@ class CompiledOperators(CachedOperators):
     def pack_factors(
         self, factors: Sequence[tuple[Tensor, Tensor] | None], places: int | None = None
     ) -> PackedLowRank:
-        """Pack the factors of adapters; see batchinfer_kernels.low_rank.
+        """Pack the LoRA factors of all adapters for one linear layer.
 
         Args:
-            factors: A and B of each adapter, or None.
+            factors: for each adapter, A (rank, inputs) and B (outputs, rank), or None if it does not change the layer.
             places: if given, products read only that many adapters, which PackedLowRank.place selects.
 
         Raises:
-            ValueError: If the factors do not match.
+            ValueError: If no adapter has factors, or shapes do not match.
         """
         known = [own for own in factors if own is not None]
         if not known:
@@ -488,11 +527,11 @@ class CompiledOperators(CachedOperators):
         return PackedLowRank(packed, len(b), a.shape[1], places)
 
     def low_rank(self, x: Tensor, factors: PackedLowRank, rows: AdaptedRows) -> Tensor:
-        """Return B A x of the tokens that have an adapter, in their sorted order: (n, outputs) float32.
+        """Return B A x of the n tokens that have an adapter, sorted by adapter: (n, outputs) float32.
 
         Args:
-            x: (T, inputs), all tokens.
-            factors: the adapters.
+            x: (T, inputs), all tokens of the step.
+            factors: the LoRA factors A and B of all adapters.
             rows: the tokens by adapter.
 
         Raises:
@@ -510,14 +549,20 @@ class CompiledOperators(CachedOperators):
         return room.values[: room.count * factors.outputs].view(room.count, factors.outputs)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """Multiply x (T, inputs): (T, columns), float32 if the weight's kind is "float".
+        """Multiply x (T, inputs) by a packed weight: (T, columns), float32 if the weight's kind is "float".
 
-        A quantised weight is multiplied as batchinfer_kernels.quantized_linear does.
+        x is quantised per row if the weight is quantised to int8 or int4.
         """
         return self._linear(x, weight, weight.structure)
 
     def adapted_linear(self, x: Tensor, weight: PackedWeight, values: Tensor, rows: AdaptedRows) -> Tensor:
-        """Compute `linear`, with the result of `low_rank` added before the activation.
+        """Compute `linear`, with the result of LoRA factors added before the activation.
+
+        Args:
+            x: (T, inputs).
+            weight: the packed weight.
+            values: (n, outputs) float32, returned by `low_rank` for these rows.
+            rows: the tokens by adapter.
 
         Raises:
             ValueError: If `values` was not returned by `low_rank`: the operator reads one panel beyond its end.
@@ -538,10 +583,13 @@ class CompiledOperators(CachedOperators):
         return y
 
     def argmax(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """Return the column of the greatest value of each row of the product, (T,) int64, without storing the product.
+        """Return the column of the greatest value in each row of x W^T: (T,) int64, without storing the product.
 
-        Of equal columns the lowest is returned; -1 if the greatest is not finite or any column is NaN. The weight must
-        be of kind "float".
+        Of equal values the lowest column is returned; -1 if the greatest is not finite or any value is NaN.
+
+        Args:
+            x: (T, inputs).
+            weight: a packed weight of kind "float".
         """
         found = torch.zeros(x.shape[0], dtype=torch.int64)
         self._multiply(x, weight, found, _GREATEST, weight.structure)
@@ -568,7 +616,15 @@ class CompiledOperators(CachedOperators):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Normalise as batchinfer_kernels.rms_norm does."""
+        """Return (RMSNorm of x + residual, x + residual), as `rms_norm_reference` does.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            eps: added to the mean square.
+            residual: as `x`; None: the second result is x itself.
+            offset: added to the weight.
+        """
         check_rms_norm(x, weight, residual)
         y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         rows = x.numel() // max(x.shape[-1], 1)
@@ -578,7 +634,15 @@ class CompiledOperators(CachedOperators):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise as batchinfer_kernels.layer_norm does, with a weight (hidden,)."""
+        """Return (LayerNorm of x + residual, x + residual), as `layer_norm_reference` does.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            bias: (hidden,), or None.
+            eps: added to the variance.
+            residual: as `x`; None: the second result is x itself.
+        """
         check_rms_norm(x, weight, residual)
         if bias is not None and (bias.shape != weight.shape or bias.dtype != x.dtype):
             raise ValueError(f"bias is {tuple(bias.shape)} of {bias.dtype}, weight {tuple(weight.shape)}")
@@ -588,7 +652,12 @@ class CompiledOperators(CachedOperators):
         return y, total
 
     def gate(self, gate_up: Tensor, kind: Kind) -> Tensor:
-        """Compute batchinfer_kernels.gated_activation with the activation of `kind`."""
+        """Return act(gate) * up: (T, width).
+
+        Args:
+            gate_up: (T, 2 × width), the gate's values first.
+            kind: a gated kind, which determines the activation.
+        """
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if gate_up.shape[1] % 2:
             raise ValueError(f"gate and up need an even number of columns, got {gate_up.shape[1]}")
@@ -597,7 +666,7 @@ class CompiledOperators(CachedOperators):
         return y
 
     def activate(self, x: Tensor, kind: Kind) -> Tensor:
-        """Return the activation of `kind` of each value of x (T, width)."""
+        """Apply an activation function to each value of x (T, width); `kind` names the function."""
         y = torch.empty_like(x)
         self._call("activate", x, x, y, *x.shape, KINDS[kind])
         return y
@@ -610,7 +679,13 @@ class CompiledOperators(CachedOperators):
         self._common["cap_logits"](logits.data_ptr(), *logits.shape, cap)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Mask logits (n, vocab) float32 as batchinfer_kernels.mask does."""
+        """Set the logits of tokens that a mask excludes to -inf, in place.
+
+        Args:
+            logits: (any, vocab) float32.
+            rows: (n,) int32, the rows of `logits` to mask.
+            bits: (n, ceil(vocab / 32)) int32, a mask per row; token t is excluded if bit t % 32 of word t // 32 is 0.
+        """
         check_mask(logits, rows, bits)
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, not float32")
@@ -624,7 +699,15 @@ class CompiledOperators(CachedOperators):
         )
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best tokens under a mask as Ops.masked_argmax does, in one pass over logits (n, vocab) float32."""
+        """Return the best allowed token of each row, and whether the mask excludes the row's best token.
+
+        Args:
+            logits: (n, vocab) float32.
+            bits: (n, ceil(vocab / 32)) int32, a mask per row; token t is excluded if bit t % 32 of word t // 32 is 0.
+
+        Returns:
+            Tokens (n,) int64, and (n,) bool, as Ops.masked_argmax.
+        """
         check_mask(logits, torch.empty(len(logits), dtype=torch.int32), bits)
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, not float32")
@@ -638,20 +721,21 @@ class CompiledOperators(CachedOperators):
         return tokens, barred
 
     def latent_pages(self, block_size: int, dtype: torch.dtype) -> CachePages:
-        """Return the tiles of a cache of latents with this block size."""
+        """Return how attention cuts a cache of latents with blocks of `block_size` tokens into tiles."""
         return CachePages(block_size, 1, self._functions["latent_tile", dtype]())
 
     def latent_attention(
         self, q: Tensor, cache: Tensor, block_tables: Tensor, items: Items, scale: float, rank: int
     ) -> Tensor:
-        """Compute attention as batchinfer_kernels.latent_attention does.
+        """Compute causal attention over a paged cache of latents: (T, heads, rank) in q's dtype.
 
         Args:
-            q: (T, heads, D).
-            cache: (blocks, 1, block_size, D).
+            q: (T, heads, D), the queries of all sequences.
+            cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
+                value.
             block_tables: (sequences, blocks) int32.
-            items: planned for these tables with `latent_pages`. Its `group` is the number of heads of a slice and must
-                divide `heads`.
+            items: from `attention_items`, planned for these tables with `latent_pages`. Its `group` is the number of
+                heads that are computed together and must divide `heads`.
             scale: factor of q · k.
             rank: values of V.
         """

@@ -13,11 +13,11 @@ TIMEOUT_S = 300  # for one process, which takes some seconds on an idle core
 
 
 class NoCompiler(RuntimeError):
-    """There is no C compiler, or it cannot build the operators; the message contains its command and error."""
+    """There is no C compiler, or it cannot build the CPU operators. The message contains its command and error."""
 
 
 class Compilers:
-    """Runs compilers until it is stopped. Thread-safe."""
+    """Runs C compilers until another thread stops it. Thread-safe."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
@@ -25,7 +25,7 @@ class Compilers:
         self._lock = threading.Lock()
 
     def call(self, command: Sequence[str]) -> str:
-        """Run a command and return its output. Raises NoCompiler if it fails, times out, or is stopped."""
+        """Run a command and return its stdout. Raises NoCompiler if it fails, times out, or is stopped."""
         try:
             process = self._started(command)
         except OSError as error:
@@ -47,7 +47,7 @@ class Compilers:
             raise NoCompiler("the compiler was stopped")
 
     def stop(self) -> None:
-        """Kill all running compilers and refuse to start others."""
+        """Kill all running compilers; later calls raise NoCompiler."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -74,6 +74,5 @@ class Compilers:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill the compiler and its child processes."""
     with suppress(ProcessLookupError):  # the process has already ended
         os.killpg(process.pid, signal.SIGKILL)

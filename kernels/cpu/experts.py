@@ -11,9 +11,14 @@ from batchinfer_kernels.experts import Choice
 
 
 class ExpertsRoom:
-    """The buffers that `structure` points to; `y` (T, outputs) is the result.
+    """The buffers of one call of the compiled experts; `structure` points to them.
 
-    Raises ValueError if the weights do not match each other or x.
+    Attributes:
+        y: (T, outputs), the result of the call.
+        structure: the argument of the C function.
+
+    Raises:
+        ValueError: If the weights do not match each other or x.
     """
 
     def __init__(
@@ -41,7 +46,15 @@ class ExpertsRoom:
 
 
 def wide_room(x: Tensor, *weights: PackedExperts) -> tuple[Tensor | None, int]:
-    """Return a buffer per thread for a widened panel of MXFP4 weights, and its bytes; None if nothing is widened."""
+    """Return a buffer in which threads dequantise panels of MXFP4 weights, and its bytes per thread.
+
+    Args:
+        x: the activations.
+        weights: weights of the call.
+
+    Returns:
+        (threads, bytes) uint8 and bytes; None and 0 if no weight is MXFP4.
+    """
     size = max(weight.wide_bytes(x.element_size()) for weight in weights)
     return (torch.empty(torch.get_num_threads(), size, dtype=torch.uint8) if size else None), size
 

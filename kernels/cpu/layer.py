@@ -35,9 +35,16 @@ PRE_NORMS, SUM_NORMS = ("input_norm", "post_norm"), ("attention_norm", "feed_for
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The sizes that all layers of a model share.
+    """The sizes and constants that all layers of a model share.
 
-    `scale` and `soft_cap` belong to attention, `eps` and `offset` to all norms.
+    Attributes:
+        q_heads: query heads.
+        kv_heads: KV heads.
+        head_dim: values of a head.
+        scale: factor of q · k in attention.
+        eps: epsilon of all norms.
+        soft_cap: cap of attention scores, or None.
+        offset: added to the weights of all norms.
     """
 
     q_heads: int
@@ -51,7 +58,15 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRotation:
-    """The norms and the rotation of a layer's heads: cos and sin (positions, pairs) float32, norms (head_dim,)."""
+    """The rotary embedding of a layer's heads, and the norms before it.
+
+    Attributes:
+        cos: (positions, pairs) float32.
+        sin: as `cos`.
+        interleaved: which values form a pair; see `rotate_reference`.
+        q_norm: (head_dim,), weight of the RMSNorm of q, or None.
+        k_norm: as `q_norm`.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -77,12 +92,19 @@ class LayerRotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """The packed weights of a layer. `up` has a gated kind or one with an activation; the others are "plain".
+    """The packed weights of a decoder layer, which a PackedLayer runs.
 
     Attributes:
         norms: weights of the norms that the layer has, by the names in NORMS.
-        biases: biases of the norms, by the same names.
-        adapters: what adapters add to qkv, o, up and down; None: no adapter.
+        rotation: rotary embedding and norms of the heads.
+        qkv: projection to q, k and v.
+        o: projection of the attention output.
+        up: gate and up projection, of a gated kind or with an activation; the others are "plain".
+        down: down projection.
+        window: sliding window; None: full attention.
+        sinks: (q_heads,) float32, or None.
+        adapters: the LoRA factors for qkv, o, up and down; None: no adapter changes the product.
+        biases: biases of the norms, by the names in NORMS.
         centred: True if the norms are LayerNorms.
         norms_sums: True: the norms apply to the sums after attention and after the feed-forward part, as in a post-norm
             model. False: to the input of both, and optionally to their result.
@@ -103,12 +125,12 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[PackedWeight, ...]:
-        """Return the weights in the order in which they run."""
+        """Return the weights of the four products, in the order in which they run."""
         return self.qkv, self.o, self.up, self.down
 
 
 class PackedLayer:
-    """A layer with packed weights, as the C operators read it. Raises ValueError if the weights do not match."""
+    """A decoder layer in the form that the C operators read. Raises ValueError if the weights do not match."""
 
     def __init__(self, weights: LayerWeights, sizes: LayerSizes) -> None:
         if sizes.q_heads % sizes.kv_heads:
@@ -181,18 +203,28 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlaces:
-    """The positions, slots and attention items of a step's T tokens; see `rope_store` and `paged_attention`."""
+    """The positions, cache slots and attention items of a step's T tokens.
+
+    Attributes:
+        positions: (T,) int64.
+        slots: (T,) int64, block * block_size + offset.
+        block_tables: (sequences, blocks) int32.
+        items: work items of attention.
+        block_size: tokens of a block.
+        parts: (n, 4) int64, blocks to copy after the step's K and V are stored, as in `copy_parts`; None: none.
+        adapted: the tokens by LoRA adapter; None: no token has an adapter.
+    """
 
     positions: Tensor
     slots: Tensor
     block_tables: Tensor
     items: Items
     block_size: int
-    parts: Tensor | None = None  # as for `copy_parts`
-    adapted: AdaptedRows | None = None  # None: no token has an adapter
+    parts: Tensor | None = None
+    adapted: AdaptedRows | None = None
 
     def check(self, tokens: int) -> None:
-        """Raise ValueError if the operators cannot read the tensors, or these do not match a step of `tokens`."""
+        """Raise ValueError unless the tensors are contiguous on the CPU and match a step of `tokens` tokens."""
         _check("positions", self.positions, (tokens,), torch.int64)
         _check("slots", self.slots, (tokens,), torch.int64)
         _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
@@ -233,8 +265,11 @@ class LayerRoom:
         places: the tokens' positions and slots.
         cache_shape: shape of a cache block.
         state: buffer from `attention_state`.
-        beside: room of the previous layers, which have other places. Its tensors are reused if the sizes match and it
-            holds x.
+        beside: room of the previous layers, which have other `places`. Its tensors are reused if the sizes match and
+            its x is this x.
+
+    Raises:
+        ValueError: If x or `places` do not match the layer.
     """
 
     def __init__(
@@ -264,9 +299,9 @@ class LayerRoom:
         self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts, adapted)
 
     def holds(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Return True if x and residual are the output that a layer left in this room.
+        """Return True if `x` and `residual` are this room's tensors, which hold the output of the last layer.
 
-        A layer with `norms_sums` leaves no residual.
+        A layer with `norms_sums` has no residual; it must be None.
         """
         left = None if self._layer.weights.norms_sums else self.residual
         return x is self.x and residual is left
@@ -317,7 +352,7 @@ class LayerRoom:
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError if the operators cannot read a tensor that is given."""
+    """Raise ValueError unless a tensor is None or contiguous on the CPU, with this shape and dtype."""
     if tensor is None:
         return
     if tensor.shape != shape or tensor.dtype != dtype:
@@ -326,6 +361,6 @@ def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torc
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless a tensor is contiguous and on the CPU."""
+    """Raise ValueError unless a tensor is contiguous and on the CPU. `name` is its name in the message."""
     if not tensor.is_contiguous() or not tensor.is_cpu:
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous on the CPU")

@@ -15,12 +15,12 @@ _ROW = 64  # at least the columns of a panel
 
 
 class PackedLowRank:
-    """The packed factors A and B of all adapters for one product; None for an adapter that does not change it.
+    """The packed LoRA factors A and B of all adapters for one linear layer.
 
     Args:
-        factors: A and B of each adapter.
-        outputs: outputs of the product.
-        inputs: inputs of the product.
+        factors: A and B of each adapter; None for an adapter that does not change the layer.
+        outputs: outputs of the layer.
+        inputs: inputs of the layer.
         places: if given, products read only this many adapters, which `place` selects.
     """
 
@@ -48,7 +48,7 @@ class PackedLowRank:
 
 
 def check_adapted_rows(rows: AdaptedRows, tokens: int) -> None:
-    """Raise ValueError unless the rows match this many tokens and the operators can read them."""
+    """Raise ValueError unless the rows match a step of `tokens` tokens and the C operators can read them."""
     parts = rows.order, rows.places, rows.starts
     whole = all(part.dtype == torch.int64 and part.dim() == 1 and part.is_contiguous() for part in parts)
     if not whole or len(rows.places) != tokens or len(rows.starts) < 2 or int(rows.starts[-1]) != tokens:
@@ -62,7 +62,15 @@ def count_without_adapter(rows: AdaptedRows) -> int:
 
 
 class AdaptedRoom:
-    """The buffers for the tokens that have an adapter, for products of up to this many inputs, ranks and outputs."""
+    """The buffers of low-rank products of the tokens that have an adapter.
+
+    Args:
+        rows: the tokens by adapter.
+        dtype: dtype of the activations.
+        inputs: the most inputs of a product.
+        rank: the greatest rank of an adapter.
+        outputs: the most outputs of a product.
+    """
 
     def __init__(self, rows: AdaptedRows, dtype: torch.dtype, inputs: int, rank: int, outputs: int) -> None:
         count = len(rows.order) - count_without_adapter(rows)
@@ -75,7 +83,13 @@ class AdaptedRoom:
 
 
 def with_added_values(weight: Weight, values: Tensor, rows: AdaptedRows) -> Weight:
-    """Return the weight with the result of low-rank products for these rows added to its product."""
+    """Return a copy of a weight's C structure whose product also adds low-rank results.
+
+    Args:
+        weight: the structure.
+        values: (n, outputs) float32, the results for the n tokens that have an adapter, sorted by adapter.
+        rows: the tokens by adapter.
+    """
     found = Weight.from_buffer_copy(weight)
     found.added, found.added_places = address(values), address(rows.places)
     found.added_first = count_without_adapter(rows)

@@ -23,10 +23,10 @@ _TRIMMED_BYTES = 1 << 30
 
 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros whose memory is allocated and cleared on first access, in huge pages if it is large.
+    """Return a tensor of zeros, in huge pages if it has at least LEAST_BYTES.
 
-    A cache is sized for the longest rows, and most jobs touch a small part of it. Huge pages save page-table walks for
-    kernels that read scattered blocks or stream weights, above all in a virtual machine.
+    The system allocates and clears the memory on first access: a cache is sized for the longest rows, and most jobs
+    touch a small part of it. Huge pages make kernels faster that read scattered blocks or stream weights.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST_BYTES:
@@ -53,7 +53,10 @@ class ReusedPages:
         self._free, self._old, self._keeps = list[mmap.mmap](), list[mmap.mmap](), True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in host memory. The memory of small tensors is not reused."""
+        """Return an uninitialised tensor in host memory, in freed memory of up to twice its size if there is any.
+
+        The memory of tensors below LEAST_BYTES is not reused.
+        """
         size = math.prod(shape) * dtype.itemsize
         if size < LEAST_BYTES:
             return torch.empty(shape, dtype=dtype)
@@ -63,11 +66,11 @@ class ReusedPages:
         return torch.from_numpy(held).view(dtype).view(shape)
 
     def forget(self) -> None:
-        """Free the memory that no tensor has used since the previous call."""
+        """Release the free memory that no tensor has used since the previous call."""
         self._free, self._old = [], self._free
 
     def close(self) -> None:
-        """Free all unused memory, and from now on free memory with its tensor."""
+        """Release all free memory; memory of tensors that are freed later is released with the tensor."""
         self._keeps = False
         self._free, self._old = [], []
 
@@ -86,9 +89,9 @@ class ReusedPages:
 
 
 class HugePages:
-    """Allocates small tensors in shared huge pages.
+    """Allocates small tensors side by side in huge pages.
 
-    A piece is freed with its last tensor. A large tensor gets its own piece.
+    A piece of memory is freed with the last tensor in it. A large tensor gets its own memory.
     """
 
     def __init__(self) -> None:

@@ -33,25 +33,32 @@ MAX_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the w
 
 
 def padded(size: int) -> int:
-    """Return `size` bytes, the inputs of an output in a panel, rounded up to whole steps."""
+    """Return `size`, the bytes of one output's weights, rounded up to a multiple of STEP_BYTES."""
     return -(-size // STEP_BYTES) * STEP_BYTES
 
 
 def codes_room(rows: int, inputs: int) -> Tensor:
-    """Return a buffer for quantised rows, large enough for any CPU."""
+    """Return an uninitialised buffer for `rows` rows of `inputs` quantised activations, large enough on any CPU."""
     return torch.empty(rows, MAX_CODE_BYTES * padded(inputs), dtype=torch.uint8)
 
 
 def is_gated(kind: Kind) -> bool:
-    """Return True if the weight consists of a gate above an up."""
+    """Return True if a weight of this kind consists of a gate above an up projection."""
     return kind.endswith("gated")
 
 
 class PackedWeight:
-    """A weight (outputs, inputs) in panels, see panels.h; bias, starts and scales are in the order of their columns.
+    """A weight in the layout of the compiled operators (panels.h), maybe quantised.
 
-    An int8 weight has a start (int32: -128 × the sum of its values) and a scale (float32) per column. With a `group`,
-    the values are int4, and `group` inputs of a column share a scale and optionally a zero point.
+    Args:
+        panels: the values.
+        bias: bias of each column of the panels, or None.
+        shape: (outputs, inputs).
+        kind: the epilogue of the product.
+        starts: -128 × the sum of each column's values, as int32; for int4 as floats, with scales. None: not quantised.
+        scales: scale of each column, or of each column and group.
+        zeros: -scale × zero point of each column and group, or None.
+        group: inputs of a column that share a scale, for int4; else 0.
     """
 
     def __init__(
@@ -73,7 +80,7 @@ class PackedWeight:
 
     @property
     def columns(self) -> int:
-        """Return the columns of the result: half of a gated weight's outputs."""
+        """Return the columns of the product: the outputs, or half of them for a gated weight."""
         return self.outputs // 2 if is_gated(self.kind) else self.outputs
 
     @property
@@ -91,14 +98,22 @@ class PackedWeight:
 
     @property
     def widened(self) -> bool:
-        """Return True if the weight is MXFP4, which is widened before it is multiplied."""
+        """Return True if the weight is MXFP4, which is dequantised before it is multiplied."""
         return self.panels.dtype == torch.uint8 and not self.quantized
 
 
 class PackedExperts(PackedWeight):
-    """The weights of `count` experts, (outputs, inputs) each, stored consecutively.
+    """The weights of several experts, (outputs, inputs) each, in consecutive panels.
 
-    In MXFP4, `scales` are exponents; see mxfp4.h.
+    Args:
+        panels: the values, one row per expert.
+        bias: bias of each expert's columns, or None.
+        shape: (experts, outputs, inputs).
+        kind: the epilogue of the product.
+        starts: as in PackedWeight, one row per expert.
+        scales: as in PackedWeight, one row per expert; exponents of MXFP4 values (mxfp4.h).
+        group: as in PackedWeight; 32 for MXFP4.
+        zeros: as in PackedWeight, one row per expert.
     """
 
     def __init__(
@@ -116,7 +131,7 @@ class PackedExperts(PackedWeight):
         self.count = shape[0]
 
     def wide_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a widened panel with values of `itemsize` bytes; 0 if the weights are not widened."""
+        """Return the bytes of a dequantised MXFP4 panel with values of `itemsize` bytes; 0 for other weights."""
         exponents = self._kept[2]
         if not self.widened or exponents is None:
             return 0

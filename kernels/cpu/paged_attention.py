@@ -29,20 +29,30 @@ KEY_SLACK = 64  # further keys of padding, because short contexts are cheap to p
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Sequences that are computed together, padded to Q queries and N blocks (K = N × block_size keys)."""
+    """G sequences that are computed together, padded to Q queries and N blocks each (K = N × block_size keys).
 
-    blocks: Tensor  # (G × N,) int64, into the cache
-    shape: tuple[int, int, int]  # G, Q, N
-    queries: Tensor  # (G × Q,) int64, into the step's tokens; padding repeats the sequence's last query
-    real: Tensor | None  # (n,) int64, the indices of the G × Q queries that are not padding; None: all
-    unused: Tensor  # (G, 1, K, 1) bool: slots after a sequence's end, or before every window
-    masks: dict[int | None, Tensor]  # window → (G, 1, Q, K) bool, True: attend
-    query_at: Tensor  # (G, Q) int64, on the host: the position of each query
+    Attributes:
+        blocks: (G × N,) int64, the blocks of each sequence in the cache.
+        shape: (G, Q, N).
+        queries: (G × Q,) int64, the step's tokens; padding repeats the sequence's last query.
+        real: (n,) int64, the indices in `queries` that are not padding; None: all.
+        unused: (G, 1, K, 1) bool, True for slots after a sequence's end, or before every window.
+        masks: by window, (G, 1, Q, K) bool, True if the query sees the key.
+        query_at: (G, Q) int64, on the host, the position of each query.
+    """
+
+    blocks: Tensor
+    shape: tuple[int, int, int]
+    queries: Tensor
+    real: Tensor | None
+    unused: Tensor
+    masks: dict[int | None, Tensor]
+    query_at: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceShape:
-    """Adjacent queries of one sequence.
+    """Adjacent queries of one sequence, and the keys that they see.
 
     Attributes:
         row: row of the block table.
@@ -60,7 +70,14 @@ class SequenceShape:
 
 
 def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[list[SequenceShape]]:
-    """Group sequences by shape, with padding within the limits above. Not `causal`: queries also see later keys."""
+    """Group sequences of similar size, so that padding each to the largest of its group stays within limits.
+
+    Long chunks are cut before.
+
+    Args:
+        shapes: the sequences of a step.
+        causal: False: queries also see later keys.
+    """
     tiles = [tile for shape in shapes for tile in _tiles(shape, causal)]
     ordered = sorted(tiles, key=lambda s: (s.queries, s.context), reverse=True)
     groups: list[list[SequenceShape]] = []
@@ -101,7 +118,16 @@ def build_group(
     causal: bool = True,
     tree: TreeMask | None = None,
 ) -> AttentionGroup:
-    """Return the index tensors of one group. `tree` holds the keys that queries in draft trees see."""
+    """Return the index tensors and masks of one group of sequences.
+
+    Args:
+        members: the sequences, from `group_sequences`.
+        block_tables: (sequences, max blocks).
+        block_size: tokens of a block.
+        windows: windows of the model's layers; None: full attention.
+        causal: False: queries also see later keys.
+        tree: the keys that queries in draft trees see, if there are any; there is then no window.
+    """
     most, device = max(s.queries for s in members), block_tables.device
     blocks = -(-max(s.context for s in members) // block_size)
     rows = torch.tensor([s.row for s in members])
@@ -162,7 +188,15 @@ def grouped_attention(
     groups: list[AttentionGroup],
     rules: ScoreRules,
 ) -> Tensor:
-    """Compute paged attention over prepared groups; shapes as in batchinfer_kernels.paged_attention."""
+    """Compute attention over a paged KV cache in torch: (T, q_heads, D).
+
+    Args:
+        q: (T, q_heads, D), the queries of all sequences.
+        k_cache: (blocks, kv_heads, block_size, D).
+        v_cache: as `k_cache`.
+        groups: from `build_group`; together they have all queries.
+        rules: scale, window, cap, sinks and bias.
+    """
     out = torch.empty_like(q)
     for group in groups:
         k, v = _gather(k_cache, group), _gather(v_cache, group)
@@ -174,7 +208,16 @@ def grouped_attention(
 def grouped_latent_attention(
     q: Tensor, cache: Tensor, groups: list[AttentionGroup], scale: float, rank: int
 ) -> Tensor:
-    """Compute attention over a cache of latents; shapes as in batchinfer_kernels.latent_attention."""
+    """Compute causal attention over a paged cache of latents in torch: (T, heads, rank).
+
+    Args:
+        q: (T, heads, D), the queries of all sequences.
+        cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
+            value.
+        groups: from `build_group`; together they have all queries.
+        scale: factor of q · k.
+        rank: values of V.
+    """
     check_latent_attention(q, cache, groups[0].blocks[None], rank)
     out = q.new_empty(*q.shape[:2], rank)
     for group in groups:

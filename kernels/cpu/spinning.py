@@ -17,7 +17,7 @@ START_S = 10.0  # the longest wait for the second team to start
 
 
 class SpinControl:
-    """Switches between long and short spins. Does nothing if torch does not use GNU OpenMP."""
+    """Switches how long OpenMP threads spin before they sleep. Does nothing if torch does not use GNU OpenMP."""
 
     def __init__(self) -> None:
         self._runtime = _loaded_runtime()
@@ -26,11 +26,11 @@ class SpinControl:
 
     @property
     def short(self) -> bool:
-        """Return True if spins are short now."""
+        """Return True if threads spin only briefly at present."""
         return self._end is not None
 
     def shorten(self) -> None:
-        """Make threads spin only briefly from now on."""
+        """Make OpenMP threads spin only briefly from now on."""
         if self._end is not None or self._runtime is None:
             return
         ready, self._end = threading.Event(), threading.Event()
@@ -41,7 +41,7 @@ class SpinControl:
         ready.wait(START_S)
 
     def lengthen(self) -> None:
-        """Restore the runtime's default spins."""
+        """Restore the default spin time of the OpenMP runtime."""
         if self._end is None or self._holder is None:
             return
         self._end.set()

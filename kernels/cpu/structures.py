@@ -12,7 +12,7 @@ _SIZES = [(name, _L) for name in ("q_heads", "kv_heads", "dim", "dim_pad", "bloc
 
 
 class Weight(ctypes.Structure):
-    """`Weight` in panels.h."""
+    """The C structure `Weight` of panels.h: a packed weight."""
 
     _fields_ = [
         *((name, _P) for name in ("panels", "bias", "starts", "scales")),
@@ -26,7 +26,7 @@ class Weight(ctypes.Structure):
 
 
 class LowRankStructure(ctypes.Structure):
-    """The factors in low_rank.h."""
+    """The C structure of an adapted layer's LoRA factors in low_rank.h."""
 
     _fields_ = [
         *((name, ctypes.POINTER(Weight)) for name in "ab"),
@@ -35,13 +35,13 @@ class LowRankStructure(ctypes.Structure):
 
 
 class AdaptedStructure(ctypes.Structure):
-    """The tokens in low_rank.h."""
+    """The C structure of the tokens that have an adapter, and their buffers, in low_rank.h."""
 
     _fields_ = [(name, _P) for name in ("order", "places", "starts", "rows", "low", "values")]
 
 
 class RotationStructure(ctypes.Structure):
-    """The rotation in pointwise.h."""
+    """The C structure of rotary embedding and QK-norm in pointwise.h."""
 
     _fields_ = [
         *((name, _P) for name in ("cosine", "sine")),
@@ -52,19 +52,19 @@ class RotationStructure(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """`Cache` in cache.h."""
+    """The C structure `Cache` of cache.h: K, V and their scales."""
 
     _fields_ = [(name, _P) for name in ("k", "v", "k_scale", "v_scale")]
 
 
 class Teams(ctypes.Structure):
-    """`Teams` in teams.h."""
+    """The C structure `Teams` of teams.h: pointers to the operators that run within a team of threads."""
 
     _fields_ = [(name, _P) for name in ("store", "copy", "attend")]
 
 
 class Heads(ctypes.Structure):
-    """`Heads` in pointwise.h."""
+    """The C structure `Heads` of pointwise.h: the arguments of `rope_store`."""
 
     _fields_ = [
         *((name, _P) for name in "qkv"),
@@ -79,7 +79,7 @@ class Heads(ctypes.Structure):
 
 
 class PlanStructure(ctypes.Structure):
-    """The plan in plan.h."""
+    """The C structure of attention work items and block tables in plan.h."""
 
     _fields_ = [
         ("tables", _P),
@@ -94,7 +94,7 @@ class PlanStructure(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """`Attention` in attention.h."""
+    """The C structure `Attention` of attention.h: the arguments of `paged_attention`."""
 
     _fields_ = [
         ("q", _P),
@@ -111,7 +111,7 @@ class Attention(ctypes.Structure):
 
 
 class Latent(ctypes.Structure):
-    """`Latent` in latent.h."""
+    """The C structure `Latent` of latent.h: the arguments of `latent_attention`."""
 
     _fields_ = [
         *((name, _P) for name in ("q", "cache")),
@@ -123,18 +123,18 @@ class Latent(ctypes.Structure):
 
 
 class PartsStructure(ctypes.Structure):
-    """The parts in parts.h."""
+    """The C structure of the copies that `copy_parts` makes, in parts.h."""
 
     _fields_ = [("fields", _P), ("count", _L)]
 
     @classmethod
     def of(cls, parts: Tensor | None) -> PartsStructure:
-        """Return the structure of parts (n, 4) int64, which must outlive it; None: no parts."""
+        """Return the structure of copies (n, 4) int64, a tensor that must outlive it; None: no copies."""
         return cls(address(parts), 0 if parts is None else len(parts))
 
 
 class Layer(ctypes.Structure):
-    """`Layer` in layer.h."""
+    """The C structure `Layer` of layer.h: the weights of a decoder layer."""
 
     _fields_ = [
         *((name, _P * 4) for name in ("norms", "biases")),
@@ -147,7 +147,7 @@ class Layer(ctypes.Structure):
 
 
 class LayerStep(ctypes.Structure):
-    """`LayerStep` in layer.h."""
+    """The C structure `LayerStep` of layer.h: the inputs and buffers of a decoder layer in a step."""
 
     _fields_ = [
         ("heads", Heads),
@@ -160,7 +160,7 @@ class LayerStep(ctypes.Structure):
 
 
 class ExpertsStructure(ctypes.Structure):
-    """The experts in experts.h."""
+    """The C structure of the arguments and buffers of the experts in experts.h."""
 
     _fields_ = [
         *((name, Weight) for name in ("gate_up", "down")),
@@ -173,12 +173,12 @@ class ExpertsStructure(ctypes.Structure):
 
 
 def scoring(scale: float, soft_cap: float | None) -> dict[str, float]:
-    """Return the fields of `Attention` that scale products of q and k, and cap them if `soft_cap` is given."""
+    """Return the fields of `Attention` that scale products of q and k, and cap scores unless `soft_cap` is None."""
     if soft_cap is None:
         return {"scale": scale * LOG2_E, "cap": 0.0, "within": 0.0}
     return {"scale": LOG2_E, "cap": soft_cap, "within": scale / soft_cap}
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's values, for a pointer of these structures."""
+    """Return the address of a tensor's values, for a pointer of a C structure; None for None."""
     return None if tensor is None else tensor.data_ptr()
