@@ -61,7 +61,7 @@ class LoadConfig:
     tiles: bool = False  # a deterministic run on a CPU computes the bits of matrix tiles (AMX)
     kv_cache: KvCacheDtype = "auto"
     adapters: tuple[tuple[str, Path], ...] = ()  # fingerprints and folders
-    adapter_places: int | None = None  # adapters on the device at a time; None: all
+    adapter_slots: int | None = None  # adapters on the device at a time; None: all
     draft_model: DraftModelConfig | None = None
     heads: Path | None = None  # the folder of draft heads
     experts: ExpertPlacement | None = None  # which experts each rank holds; None: contiguous ranges

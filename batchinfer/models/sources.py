@@ -50,16 +50,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model of a supported family: its spec, and the source of its weights.
+    """A model of a supported family that an engine can load: its spec, and the source of its weights.
 
     Args:
         spec: The model, or this rank's shard of it.
-        parameters: The number of values in all tensors.
-        weights: Opens the weights, of the shard only.
+        parameters: The number of values in all tensors, of the shard only.
+        weights: Opens the weights of the shard in a dtype and on a device.
         adapters: Adapters that rows may use, by fingerprint.
-        merged: An adapter of all rows, which is merged into the weights.
-        folder: The checkpoint, which may contain channel factors for adapters.
-        adapter_places: The number of adapters that are on the device at a time. None: all.
+        merged: An adapter that all rows use, which is merged into the weights. None: there is no such adapter.
+        folder: The checkpoint, which may contain channel factors for adapters. None: it has none.
+        adapter_slots: The number of adapters that are on the device at a time. None: all.
         ranks: The ranks that compute the model together.
         whole: The whole model. None: `spec` is the whole model.
         read: Counts the bytes that are read from the checkpoint.
@@ -71,7 +71,7 @@ class ModelSource:
     adapters: Mapping[str, StoredAdapter] = field(default_factory=dict)
     merged: StoredAdapter | None = None
     folder: Path | None = None
-    adapter_places: int | None = None
+    adapter_slots: int | None = None
     ranks: Ranks = SINGLE_RANK
     whole: ModelSpec | None = None
     read: ReadCount = field(default_factory=ReadCount)
@@ -79,7 +79,14 @@ class ModelSource:
     can_be_captured: ClassVar[bool] = True
 
     def part(self, ranks: Ranks) -> ModelSource:
-        """Return the source of a rank's shard; `weights` must already read only that. Raises CannotSplit."""
+        """Return the source of a rank's shard, from a source of the whole model whose `weights` read only the shard.
+
+        Args:
+            ranks: The ranks of the engine, and the shard.
+
+        Raises:
+            CannotSplit: The model cannot be sharded like this.
+        """
         shard, merged = ranks.shard, self.merged
         if merged is not None and shard.cuts_layers:
             raise CannotSplit(DORA_NOT_SHARDED)
@@ -96,12 +103,19 @@ class ModelSource:
 
     @property
     def prompt_layers(self) -> Mapping[AttentionRules, int]:
-        """Return the number of layers by their attention rules."""
+        """Return the number of layers with each set of attention rules, without layers of latent attention."""
         found = (layer.attention for layer in self.spec.layers)
         return Counter(attention.rules for attention in found if isinstance(attention, AttentionSpec))
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
-        """Return the operators for the model. Raises Unavailable if no operators support the arithmetic."""
+        """Return the operators for the model.
+
+        Args:
+            arithmetic: Device, dtype, and whether results must be deterministic.
+
+        Raises:
+            Unavailable: No operators support the arithmetic, or a cache of the model.
+        """
         attention = self.spec.attention
         caches = [cache for cache in self.spec.caches if cache is not None]
         ops = choose_ops(
@@ -126,13 +140,21 @@ class ModelSource:
         return ops
 
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], Decoder]:
-        """Load the weights, and return a function that builds a decoder.
+        """Load and pack the weights, and return a function that builds a decoder from them.
 
-        The function's arguments are operators and the tokens of the longest sequence. The operators may differ from
-        `ops` in how they read prompts. Raises the errors of reading files.
+        Args:
+            ops: Operators, for which the weights are packed.
+            arithmetic: Device and dtype of the weights.
+
+        Returns:
+            A function of operators and the maximum length of a sequence in tokens. Its operators may differ from `ops`
+            only in how they compute the attention of prompts.
+
+        Raises:
+            OSError: A file cannot be read.
         """
         place, adapters = (arithmetic.dtype, arithmetic.device), [*self.adapters.values()]
-        room = None if self.adapter_places is None else AdapterRoom(self.adapter_places, arithmetic.device)
+        room = None if self.adapter_slots is None else AdapterRoom(self.adapter_slots, arithmetic.device)
         # If not all adapters fit the device, they stay in host memory until they are needed
         kept = (arithmetic.dtype, arithmetic.device if room is None else torch.device("cpu"))
         rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
@@ -159,7 +181,7 @@ class ModelSource:
         return PartOfLayers(layers, shard)
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
-        """Return the cost of a step."""
+        """Return the cost of a step on the device of `arithmetic`, adapters included."""
         device: Device = "cuda" if arithmetic.device.type == "cuda" else "cpu"
         found, sizes = (
             model_cost(self.spec, arithmetic.dtype.itemsize, device, arithmetic.deterministic),
@@ -169,21 +191,24 @@ class ModelSource:
 
     @property
     def _sizes(self) -> AdapterSizes | None:
-        """Return the sizes of the adapters that are not merged; None if there are none."""
+        """Return the sizes of the adapters that are not merged into the weights; None without any."""
         return adapter_sizes(self.spec, [*self.adapters.values()])
 
     def weight_bytes(self, cost: ModelCost) -> int:
         """Return the bytes of the loaded weights and adapters.
 
         A tied head counts once, unless it is a quantised copy.
+
+        Args:
+            cost: The cost of the model, for the bytes of a value.
         """
-        sizes, places = self._sizes, self.adapter_places
-        values = 0 if sizes is None else sizes.values if places is None else sizes.place_values * (places + 1)
+        sizes, slots = self._sizes, self.adapter_slots
+        values = 0 if sizes is None else sizes.values if slots is None else sizes.slot_values * (slots + 1)
         factors = values * cost.itemsize
         return loaded_bytes(self.spec, self.parameters, cost.itemsize) + factors
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
-        """Return the operators that compute the model, and how they compute its linear layers, for the report."""
+        """Return the name of the operators, and of how they compute most linear layers, for the report."""
         values = Counter[WeightCodes | None]()
         for linear in self.spec.linears():
             values[None if linear.form is None else linear.form.codes] += linear.values
@@ -191,7 +216,7 @@ class ModelSource:
 
 
 def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Return the spec of a model of no supported family, without a child process."""
+    """Return the spec of a model of an unsupported family. Imports transformers in this process."""
     from batchinfer.models.foreign.probe import describe  # imports transformers, which is slow
 
     return describe(raw, generation)
@@ -202,17 +227,17 @@ def checkpoint_source(
     kv_cache: KvCacheDtype = "auto",
     quantization: Quantization = "none",
     adapters: Sequence[tuple[str, Path]] = (),
-    adapter_places: int | None = None,
+    adapter_slots: int | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Source:
-    """Open a checkpoint as the source of an engine's model.
+    """Check a checkpoint and its adapters, and return the source from which an engine loads the model.
 
     Args:
-        path: The checkpoint.
+        path: The folder of the checkpoint, or a GGUF file.
         kv_cache: The dtype of the KV cache.
         quantization: The quantisation of the weights.
-        adapters: Fingerprints and folders of adapters.
-        adapter_places: The number of adapters that are on the device at a time. None: all.
+        adapters: Fingerprint and folder of each adapter.
+        adapter_slots: The number of adapters that are on the device at a time. None: all.
         ranks: The ranks of the engine, and this rank's shard.
 
     Raises:
@@ -232,7 +257,7 @@ def checkpoint_source(
         read = ReadCount()
         weights = partial(CheckpointWeights, checkpoint, shard=shard, read=read)
         whole = ModelSource(
-            spec, checkpoint.parameters, weights, separate, merged, path, adapter_places, read=read
+            spec, checkpoint.parameters, weights, separate, merged, path, adapter_slots, read=read
         )
         if shard.is_whole:
             return whole

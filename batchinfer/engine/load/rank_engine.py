@@ -35,7 +35,7 @@ AnyEngine = Engine | AlternatingEngines
 def open_source(config: LoadConfig, ranks: Ranks = SINGLE_RANK) -> Source:
     """Open the checkpoint, or the shard of it that a rank loads."""
     return checkpoint_source(
-        config.model, config.kv_cache, config.quantization, config.adapters, config.adapter_places, ranks
+        config.model, config.kv_cache, config.quantization, config.adapters, config.adapter_slots, ranks
     )
 
 

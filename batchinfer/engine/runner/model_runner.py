@@ -166,7 +166,7 @@ class ModelRunner:
             numbers: The number of each adapter, by its fingerprint. Ignored for models that are not a Decoder.
         """
         if isinstance(self.model, Decoder):
-            places, put = self.model.adapter_places, self.model.place_adapter
+            places, put = self.model.adapter_slots, self.model.place_adapter
             self.state.adapters = AdapterPlaces(numbers, places, put)
 
     def with_first_block(self, first_block: int) -> ModelRunner:

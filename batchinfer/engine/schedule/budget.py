@@ -131,5 +131,5 @@ def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = Tru
         admission_costs=admission_costs(cost, config.peaks) if waits else None,
         least_copied=least_copied(cost, config.peaks),
         whole_prompts=not cost.causal,
-        most_adapters=config.load.adapter_places,
+        most_adapters=config.load.adapter_slots,
     )

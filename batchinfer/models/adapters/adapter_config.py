@@ -33,22 +33,31 @@ _REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The configuration of a LoRA, which scales its factors.
+    """The parts of a LoRA's adapter_config.json that determine the scale of its factors.
 
     The scale is alpha / rank or, if rank-stabilised (Kalajdzievski, 2023), alpha / sqrt(rank).
 
     Args:
-        alphas: Values of alpha for single modules, by the ends of their names.
+        rank: The rank that the configuration states.
+        alpha: The alpha of modules without an entry in `alphas`.
+        rank_stabilised: If True, the scale is alpha / sqrt(rank).
+        alphas: Values of alpha for single modules, by the module's name or the end of it.
+        dora: If True, the adapter is a DoRA: it also rescales rows of weights, and must be merged into the weights.
     """
 
     rank: int
     alpha: float
     rank_stabilised: bool = False
     alphas: Mapping[str, float] | None = None
-    dora: bool = False  # it rescales rows of weights, and must be merged into them
+    dora: bool = False
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the factor of the product of a module's factors, which have this rank."""
+        """Return the factor by which a module's product B A is multiplied.
+
+        Args:
+            module: The name of the module.
+            rank: The rank of the module's A and B.
+        """
         alpha = self.alpha
         for pattern, own in (self.alphas or {}).items():
             if module == pattern or module.endswith("." + pattern):
@@ -58,9 +67,10 @@ class LoraConfig:
 
 
 def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
-    """Return the settings in the file, and a message for each mistake.
+    """Return the configuration in an adapter_config.json, and an error message for each mistake in it.
 
-    Raises JobFileError if the file is not a JSON object.
+    Raises:
+        JobFileError: The file is not a JSON object.
     """
     raw, mistakes = load_json_object(path), list[str]()
     fields = Fields(raw, CONFIG, mistakes)
@@ -93,7 +103,7 @@ def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_pattern(value: object) -> bool:
-    """Return True if it maps names to numbers. PEFT reads names as regular expressions; these are refused."""
+    """Return True if `value` maps plain names to positive numbers. PEFT also allows regular expressions as names."""
     return isinstance(value, dict) and all(
         _PLAIN.fullmatch(name) and type(alpha) in (int, float) and 0 < alpha < 1e30
         for name, alpha in value.items()

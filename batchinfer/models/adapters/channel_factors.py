@@ -25,32 +25,45 @@ _A, _B = FACTOR_A + "0", FACTOR_B + "0"
 
 
 class ChannelFactors:
-    """The channel factors of all products of a model."""
+    """The factors by which calibration divided the inputs and multiplied the outputs of a model's products."""
 
     def __init__(self, factors: Mapping[str, Tensor], first: int = 0) -> None:
         """Create the factors.
 
         Args:
-            factors: The factors by name in the file.
-            first: The number of the layer that is layer 0 here.
+            factors: The factors, by their names in the file: "LAYER.PRODUCT.inputs" or "LAYER.PRODUCT.outputs".
+            first: The layer in the file that `adapt` counts as layer 0.
         """
         self._factors, self._first = factors, first
 
     @classmethod
     def of(cls, folder: Path) -> ChannelFactors:
-        """Read the factors in a checkpoint's folder; without the file there are none.
+        """Read channel_factors.safetensors in a checkpoint's folder. Without the file, `adapt` changes nothing.
 
-        Raises OSError and SafetensorError.
+        Raises:
+            OSError: The file cannot be read.
+            SafetensorError: The file is malformed.
         """
         path = folder / FILE
         return cls(load_file(path) if path.exists() else {})
 
     def of_layers(self, layers: tuple[int, int] | None) -> ChannelFactors:
-        """Return the factors of the layers (first, end). None: all."""
+        """Return the factors for a range of layers, which are renumbered from 0.
+
+        Args:
+            layers: First layer, and end (exclusive). None: all layers.
+        """
         return self if layers is None else ChannelFactors(self._factors, self._first + layers[0])
 
     def adapt(self, layer: int, product: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an adapter's factors A (rank, in) and B (out, rank), adapted to the changed model."""
+        """Return an adapter's A and B, changed so that they have the same effect in the calibrated model.
+
+        Args:
+            layer: The number of the layer.
+            product: The name of the matrix product.
+            a: (rank, in).
+            b: (out, rank).
+        """
         start = f"{self._first + layer}.{product}"
         inputs, outputs = (self._factors.get(f"{start}.{end}") for end in ("inputs", "outputs"))
         a = a if inputs is None else (a.float() * inputs.to(a.device)).to(a.dtype)
@@ -59,20 +72,20 @@ class ChannelFactors:
 
 
 class MarkedWeights(Weights):
-    """Passes on a model's weights with an adapter of ones for each product.
+    """A source of a model's weights that adds an adapter of ones to each product without experts.
 
-    Code that changes channels also changes adapters, so the ones become the channel factors.
+    Code that scales channels also scales the factors of adapters, so the ones become the channel factors.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
         self._weights, self._spec = weights, spec
 
     def tables(self) -> Tables:
-        """Return the tables."""
+        """Return the weights before and after the layers, unchanged."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, with an adapter of ones for each product."""
+        """Return the weights of a layer, with A (1, in) and B (out, 1) of ones for each product without experts."""
         found = dict(self._weights.layer(index))
         for linear in self._spec.layers[index].linears:
             if not linear.experts:  # experts have no adapters
@@ -83,7 +96,13 @@ class MarkedWeights(Weights):
 
 
 def marked_factors(index: int, layer: LayerSpec, weights: LayerWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yield the channel factors of a layer from MarkedWeights, by name in the file."""
+    """Yield names (in the file) and values of a layer's channel factors. Factors that are all 1 are left out.
+
+    Args:
+        index: The number of the layer.
+        layer: The layer.
+        weights: The layer's weights from MarkedWeights, after its channels were scaled.
+    """
     for linear in layer.linears:
         for mark, end in ((_A, "inputs"), (_B, "outputs")):
             found = weights.get(linear.name + mark)
@@ -92,5 +111,5 @@ def marked_factors(index: int, layer: LayerSpec, weights: LayerWeights) -> Itera
 
 
 def write_factors(folder: Path, factors: Mapping[str, Tensor]) -> None:
-    """Write the file. Raises OSError."""
+    """Write channel factors, by name in the file, to channel_factors.safetensors in a folder. Raises OSError."""
     save_file(dict(factors), folder / FILE)

@@ -24,19 +24,19 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PartOfLayers:
-    """The part of a model's layers that is in a rank's shard.
+    """The layers of a rank, and how each is sharded.
 
     Args:
-        layers: The complete layers that the rank runs.
-        place: The rank's shard.
+        layers: The layers that the rank runs, as in the whole model.
+        shard: The rank's shard.
     """
 
     layers: Sequence[LayerSpec]
-    place: ModelShard
+    shard: ModelShard
 
 
 class FactorFiles:
-    """The files of adapters, mapped on first use and unmapped at the end."""
+    """Reads tensors of adapters' safetensors files, which are mapped on first use, within a `with` block."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -50,7 +50,7 @@ class FactorFiles:
         self._stack.close()
 
     def tensor(self, path: Path, name: str) -> Tensor:
-        """Read a tensor as it is stored."""
+        """Return the tensor `name` of the file `path` on the CPU, in the dtype of the file."""
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         tensor: Tensor = self._open[path].get_tensor(name)
@@ -58,9 +58,9 @@ class FactorFiles:
 
 
 class AdaptedWeights(Weights):
-    """Passes on a model's weights with the factors of adapters. Their files are mapped within a `with` block.
+    """A source of a model's weights that adds the factors of adapters. It must be used in a `with` block.
 
-    A rank gets only the factors of its outputs and inputs.
+    A rank gets only the factors of the outputs and inputs in its shard.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class AdaptedWeights(Weights):
         part: PartOfLayers | None = None,
         folder: Path | None = None,
     ) -> None:
-        """Create the weights.
+        """Wrap a source of weights.
 
         Args:
-            weights: The weights of the model, or of a shard.
-            spec: Its spec.
-            adapters: The adapters.
+            weights: The weights of the model, or of a rank's shard.
+            spec: The spec of the model or the shard.
+            adapters: The adapters; their numbers in names of factors are their positions here.
             dtype: The dtype of the factors.
             device: The device of the factors.
-            part: The shard. None: the whole model.
-            folder: The model's folder, which may contain channel factors.
+            part: The layers of the shard. None: the whole model.
+            folder: The model's folder, which may contain channel factors of a calibration.
         """
         self._weights, self._spec, self._adapters, self._part = weights, spec, adapters, part
         self._dtype, self._device = dtype, device
         self._channels = ChannelFactors.of(folder) if folder is not None and adapters else ChannelFactors({})
-        self._channels = self._channels.of_layers(None if part is None else part.place.layers)
+        self._channels = self._channels.of_layers(None if part is None else part.shard.layers)
         self._files = FactorFiles()
 
     def __enter__(self) -> AdaptedWeights:
@@ -98,11 +98,14 @@ class AdaptedWeights(Weights):
         self._files.__exit__(*details)
 
     def tables(self) -> Tables:
-        """Return the tables."""
+        """Return the weights before and after the layers, which adapters do not change."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, with the factors of adapters."""
+        """Return the weights of a layer and the factors of adapters.
+
+        A and B of adapter 0 for the product "qkv" are "qkv.factor_a.0" and "qkv.factor_b.0".
+        """
         found = dict(self._weights.layer(index))
         for linear, cuts in self._linears(index):
             for number, modules in enumerate(changed_modules(self._adapters, index, linear.name)):
@@ -116,16 +119,16 @@ class AdaptedWeights(Weights):
         return found
 
     def _linears(self, index: int) -> Iterator[tuple[LinearSpec, Mapping[str, ParameterCut]]]:
-        """Yield the products of a layer of the whole model, with the cuts of the rank's parameters."""
+        """Yield each product of a layer of the whole model, and the cuts of the layer's parameters on this rank."""
         own, part = self._spec.layers[index], self._part
         whole = own if part is None else part.layers[index]
-        cuts = {} if part is None else layer_cuts(whole, own, part.place)
+        cuts = {} if part is None else layer_cuts(whole, own, part.shard)
         yield from ((linear, cuts) for linear in whole.linears)
 
     def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> tuple[Tensor, Tensor]:
-        """Return the factors of a product: A (rank, in) of all modules concatenated, and B (out, rank), scaled.
+        """Return an adapter's factors of a product: A (rank, in) and B (out, rank), multiplied with the scale.
 
-        The columns of B of a module are zero outside of the module's outputs.
+        The A of all modules are concatenated. The columns of B of a module are zero outside of the module's outputs.
         """
         rank = sum(module.rank for module in modules)
         a = torch.empty(rank, linear.inputs, dtype=self._dtype, device=self._device)
@@ -144,9 +147,15 @@ class AdaptedWeights(Weights):
 def cut_factors(
     a: Tensor, b: Tensor, linear: LinearSpec, cuts: Mapping[str, ParameterCut]
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors of a rank's outputs and inputs of a product.
+    """Return the parts of an adapter's A and B that a rank needs for its shard of a product.
 
     If ranks hold parts of the inputs, B A x is the sum of the results of all ranks.
+
+    Args:
+        a: (rank of the adapter, in).
+        b: (out, rank of the adapter).
+        linear: The product, as in the whole model.
+        cuts: The parts of the layer's parameters that the rank holds, by name. Parameters without an entry are whole.
     """
     rows, first = list[Tensor](), 0
     for part, count in linear.parts:
@@ -158,7 +167,12 @@ def cut_factors(
 
 
 def rows_of(values: Tensor, part: Part | None) -> Tensor:
-    """Return the rows of (outputs, …) that belong to a part, whether or not the weight is stored transposed."""
+    """Return the rows of a tensor that belong to a part of a module.
+
+    Args:
+        values: (outputs, …), of the module. Outputs are rows even if the module's weight is stored transposed.
+        part: The part. None: all rows.
+    """
     if part is None:
         return values
     return segments_of(values, StoredParameter("", replace(part, transposed=False))).flatten(0, 1)

@@ -9,14 +9,20 @@ from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, low_rank_cost
 
-MIN_RANK = 16  # of a place on a GPU: the smallest inner dimension of a tile
-# Places on a GPU, whatever their size: with fewer, rows would often wait for a place for their adapter
-MIN_PLACES = 8
+MIN_RANK = 16  # of an adapter slot on a GPU: the smallest inner dimension of a tile
+# Adapter slots on a GPU, whatever their size: with fewer, rows would often wait for a slot for their adapter
+MIN_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedProduct:
-    """A product that adapters change: its inputs and outputs, and the ranks of the adapters that change it."""
+    """A matrix product that adapters change.
+
+    Args:
+        inputs: Inputs of the product per token.
+        outputs: Outputs of the product per token.
+        ranks: The rank of each adapter that changes the product.
+    """
 
     inputs: int
     outputs: int
@@ -24,39 +30,50 @@ class ChangedProduct:
 
     @property
     def width(self) -> int:
-        """Return the values of factors per rank."""
+        """Return the number of values of A and B for an adapter of rank 1."""
         return self.inputs + self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSizes:
-    """The sizes of `count` adapters, and of the products that they change."""
+    """The sizes of a job's adapters that are not merged into the weights.
+
+    Args:
+        count: The number of adapters.
+        products: The matrix products that the adapters change.
+    """
 
     count: int
     products: tuple[ChangedProduct, ...]
 
     @property
     def values(self) -> int:
-        """Return the number of values of all factors."""
+        """Return the number of values in the factors A and B of all adapters."""
         return sum(product.width * sum(product.ranks) for product in self.products)
 
     @property
-    def place_values(self) -> int:
-        """Return the number of values of a place on a GPU, which fits any of the adapters."""
+    def slot_values(self) -> int:
+        """Return the number of values in an adapter slot on a GPU, which is large enough for each of the adapters."""
         return sum(product.width * max(MIN_RANK, *product.ranks) for product in self.products)
 
-    def places(self, room: int, itemsize: int) -> int | None:
-        """Return the number of places on a GPU; None if all adapters fit.
+    def slots(self, room: int, itemsize: int) -> int | None:
+        """Return how many adapters a GPU holds at a time, at least MIN_SLOTS; None if all of them fit.
 
         Args:
-            room: Bytes for adapters.
+            room: Bytes of GPU memory for adapters.
             itemsize: Bytes of a value.
         """
-        found = max(MIN_PLACES, room // max(1, self.place_values * itemsize) - 1)  # one place has zeros
+        found = max(MIN_SLOTS, room // max(1, self.slot_values * itemsize) - 1)  # one more slot has zeros
         return found if found < self.count else None
 
     def mean_cost(self, itemsize: int, tokens: int, adapters: int) -> Cost:
-        """Return the cost of tokens with an adapter, and of adapters in a step, for the mean adapter."""
+        """Return the FLOPs and bytes that adapters add to a step, for adapters of mean size.
+
+        Args:
+            itemsize: Bytes of a value.
+            tokens: Tokens of the step that have an adapter.
+            adapters: Different adapters in the step.
+        """
         costs = (
             low_rank_cost(tokens, adapters, product.inputs, product.outputs, rank, itemsize)
             for product in self.products
@@ -66,14 +83,14 @@ class AdapterSizes:
         return Cost(whole.flops // self.count, whole.bytes // self.count)
 
     def with_cost(self, cost: ModelCost) -> ModelCost:
-        """Return the cost of a model, with these adapters added."""
+        """Return a copy of a model's cost with the operator "adapters" added."""
         size = cost.itemsize
         own = OperatorCost("adapters", adapted=self.mean_cost(size, 1, 0), adapter=self.mean_cost(size, 0, 1))
         return replace(cost, operators=(*cost.operators, own), adapted=True)
 
 
 def adapter_sizes(spec: ModelSpec, adapters: Sequence[StoredAdapter]) -> AdapterSizes | None:
-    """Return the sizes of the adapters that are not merged into the weights; None if there are none."""
+    """Return the sizes of the adapters that are not merged into the weights, that is no DoRAs; None without any."""
     separate = [adapter for adapter in adapters if not adapter.config.dora]
     return AdapterSizes(len(separate), tuple(_products(spec, separate))) if separate else None
 

@@ -34,12 +34,12 @@ DIGEST = 32  # hexadecimal digits of a fingerprint
 
 @dataclass(frozen=True, slots=True)
 class PartOutputs:
-    """Outputs of a module that are outputs of a product.
+    """The contiguous outputs of a matrix product that a module of the checkpoint computes, such as q in qkv.
 
     Args:
-        first: The first of these outputs in the product.
-        count: Their number.
-        part: Their position in the module. None: they are all of its outputs.
+        first: The first of the outputs, counted in the product.
+        count: The number of outputs.
+        part: The position of the outputs in the module. None: the module has no other outputs.
     """
 
     first: int
@@ -49,11 +49,16 @@ class PartOutputs:
 
 @dataclass(frozen=True, slots=True)
 class ChangedModule:
-    """The factors of one module: scale B A x is added to its outputs. A: (rank, inputs); B: (outputs, rank).
+    """An adapter's factors for one module: scale B A x is added to the module's outputs.
 
     Args:
-        outputs: The outputs of a product that are in the module.
-        magnitude_name: The tensor of magnitudes of a DoRA.
+        a: Where A is stored, (rank, inputs).
+        b: Where B is stored, (outputs, rank).
+        a_name: The name of the tensor A.
+        b_name: The name of the tensor B.
+        scale: The factor of B A.
+        outputs: The outputs of the module, by their positions in a matrix product.
+        magnitude_name: The name of the tensor with the magnitudes of a DoRA. None: the adapter is no DoRA.
     """
 
     a: StoredTensor
@@ -66,16 +71,19 @@ class ChangedModule:
 
     @property
     def rank(self) -> int:
-        """Return the number of rows of A."""
+        """Return the rank of the factors, which is the number of rows of A."""
         return self.a.info.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter that fits its model.
+    """The folder of an adapter, checked to fit its model.
 
     Args:
-        changed: The changed modules, by layer and name of the product.
+        path: The folder.
+        config: The scales of the factors.
+        weights: The safetensors file with the factors.
+        changed: The modules that the adapter changes, by number of the layer and name of the matrix product.
     """
 
     path: Path
@@ -85,12 +93,16 @@ class StoredAdapter:
 
     @property
     def values(self) -> int:
-        """Return the number of values of all factors."""
+        """Return the number of values in the factors A and B of all modules."""
         modules = (module for modules in self.changed.values() for module in modules)
         return sum(module.rank * (module.a.info.shape[1] + module.b.info.shape[0]) for module in modules)
 
     def of_layers(self, layers: tuple[int, int] | None) -> StoredAdapter:
-        """Return the adapter of a stage with the layers (first, end), numbered from 0. None: all layers."""
+        """Return the part of the adapter for a range of layers, which are renumbered from 0.
+
+        Args:
+            layers: First layer, and end (exclusive). None: all layers.
+        """
         if layers is None:
             return self
         first, end = layers
@@ -101,8 +113,8 @@ class StoredAdapter:
         """Return a hash of the weights and their scales, which determine what the adapter computes.
 
         Args:
-            cache: As for WeightFiles.fingerprint.
-            progress: As for WeightFiles.fingerprint.
+            cache: Hashes of files from earlier calls; new ones are added.
+            progress: Called with the number of bytes after each piece that is hashed.
         """
         config = self.config
         scaled = (config.alpha, config.rank_stabilised, sorted((config.alphas or {}).items()))
@@ -112,7 +124,14 @@ class StoredAdapter:
 
 @dataclass(slots=True)
 class _Module:
-    """A module of the model: where its outputs are used, or why adapters cannot change it."""
+    """A module of the model that contains the weight of a matrix product.
+
+    Args:
+        layer: The number of its layer.
+        linear: The product.
+        outputs: The outputs of the product that the module computes.
+        refused: Why adapters cannot change the module; empty if they can.
+    """
 
     layer: int
     linear: LinearSpec
@@ -121,12 +140,12 @@ class _Module:
 
 
 def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdapter:
-    """Check the folder of an adapter.
+    """Check the folder of an adapter, and return its contents without reading the weights.
 
     Args:
-        name: Its name in the job file.
+        name: The adapter's name in the job file, for error messages.
         path: The folder.
-        checkpoint: The model.
+        checkpoint: The model that the adapter changes.
 
     Raises:
         JobFileError: Something is missing, not supported, or does not fit the model.
@@ -147,7 +166,7 @@ def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdap
 
 
 def check_adapter_config(path: Path) -> None:
-    """Check the configuration of an adapter without its model. Raises JobFileError and SecurityRefusal."""
+    """Check the adapter_config.json in an adapter's folder, without the model. Raises JobFileError, SecurityRefusal."""
     _, mistakes = read_adapter_config(_folder(path.name, path).path / CONFIG)
     if mistakes:
         raise _wrong(path.name, path, mistakes)
@@ -178,7 +197,7 @@ def _no_weights(folder: CheckpointFolder) -> str:
 def _match_modules(
     tensors: Mapping[str, StoredTensor], config: LoraConfig, checkpoint: Checkpoint
 ) -> tuple[dict[tuple[int, str], tuple[ChangedModule, ...]], list[str]]:
-    """Return the changed modules by product, and a message for each mistake."""
+    """Return the changed modules by layer and product, and an error message for each mistake."""
     modules, mistakes = _modules(checkpoint), list[str]()
     found: dict[tuple[int, str], list[ChangedModule]] = {}
     factors = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
@@ -220,7 +239,7 @@ def _unknown_tensors(names: list[str]) -> str:
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
-    """Return the modules that contain weights of products, by name without the base prefix."""
+    """Return the modules that contain weights of matrix products, by name without the checkpoint's base prefix."""
     found: dict[str, _Module] = {}
     for index, layer in enumerate(checkpoint.spec.layers):
         names = layer_names(checkpoint.spec, index, checkpoint.prefixes)
@@ -260,7 +279,7 @@ def _module_of(name: str, modules: Mapping[str, _Module], checkpoint: Checkpoint
 
 
 def _magnitude_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
-    """Return what is wrong with the magnitudes of a DoRA; None if they are fine."""
+    """Return an error message about the magnitudes of a DoRA; None if they fit the module."""
     found, outputs = tensors.get(stem + _MAGNITUDE), max(map(_min_outputs, module.outputs))
     if module.linear.stored:
         return f"{stem}: DoRA cannot be merged into weights that stay quantised; set model.quantization: none"
@@ -270,7 +289,7 @@ def _magnitude_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _
 
 
 def _factor_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
-    """Return how the factors of a module do not fit; None if they fit."""
+    """Return an error message about the factors of a module; None if they fit the module."""
     a, b = tensors[stem + _A].info, tensors[stem + _B].info
     for name, info in ((stem + _A, a), (stem + _B, b)):
         if info.dtype not in FLOAT_DTYPES:
@@ -283,7 +302,7 @@ def _factor_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Mod
 
 
 def _min_outputs(outputs: PartOutputs) -> int:
-    """Return the smallest number of outputs that the module can have."""
+    """Return the smallest number of outputs of a module that contains these outputs."""
     part = outputs.part
     if part is None:
         return outputs.count
@@ -293,6 +312,12 @@ def _min_outputs(outputs: PartOutputs) -> int:
 def changed_modules(
     adapters: Iterable[StoredAdapter], layer: int, linear: str
 ) -> Iterator[tuple[ChangedModule, ...]]:
-    """Yield the modules of a product that each adapter changes; () if it changes none."""
+    """Yield, for each adapter, the modules that it changes in one product of a layer; () if it changes none.
+
+    Args:
+        adapters: The adapters.
+        layer: The number of the layer.
+        linear: The name of the matrix product.
+    """
     for adapter in adapters:
         yield adapter.changed.get((layer, linear), ())

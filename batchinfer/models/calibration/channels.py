@@ -32,14 +32,14 @@ def _clamped(_: Weights, factors: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Weights whose outputs can be divided by factors, with which the columns of their readers are multiplied.
+    """A norm or weight whose outputs can be divided by factors if its readers' weights are multiplied with them.
 
     Args:
-        readers: The products that read the outputs.
-        divide: Divides the weights in place, and returns the factors after rounding.
-        spread: Returns the factors of the readers' columns, from the factors of the outputs.
-        merge: Returns the sizes of the outputs, from the sizes of the readers' columns.
-        fit: Returns the nearest factors that are allowed.
+        readers: The matrix products that read the outputs.
+        divide: Divides the outputs by factors in the layer's weights. Returns the factors after rounding.
+        spread: Returns the factors of the readers' inputs from the factors of the outputs.
+        merge: Returns the sizes of the outputs from the sizes of the readers' inputs.
+        fit: Returns the nearest factors that are allowed, from the layer's weights and the wanted factors.
     """
 
     readers: tuple[LinearSpec, ...]
@@ -52,20 +52,19 @@ class Scaled:
 def scale_channels(
     layer: LayerSpec, weights: Weights, products: dict[str, Tensor], group: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Scale the channels of a layer, and change its weights and products in place.
-
-    Weights of experts are multiplied in place, as they may take most of the memory. Norms stay representable in
-    `dtype`.
+    """Scale the channels of a layer such that rounding its weights to int4 changes its outputs less.
 
     Args:
         layer: The layer.
-        weights: Its weights, float32.
-        products: X^T X of the inputs of its linear layers, by name.
+        weights: Its weights, float32. Changed entries are replaced. Weights of experts change in place, as they may
+            take most of the memory. Norms stay representable in `dtype`.
+        products: X^T X of the inputs of its matrix products, by name. Entries with scaled inputs are replaced.
         group: Inputs per scale.
         dtype: The dtype of the checkpoint to write.
 
     Returns:
-        The divisors of the inputs, by linear layer; layers without scaled inputs are left out.
+        The factors by which the inputs of each product were divided, (in,), by name. Products with unscaled inputs are
+        left out.
     """
     divisors: dict[str, Tensor] = {}
     for scaled in _divisible(layer, dtype):
@@ -91,7 +90,17 @@ def scale_channels(
 def _search_factors(
     scaled: Scaled, read: Sequence[LinearSpec], weights: Weights, products: Products, group: int
 ) -> Tensor | None:
-    """Return the factors with the smallest error over all readers; None if no scaling is best."""
+    """Return the factors of the outputs with the smallest rounding error; None if no scaling is best.
+
+    The candidates are powers of the outputs' sizes.
+
+    Args:
+        scaled: The outputs to scale.
+        read: The readers whose weights are rounded.
+        weights: The weights of the layer.
+        products: X^T X of the readers' inputs, by name.
+        group: Inputs per scale.
+    """
     sizes = products[read[0].name].diagonal().sqrt()
     sizes = scaled.merge(sizes / sizes.mean().clamp_min(1e-30)).clamp_min(1e-4)
     best, least = None, torch.inf
@@ -108,12 +117,12 @@ def _search_factors(
 
 
 def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Tensor:
-    """Return the error of a product's outputs after rounding its weight, estimated from some of the outputs.
+    """Return the squared error of a product's outputs after rounding its weight, estimated from some of the outputs.
 
     Args:
-        weight: (out, in), whose columns are multiplied with `columns` before rounding.
+        weight: (out, in).
         products: (in, in), X^T X of the inputs.
-        columns: (in,).
+        columns: (in,), the factors with which columns of the weight are multiplied before rounding.
         group: Inputs per scale.
     """
     every = -(-len(weight) // OUTPUTS_TRIED)
@@ -124,7 +133,7 @@ def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Ten
 
 
 def _divisible(layer: LayerSpec, dtype: torch.dtype) -> Iterator[Scaled]:
-    """Yield all weights whose outputs can be divided without changing the function of the layer."""
+    """Yield the norms and weights of a layer whose outputs can be scaled without changing the layer's function."""
     linears = {linear.name: linear for linear in layer.linears}
     for name, readers in norm_readers(layer):
         norm, reading = layer.norms[name], tuple(linears[reader] for reader in readers)
@@ -158,9 +167,9 @@ def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: 
 
 
 def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
-    """Return the scaling of a norm that a router reads, too.
+    """Return the scaling of a norm whose readers include a router of experts.
 
-    The choice of experts must not change. So factors are powers of two, and only where they round no value.
+    The choice of experts must not change. So factors are powers of two, and 1 where a power of two would round a value.
     """
     held = [name, *([name + BIAS] if norm.biased else [])]
 
@@ -180,11 +189,11 @@ def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], 
 
 
 def _holds(weight: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (channels,) bool: True if `dtype` represents the multiplied channel as exactly as the original one.
+    """Return (channels,) bool: True if casting a channel to `dtype` has the same effect before and after scaling.
 
     Args:
         weight: (…, channels).
-        times: (channels,).
+        times: (channels,), the multipliers of the channels.
         dtype: The dtype.
     """
     same = (weight * times).to(dtype).float() == weight.to(dtype).float() * times
@@ -196,7 +205,7 @@ def _of_up(first: LinearSpec, second: LinearSpec) -> Scaled:
 
 
 def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) -> Scaled:
-    """Return the scaling of v. All query heads of a group read the same head of v."""
+    """Return the scaling of v. A head of v has one factor per value, although several query heads read it."""
     heads, width = attention.kv_heads, attention.head_dim
 
     def spread(factors: Tensor) -> Tensor:
@@ -209,7 +218,7 @@ def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) 
 
 
 def _divide_last(weights: Weights, linear: LinearSpec, factors: Tensor) -> Tensor:
-    """Divide the last outputs of a linear layer, one per factor."""
+    """Divide the last `len(factors)` outputs of a linear layer, in its weight, bias and adapters."""
     for name in (linear.name, linear.name + BIAS) if linear.biased else (linear.name,):
         found = weights[name].clone()
         found[-len(factors) :] /= factors if found.dim() == 1 else factors[:, None]

@@ -28,34 +28,34 @@ _BYTES_OF_PRODUCT, _BYTES_OF_VALUE = 16, 32
 
 
 class WatchedExperts(Experts):
-    """Experts that record their inputs and the choices of the router, for tokens that count."""
+    """Experts of a layer that record their inputs and the router's choices, for the tokens that calibration counts."""
 
     def __init__(self, inner: Experts, counted: Iterator[Tensor]) -> None:
         self.loads, self._inner, self._counted = inner.loads, inner, counted
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the results of the experts, and record their inputs."""
+        """Return the outputs of the experts, (T, hidden), and record their inputs and the router's choices."""
         own = next(self._counted)
         self._seen.append((x[own], choice.experts[own], choice.weights[own]))
         return self._inner(x, choice, counted)
 
     @property
     def seen(self) -> SeenTokens:
-        """Return everything that was recorded."""
+        """Return the inputs and choices that were recorded so far, concatenated over all calls."""
         x, experts, weights = map(torch.cat, zip(*self._seen, strict=True))
         return SeenTokens(len(self.loads), x, experts, weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenTokens:
-    """The tokens that the `count` experts of a layer have computed.
+    """The tokens that the experts of a layer have computed, with the router's choices.
 
     Args:
-        count: The number of experts.
-        x: (T, hidden), the inputs.
-        experts: (T, chosen), the chosen experts.
-        weights: (T, chosen), the weights of their results.
+        count: The number of experts of the layer.
+        x: (T, hidden), the inputs of the experts.
+        experts: (T, chosen), the numbers of the experts that the router chose for each token.
+        weights: (T, chosen), the weights by which the outputs of these experts are added up.
     """
 
     count: int
@@ -65,26 +65,27 @@ class SeenTokens:
 
     @property
     def products(self) -> Tensor:
-        """Return X^T X of all tokens, (hidden, hidden) float32, scaled to the mean weight of one expert."""
+        """Return X^T X of the inputs, (hidden, hidden) float32, times the mean squared weight of an expert."""
         x = self.x.float()
         return x.T @ x * (self.weights.square().sum() / (len(x) * self.count))
 
     def divide(self, columns: Tensor) -> SeenTokens:
-        """Return the tokens with inputs divided by `columns`."""
+        """Return a copy with the inputs divided by `columns`, (hidden,)."""
         return replace(self, x=(self.x.float() / columns).to(self.x.dtype))
 
     @property
     def few(self) -> int:
-        """Return the number of experts with fewer than MIN_EXPERT_TOKENS tokens."""
+        """Return the number of experts that the router chose for fewer than MIN_EXPERT_TOKENS tokens."""
         return int((torch.bincount(self.experts.flatten(), minlength=self.count) < MIN_EXPERT_TOKENS).sum())
 
     def of(self, number: int, preferred: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of an expert, (n, hidden) float32, and the weights of its results, (n,).
+        """Return the inputs of an expert, (n, hidden) float32, and the weights of its outputs, (n,).
 
-        If the expert has fewer than MIN_EXPERT_TOKENS tokens, the tokens whose router prefers it most are added.
+        If the router chose the expert for fewer than MIN_EXPERT_TOKENS tokens, the tokens for which it has the highest
+        probability are added, with the probability as weight.
 
         Args:
-            number: The expert.
+            number: The number of the expert.
             preferred: (T, experts), the probabilities of the router.
         """
         weights = self.weights.masked_fill(self.experts != number, 0.0).sum(1)
@@ -99,7 +100,12 @@ class SeenTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expert:
-    """The float32 weights of an expert, and X^T X of the inputs to round for, by their names in a dense half."""
+    """An expert that is being calibrated as if it were a dense feed-forward network.
+
+    Args:
+        weights: Its float32 weights and biases, by their names in a dense feed-forward network.
+        products: X^T X of the inputs of each weight, (in, in) float32, by name of the weight.
+    """
 
     weights: dict[str, Tensor]
     products: dict[str, Tensor]
@@ -108,11 +114,12 @@ class _Expert:
 def round_experts(
     layer: LayerSpec, weights: dict[str, Tensor], seen: SeenTokens, group: int, dtype: torch.dtype
 ) -> None:
-    """Replace the weights of a layer's experts by quantised values and scales; biases change in place.
+    """Quantise the weights of a layer's experts, each for the inputs that it computes.
 
     Args:
         layer: The layer.
-        weights: Its weights, float32.
+        weights: All weights of the layer, float32. Those of experts are replaced by quantised values, and scales are
+            added. Biases of experts change in place.
         seen: The tokens that the experts have computed.
         group: Inputs per scale.
         dtype: The dtype of the checkpoint to write.
@@ -142,7 +149,7 @@ def round_experts(
 
 
 def _stacks(layer: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights and biases of all experts, (experts, …), by their names in a dense half."""
+    """Return views of the experts' weights and biases, (experts, …), by their names in a dense feed-forward network."""
     found = {}
     for linear in layer.linears:
         if linear.experts:
@@ -161,13 +168,13 @@ def _router_probabilities(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
 def _products(
     half: FeedForwardSpec, weights: Mapping[str, Tensor], x: Tensor, counts: Tensor
 ) -> dict[str, Tensor]:
-    """Return X^T X of the inputs of an expert's products, by name.
+    """Return X^T X of the inputs of an expert's matrix products, (in, in) float32, by name of the product.
 
     Args:
-        half: The expert as a dense half.
-        weights: Its weights.
-        x: (n, hidden), its inputs.
-        counts: (n,), the weights of its results.
+        half: The expert as a dense feed-forward network.
+        weights: The expert's weights and biases.
+        x: (n, hidden), the inputs of the expert.
+        counts: (n,), the weights of the expert's outputs, by which the inputs are multiplied.
     """
     both = x @ weights[half.first].T + weights.get(half.first + BIAS, 0.0)
     read = {half.first: x, "down": gated_activation_reference(both, half.activation)}
@@ -176,7 +183,14 @@ def _products(
 
 
 def _round(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a weight of several experts as quantised values (experts, out, in) and scales (experts, out, groups)."""
+    """Return one weight of several experts as quantised values (experts, out, in) and scales (experts, out, groups).
+
+    Args:
+        name: The name of the weight.
+        some: The experts.
+        group: Inputs per scale.
+        dtype: The dtype of the checkpoint to write; scales are rounded to it.
+    """
     weight = torch.stack([expert.weights[name] for expert in some])
     scales = torch.stack([quantize_groups(own, group)[1] for own in weight]).to(dtype)
     products = torch.stack([expert.products[name] for expert in some])
@@ -184,7 +198,7 @@ def _round(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -
 
 
 def _at_once(expert: LayerSpec) -> int:
-    """Return the number of experts to round together; `expert` is a single expert as a layer."""
+    """Return how many experts fit into BYTES_AT_ONCE of memory; `expert` is a layer with a single expert."""
     sizes = (
         linear.inputs * (linear.inputs * _BYTES_OF_PRODUCT + linear.outputs * _BYTES_OF_VALUE)
         for linear in expert.linears

@@ -35,13 +35,13 @@ _LEFT = (".safetensors", ".safetensors.index.json", ".gguf", ".py", *PICKLE_SUFF
 
 
 class CalibratedFolder:
-    """A checkpoint folder that is written layer by layer."""
+    """Writes a calibrated model to a checkpoint folder, layer by layer."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, group: int, marks: bool = False) -> None:
-        """Create a writer.
+        """Create a writer; nothing is written yet.
 
         Args:
-            folder: An empty folder.
+            folder: An empty folder to write to.
             checkpoint: The original checkpoint.
             group: Inputs per scale.
             marks: If True, the layers come from MarkedWeights, and channel factors are written.
@@ -54,7 +54,15 @@ class CalibratedFolder:
         self._bytes, self._count = 0, len(checkpoint.spec.layers) + len(checkpoint.files)
 
     def add(self, index: int, layer: RoundedLayer) -> None:
-        """Write the changed tensors of a layer. Raises OSError."""
+        """Write the tensors of a layer that calibration changed, to a file of their own.
+
+        Args:
+            index: The number of the layer.
+            layer: The calibrated layer.
+
+        Raises:
+            OSError: Writing failed.
+        """
         names = layer_names(self._checkpoint.spec, index, self._checkpoint.prefixes)
         self._save(index, dict(self._new_tensors(layer, names)))
         if self._factors is not None:
@@ -63,7 +71,7 @@ class CalibratedFolder:
     def _new_tensors(
         self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the new tensors of a layer's parameters, by name."""
+        """Yield names and contents of a layer's changed tensors, as the new checkpoint stores them."""
         packed = [linear for linear in layer.spec.linears if linear.stored]
         codes, scales = (
             _by_tensor(
@@ -86,7 +94,7 @@ class CalibratedFolder:
             yield f"{module}.weight_shape", torch.tensor(stored.shape)
 
     def _load_stored(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield stored tensors, opening each file once."""
+        """Yield names and contents of tensors of the original checkpoint, in the order of its files."""
         files = dict[Path, list[str]]()
         for name in names:
             files.setdefault(self._checkpoint.tensors[name].file, []).append(name)
@@ -95,7 +103,7 @@ class CalibratedFolder:
                 yield from ((name, file.get_tensor(name)) for name in own)
 
     def finish(self) -> None:
-        """Write the configuration, the unchanged tensors, and copies of other files. Raises OSError."""
+        """Write the unchanged tensors, config.json, and copies of other files. Raises OSError."""
         changed = self._packed | set(self._files)
         spec, prefixes = self._checkpoint.spec, self._checkpoint.prefixes
         # The head is included even if it is tied and not stored, and also by the name that transformers gives it
@@ -126,11 +134,11 @@ class CalibratedFolder:
 
 
 def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
-    """Return the quantization_config for config.json.
+    """Return the quantization_config for config.json, in compressed-tensors' format: symmetric int4 in groups.
 
     Args:
         group: Inputs per scale.
-        ignored: Modules that are not quantised.
+        ignored: Names of modules that are not quantised.
     """
     weights = {
         "num_bits": 4,
@@ -157,13 +165,13 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
 
 
 def _parts(linear: LinearSpec, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a tensor with a linear layer's outputs, by name."""
+    """Yield names and slices of the parts of a linear layer, from a tensor (outputs, …)."""
     names, counts = zip(*linear.parts, strict=True)
     yield from zip(names, torch.split(value, list(counts)), strict=True)
 
 
 def _floats(layer: LayerSpec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that calibration may change but does not quantise."""
+    """Yield names and values of a layer's parameters that calibration may change but does not quantise."""
     for name, norm in layer.norms.items():
         yield from ((parameter, weights[parameter]) for parameter in norm_parameters(name, norm))
     for linear in layer.linears:
@@ -181,7 +189,7 @@ Values = list[tuple[StoredParameter, Tensor]]  # parts of stored tensors, and th
 def _by_tensor(
     names: Mapping[str, StoredParameter], values: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Values]:
-    """Group values by the stored tensor that contains them."""
+    """Group parameter values by the name of the stored tensor that contains them."""
     found: dict[str, Values] = {}
     for parameter, value in values:
         stored = names[parameter]
@@ -192,7 +200,7 @@ def _by_tensor(
 
 
 def _fill(whole: Tensor, values: Values) -> Tensor:
-    """Write all values into a tensor, and return it."""
+    """Write the values of parameters into their parts of the tensor `whole`, and return it."""
     for stored, value in values:
         into = segments_of(whole, stored)
         into.copy_(value.view(into.shape))
@@ -204,7 +212,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Wait until the files of a folder are on disk. Raises OSError."""
+    """Flush all files of a folder, and the folder itself, to disk (fsync). Raises OSError."""
     for path in (*sorted(folder.iterdir()), folder):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -23,7 +23,7 @@ GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
 
 
 class WatchedLinear(Linear):
-    """A linear layer that sums X^T X of its inputs, over tokens that count."""
+    """A linear layer that adds up X^T X of its inputs, over the tokens that calibration counts."""
 
     def __init__(self, inner: Linear, counted: Iterator[Tensor], device: torch.device) -> None:
         self.in_features, self.out_features = inner.in_features, inner.out_features
@@ -31,7 +31,7 @@ class WatchedLinear(Linear):
         self._lower = torch.zeros(inner.in_features, inner.in_features, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product, and add the inputs to the sum."""
+        """Return the outputs of the layer, and add X^T X of the inputs to the sum."""
         seen, stripe = x[next(self._counted)].float(), -(-self.in_features // STRIPES)
         for first in range(0, self.in_features, stripe):
             end = first + stripe
@@ -40,18 +40,18 @@ class WatchedLinear(Linear):
 
     @property
     def products(self) -> Tensor:
-        """Return X^T X of the inputs, (in, in) float32."""
+        """Return X^T X of all inputs so far, (in, in) float32."""
         lower = self._lower.tril()
         return lower + lower.tril(-1).T
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
-    """The inputs of the products to round.
+    """The recorded inputs of the matrix products of a layer whose weights are rounded.
 
     Args:
-        products: X^T X, (in, in) float32, by product, without experts.
-        seen: The tokens that experts have computed, if experts are rounded.
+        products: X^T X of the inputs, (in, in) float32, by name of the product, without products of experts.
+        seen: The tokens that experts have computed. None: no experts are rounded.
     """
 
     products: Mapping[str, Tensor]
@@ -60,9 +60,12 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class RoundedLayer:
-    """A layer with some weights quantised, and the spec with their forms.
+    """A calibrated layer.
 
-    All other weights are float32, but representable in the dtype of the checkpoint to write.
+    Args:
+        spec: The layer, with the forms of the quantised weights.
+        weights: Its weights. Those that are not quantised are float32 with values that the dtype of the checkpoint to
+            write can represent.
     """
 
     spec: LayerSpec
@@ -72,12 +75,12 @@ class RoundedLayer:
 def round_layer(
     layer: LayerSpec, weights: LayerWeights, read: LayerInputs, group: int, dtype: torch.dtype
 ) -> RoundedLayer:
-    """Return the layer with scaled channels and rounded weights.
+    """Return a copy of a layer with scaled channels and weights rounded to int4.
 
     Args:
         layer: The layer.
         weights: Its weights, float32. Weights of experts change in place.
-        read: Its inputs.
+        read: The recorded inputs of the products to round.
         group: Inputs per scale.
         dtype: The dtype of the checkpoint to write.
     """

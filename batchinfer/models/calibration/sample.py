@@ -21,12 +21,14 @@ BLOCK = 16  # tokens per block of the temporary KV cache
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRow:
-    """A sequence of token ids: a prompt, and possibly its answer.
+    """The token ids of a sample prompt, and possibly of its answer.
 
     Args:
-        ids: (tokens,).
-        counted: (tokens,), True for tokens that count. A prefix that sequences share counts once.
-        scored: (tokens,), True for positions at which the next token is predicted for the loss.
+        ids: (tokens,), the token ids.
+        counted: (tokens,), True for tokens whose layer inputs calibration uses. The prefix that the row shares with the
+            previous row is False, so each shared prefix counts once.
+        scored: (tokens,), True for positions at which the loss compares predictions: the last of the prompt and all
+            of the answer.
     """
 
     ids: NDArray[np.int32]
@@ -36,13 +38,17 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """Rows in sorted order, which makes rows with long common prefixes adjacent."""
+    """The sample rows of a calibration, sorted by token ids, so rows with long common prefixes are adjacent."""
 
     rows: tuple[SampledRow, ...]
 
     @classmethod
     def of(cls, rows: Iterable[tuple[NDArray[np.int32], int]]) -> SampleRows:
-        """Return the rows of sequences, each given with the number of tokens of its prompt."""
+        """Sort the rows, and mark the tokens that count and the positions of the loss. Empty rows are skipped.
+
+        Args:
+            rows: Pairs of token ids (tokens,) of a prompt with its answer, and number of tokens of the prompt.
+        """
         ordered = sorted(((ids, prompt) for ids, prompt in rows if len(ids)), key=lambda row: row[0].tolist())
         found, before = [], np.empty(0, np.int32)
         for ids, prompt in ordered:
@@ -53,16 +59,16 @@ class SampleRows:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens of all rows, shared prefixes included."""
         return sum(len(row.ids) for row in self.rows)
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest sequence."""
+        """Return the number of tokens of the longest row; 0 without rows."""
         return max((len(row.ids) for row in self.rows), default=0)
 
     def steps(self, device: torch.device) -> Iterator[SampledStep]:
-        """Yield steps of whole sequences, on a device."""
+        """Yield the rows in batches of up to STEP_TOKENS tokens, on a device. A longer row is a batch of its own."""
         first, tokens = 0, 0
         for at, row in enumerate(self.rows):
             if tokens and tokens + len(row.ids) > STEP_TOKENS:
@@ -74,14 +80,13 @@ class SampleRows:
 
 
 def _common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
     return int(different[0]) if len(different) else length
 
 
 class SampledStep:
-    """A batch of sequences, each computed from its first token on."""
+    """A batch of sample rows that one forward pass computes completely, and its inputs of attention."""
 
     def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
         lengths = [len(row.ids) for row in rows]
@@ -101,7 +106,7 @@ class SampledStep:
 
 
 class LayerRun:
-    """Runs one layer at a time over all steps, with a KV cache for that layer only."""
+    """Runs one layer at a time over all steps of a sample, with a KV cache for that layer only."""
 
     def __init__(self, ops: Ops, spec: ModelSpec, dtype: torch.dtype, steps: Sequence[SampledStep]) -> None:
         self._ops, self._dtype, self.steps = ops, dtype, steps
@@ -110,7 +115,13 @@ class LayerRun:
         self._blocks = max(step.blocks for step in steps)
 
     def __call__(self, spec: LayerSpec, layer: DecoderLayer, hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Return the hidden states after a layer, (T, hidden) per step; the inputs `hidden` are not changed."""
+        """Run a layer over all steps, and return the hidden states after it, (tokens, hidden) per step.
+
+        Args:
+            spec: The spec of the layer.
+            layer: The layer.
+            hidden: The hidden states before the layer, (tokens, hidden) per step. They are not changed.
+        """
         return list(self._run(spec, layer, hidden))
 
     def _run(self, spec: LayerSpec, layer: DecoderLayer, hidden: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -41,12 +41,12 @@ LOGIT_ROWS = 256  # tokens per batch of logits, which limits the memory for them
 
 @dataclass(slots=True)
 class _Streams:
-    """The hidden states before the next layer, per step.
+    """The hidden states before the next layer to round, (tokens, hidden) per step.
 
     Args:
-        searched: Of the rows of the search, in the rounded model.
-        exact: Of the held-out rows, in the original model.
-        rounded: Of the held-out rows, in the rounded model.
+        searched: States of the calibration rows, in the rounded model.
+        exact: States of the held-out rows, in the original model.
+        rounded: States of the held-out rows, in the rounded model.
     """
 
     searched: list[Tensor]
@@ -55,9 +55,9 @@ class _Streams:
 
 
 class Search:
-    """Rounds the layers of a model in ascending order.
+    """Calibrates the layers of a model in ascending order, and measures the loss of the rounded model.
 
-    It needs memory for one layer and the hidden states of all rows.
+    It needs memory for one layer and for the hidden states of all rows.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class Search:
         group: int = INT4_GROUP,
         marks: bool = False,
     ) -> None:
-        """Prepare a search.
+        """Embed the rows, and prepare to round the first layer.
 
         Args:
             checkpoint: The model.
             ops: The operators.
-            dtype: The dtype of the run.
-            rows: The rows of the search, at least one, and the held-out rows.
-            device: The device of the run.
+            dtype: The dtype in which layers are computed.
+            rows: The rows to calibrate with, at least one, and the held-out rows for the loss, possibly none.
+            device: The device on which layers are computed.
             group: Inputs per scale.
-            marks: If True, the layers' weights include the factors by which channels were changed (see MarkedWeights).
+            marks: If True, the layers' weights include the factors by which channels were scaled (see MarkedWeights).
         """
         self.spec, self._checkpoint = checkpoint.spec.quantized("int4"), checkpoint
         spec, self._stored, self._device = self.spec, getattr(torch, checkpoint.stored_dtype), device
@@ -100,7 +100,7 @@ class Search:
         self._experts, self._few = 0, 0
 
     def _without_layers(self, tables: Tables, quantised: bool) -> Decoder:
-        """Return the model without its layers."""
+        """Return a decoder with the embedding and the head, but without layers."""
         head = self._ops.in_form(tables.head, self.spec.head_form if quantised else None)
         packed = PackedWeights(
             replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device
@@ -108,7 +108,7 @@ class Search:
         return Decoder(packed, self._ops, self._positions)
 
     def layers(self) -> Iterator[RoundedLayer]:
-        """Yield the rounded layers."""
+        """Calibrate each layer in turn, and yield it on the CPU."""
         for index in range(len(self.spec.layers)):
             with torch.inference_mode():
                 yield self._layer(index)
@@ -140,7 +140,7 @@ class Search:
     def _read_inputs(
         self, rounded: Sequence[LinearSpec], exact: LayerSpec, weights: LayerWeights
     ) -> LayerInputs:
-        """Run the original layer over the rows of the search, and return the inputs of the products to round."""
+        """Run the original layer over the calibration rows, and return the inputs of the products in `rounded`."""
         run = self._searched
         parts = replace(pack_layer(self._ops, exact, weights), rope=self._rope(exact))
         watched = {
@@ -158,15 +158,15 @@ class Search:
         return LayerInputs(products, None if experts is None else experts.seen)
 
     def _counted_tokens(self) -> Iterator[Tensor]:
-        """Yield which tokens of each step count."""
+        """Yield (tokens,) bool for each step: True for tokens that calibration counts."""
         return (step.counted for step in self._searched.steps)
 
     def outcome(self) -> CalibrationOutcome:
-        """Return the outcome, once all layers are rounded."""
+        """Return the loss and the numbers of experts. Call it after `layers` has yielded all layers."""
         return CalibrationOutcome(self.loss(), self._experts, self._few)
 
     def loss(self) -> Loss | None:
-        """Return the loss of the rounded model, once all layers are rounded; None without held-out rows."""
+        """Return the loss on the held-out rows, None without any. Call it after `layers` has yielded all layers."""
         if self._held_out is None:
             return None
         kl, same, tokens = 0.0, 0, 0
@@ -182,7 +182,7 @@ class Search:
         return Loss(kl / tokens, same / tokens, tokens) if tokens else None
 
     def _held_out_states(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the final hidden states of both models at scored positions, in batches."""
+        """Yield final hidden states at scored positions, (rows, hidden), of the original and the rounded model."""
         assert self._held_out is not None
         streams = zip(self._held_out.steps, self._streams.exact, self._streams.rounded, strict=True)
         for step, exact, rounded in streams:
@@ -191,7 +191,7 @@ class Search:
 
 
 def _cast(layer: LayerSpec, weights: LayerWeights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights in the dtype of the run.
+    """Return the weights of a layer cast to `dtype`.
 
     Quantised values and scales keep their dtype, and so do vectors, which are always float32.
     """

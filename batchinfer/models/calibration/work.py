@@ -27,11 +27,11 @@ COLUMNS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss by rounding, at the positions of answers.
+    """The change of a model's predictions by rounding, measured at the answers' positions of held-out rows.
 
     Args:
-        kl: The mean KL(before ‖ after) of the next token, in nats.
-        same: The share of positions at which the most likely token stays the same.
+        kl: The mean divergence KL(original ‖ rounded) of the next token's distribution, in nats.
+        same: The share of positions at which the most likely token stays the same, 0 to 1.
         tokens: The number of positions.
     """
 
@@ -45,9 +45,9 @@ class CalibrationOutcome:
     """The outcome of a calibration.
 
     Args:
-        loss: None if there was no held-out row.
-        experts: The experts of all layers.
-        few: The experts that had fewer than MIN_EXPERT_TOKENS tokens, and were calibrated on other tokens as well.
+        loss: The loss on held-out rows. None if there were none.
+        experts: The number of calibrated experts, summed over layers.
+        few: How many of the experts had fewer than MIN_EXPERT_TOKENS tokens, and were calibrated on other tokens, too.
     """
 
     loss: Loss | None
@@ -57,15 +57,15 @@ class CalibrationOutcome:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationWork:
-    """Counts of operations, summed over layers.
+    """The work of a calibration: counts of operations, from which its time is predicted.
 
     Args:
         products: FLOPs of matrix products in float32.
-        factors: FLOPs of triangular factors in float64.
-        scaled: Values for which scales are searched, counted once per search.
-        made_up: Pairs of an output and an earlier column, by whose error a value is corrected.
-        sorted: Values of X^T X that are permuted into the order of columns.
-        weights: Values that are read, cast, packed and written.
+        factors: FLOPs of Cholesky factorisations and triangular inverses in float64.
+        scaled: Weight values that are quantised to compare exponents or to find scales, once per exponent.
+        made_up: Corrections of a weight value by the rounding error of an earlier column.
+        sorted: Values of X^T X that are permuted into the order in which columns are rounded.
+        weights: Weight values that are read, cast, packed and written.
     """
 
     products: int = 0
@@ -83,7 +83,13 @@ class CalibrationWork:
 
 
 def calibration_work(checkpoint: Checkpoint, tokens: int, group: int) -> CalibrationWork:
-    """Return the work of all layers, for a search over `tokens` counted tokens."""
+    """Return the work of calibrating all layers of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        tokens: The number of tokens that calibration counts.
+        group: Inputs per scale.
+    """
     layers = Counter[tuple[LayerSpec, tuple[LinearSpec, ...]]]()
     for index, layer in enumerate(checkpoint.spec.layers):
         names = layer_names(checkpoint.spec, index, checkpoint.prefixes)
@@ -95,10 +101,15 @@ def calibration_work(checkpoint: Checkpoint, tokens: int, group: int) -> Calibra
 
 
 def rounded_linears(layer: LayerSpec, names: Mapping[str, StoredParameter], group: int) -> list[LinearSpec]:
-    """Return the linear layers whose weights can be quantised in the checkpoint's tensors.
+    """Return the matrix products of a layer whose weights calibration quantises.
 
-    A weight must be a whole tensor, or some of its outputs. Experts are quantised in both products or in neither, as
-    engines have one format per expert.
+    Each part of a weight must be a matrix of its own in the checkpoint, or, without experts, some rows of one. Experts
+    are quantised in both products or in neither, as engines have one format per expert.
+
+    Args:
+        layer: The layer.
+        names: Where the parameters of the layer are stored, by name.
+        group: Inputs per scale, which must divide the inputs of a product.
     """
     found = [
         linear
@@ -112,7 +123,7 @@ def rounded_linears(layer: LayerSpec, names: Mapping[str, StoredParameter], grou
 
 
 def _is_matrix(place: StoredParameter, whole: bool) -> bool:
-    """Return True if a parameter is a matrix of outputs. With `whole` it must be all of its tensor."""
+    """Return True if a parameter is a matrix (out, in), or some rows of one unless `whole`."""
     part = place.part
     return not place.rows and (part is None or not (whole or part.index is not None or part.transposed))
 
@@ -131,16 +142,16 @@ def _parts(layer: LayerSpec, rounded: Sequence[LinearSpec], tokens: int) -> Iter
 
 
 def _computed_values(inputs: int) -> int:
-    """Return the number of values of X^T X that are computed."""
+    """Return how many values of the symmetric X^T X are computed, (inputs, inputs), if done in STRIPES stripes."""
     stripe = -(-inputs // STRIPES)
     ends = (min(first + stripe, inputs) for first in range(0, inputs, stripe))
     return sum(stripe_end * min(stripe, inputs - at * stripe) for at, stripe_end in enumerate(ends))
 
 
 def _compared_products(layer: LayerSpec, rounded: dict[str, LinearSpec]) -> Iterator[LinearSpec]:
-    """Yield the products by whose errors exponents are compared, once per search.
+    """Yield the products whose rounding errors decide the exponents of channel sizes, once per search.
 
-    Products of experts are not included: each expert has a search of its own.
+    The second product of experts is not included: each expert has exponents of its own.
     """
     kept = {linear.name for linear in layer.linears if linear.experts} - rounded.keys()
     for _, readers in norm_readers(layer):
@@ -156,14 +167,14 @@ def _compared_products(layer: LayerSpec, rounded: dict[str, LinearSpec]) -> Iter
 
 
 def channel_work(outputs: int, inputs: int) -> CalibrationWork:
-    """Return the work of comparing exponents for a weight (outputs, inputs)."""
+    """Return the work of comparing all exponents of channel sizes (POWERS) for a weight (outputs, inputs)."""
     tried = -(-outputs // -(-outputs // OUTPUTS_TRIED))
     products = 2 * tried * inputs * inputs
     return CalibrationWork(products=products, scaled=tried * inputs) * len(POWERS)
 
 
 def rounding_work(outputs: int, inputs: int) -> CalibrationWork:
-    """Return the work of rounding a weight (outputs, inputs), column by column."""
+    """Return the work of rounding a weight (outputs, inputs) column by column, with feedback of rounding errors."""
     products = within = 0
     for first in range(0, inputs, COLUMNS_AT_ONCE):
         end = min(first + COLUMNS_AT_ONCE, inputs)
@@ -177,7 +188,13 @@ def rounding_work(outputs: int, inputs: int) -> CalibrationWork:
 
 
 def _experts_work(layer: LayerSpec, both: list[LinearSpec], tokens: int) -> CalibrationWork:
-    """Return the work of all experts of a layer, each on its share of the tokens, at least MIN_EXPERT_TOKENS."""
+    """Return the work of all experts of a layer, each on its share of `tokens`, at least MIN_EXPERT_TOKENS.
+
+    Args:
+        layer: The layer.
+        both: The first and the second product of the experts.
+        tokens: The number of tokens that calibration counts.
+    """
     up, down = both
     fed = layer.feed_forward
     assert isinstance(fed, ExpertsSpec), "only they have experts"

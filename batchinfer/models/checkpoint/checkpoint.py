@@ -60,9 +60,10 @@ class Checkpoint(WeightFiles):
     """A checkpoint of a supported family that passed every check: its weights fit its configuration.
 
     Args:
-        tensors: The tensors that are read.
-        packed: Tensors that are stored in a quantised or sparse format, by the name of the weight.
-        shapes: The shapes of all tensors after dequantisation.
+        spec: The model that the checkpoint contains.
+        prefixes: The prefixes of the names of its tensors.
+        packed: The weights that are stored in a quantised or sparse format, by name of the weight.
+        shapes: The shapes of all weights after dequantisation, by name.
         notices: Messages for the user before the run.
     """
 
@@ -75,9 +76,9 @@ class Checkpoint(WeightFiles):
     modelling: ClassVar[str] = OWN  # the program whose code computes the model
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return the fingerprint; see WeightFiles.
+        """Return a hash (in hex) of the weights and the configuration; see WeightFiles for the arguments.
 
-        It also changes if earlier versions read wrong zero points, which keeps their answers from being reused.
+        It differs from the hash of earlier versions if these read wrong zero points, so their answers are not reused.
         """
         found = WeightFiles.fingerprint(self, cache, progress)
         if not self.check_zero_points(cache):
@@ -85,7 +86,7 @@ class Checkpoint(WeightFiles):
         return hashlib.sha256(f"{found} with the zero points that are stored".encode()).hexdigest()
 
     def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
-        """Return True if earlier versions read wrong zero points; see WeightFiles."""
+        """Return True if earlier versions read wrong zero points from a GPTQ checkpoint; see WeightFiles."""
         return misread_before(self.path, self.packed, self.tensors, cache)
 
     @property
@@ -95,22 +96,26 @@ class Checkpoint(WeightFiles):
 
     @property
     def stored_quantization(self) -> Quantization:
-        """Return the quantisation with which stored weights can be used without dequantising them.
+        """Return the value of model.quantization that uses stored weights without dequantising them.
 
-        "none" if there is none, or more than one. 8-bit formats take precedence over 4-bit formats.
+        "none" if there is no such value, or more than one. 8-bit formats take precedence over 4-bit formats.
         """
         codes = {form.codes for form in self.keep_quantized(frozenset(STORED)).spec.forms}
         codes = codes & {"fp8", "int8"} or codes - {"sparse"} or codes
         return STORED[codes.pop()] if len(codes) == 1 else "none"
 
     def for_quantization(self, quantization: Quantization) -> Checkpoint:
-        """Return the checkpoint for a run with this `quantization`; matching stored weights stay quantised."""
+        """Return a copy whose stored weights stay quantised if they match a run's model.quantization."""
         kept = {codes for codes, held in STORED.items() if held == quantization}
         kept |= {"int4"} if quantization == "int4" else set()
         return self.keep_quantized(frozenset(kept)) if kept else self
 
     def keep_quantized(self, among: frozenset[WeightCodes] = frozenset({"fp8", "int8"})) -> Checkpoint:
-        """Return the checkpoint with stored weights of the kinds `among` kept quantised, if products support them."""
+        """Return a copy whose spec keeps stored weights quantised, where matrix products support that.
+
+        Args:
+            among: The types of quantised values to keep. Weights of other types are dequantised.
+        """
         layers = tuple(
             replace(layer, forms=tuple(self._forms(index, layer, among)))
             for index, layer in enumerate(self.spec.layers)
@@ -123,7 +128,7 @@ class Checkpoint(WeightFiles):
     def _forms(
         self, index: int, layer: LayerSpec, among: frozenset[WeightCodes]
     ) -> Iterator[tuple[str, WeightForm]]:
-        """Yield the products whose weights stay as stored, with their forms."""
+        """Yield name and form of each product of a layer whose weight stays as stored; see keep_quantized."""
         names = layer_names(self.spec, index, self.prefixes)
         for linear in layer.linears:
             if linear.exact or linear.heads:
@@ -136,9 +141,11 @@ class Checkpoint(WeightFiles):
                 yield linear.name, form
 
     def _form(self, stored: StoredParameter, whole: bool) -> WeightForm | None:
-        """Return the form of a parameter that stays as stored; None if it is dequantised.
+        """Return the form in which a stored parameter can stay; None if it must be dequantised.
 
-        With `whole`, the parameter must be a tensor of its own.
+        Args:
+            stored: Where the parameter is stored.
+            whole: If True, only a parameter that is a whole tensor can stay.
         """
         packed, part = self.packed.get(stored.tensor), stored.part
         if packed is None or stored.rows:
@@ -151,16 +158,25 @@ class Checkpoint(WeightFiles):
 
     @property
     def dtype(self) -> Dtype:
-        """Return the dtype in config.json, or else the float dtype with the most stored bytes."""
+        """Return the dtype that config.json states, or else the float dtype with the most stored bytes."""
         return self.spec.dtype or self.stored_dtype
 
     @property
     def parameters(self) -> int:
-        """Return the number of values in all tensors."""
+        """Return the number of values of all weights after dequantisation."""
         return sum(map(math.prod, self.shapes.values()))
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """Return the settings that this model does not support on any device: (key of the job file, reason)."""
+        """Return settings of a job that this model does not support on any device.
+
+        Args:
+            quantized: True if the job quantises weights. Not used.
+            deterministic: True if the job is deterministic. Not used.
+            coded_cache: True if the job quantises the KV cache.
+
+        Returns:
+            Pairs of a key of the job file and the reason.
+        """
         if not (coded_cache and self.spec.attention.cache.latent):
             return []
         why = f"{self.spec.family} caches latents, which are small already and are not quantised"
@@ -174,7 +190,15 @@ class Checkpoint(WeightFiles):
         device: Device = "cpu",
         deterministic: bool = False,
     ) -> ModelCost:
-        """Return the cost of a step; see model_cost."""
+        """Return the cost of the model's steps.
+
+        Args:
+            itemsize: Bytes of an activation, and of weights and cached values that are not quantised.
+            quantization: The job's quantisation of weights.
+            kv_cache: The job's dtype of the KV cache.
+            device: The device whose operators run.
+            deterministic: True if the job is deterministic.
+        """
         spec = self.spec.quantized(quantization).with_cache_dtype(kv_cache)
         return model_cost(spec, itemsize, device, deterministic)
 
@@ -226,11 +250,11 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
 def dequantisation_notices(
     forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """Yield a notice for each format whose weights are dequantised on loading.
+    """Yield a notice for the user about each format whose weights are dequantised on loading.
 
     Args:
-        forms: The form in which the weights could stay, by name of the format. None: in no form.
-        shapes: The shapes of all tensors.
+        forms: The form in which weights of a format could stay in memory, by name of the format. None: in no form.
+        shapes: The shapes of all weights after dequantisation.
     """
     for name, form in sorted(forms.items(), key=lambda found: found[0]):
         text = f"weights stored as {name} are dequantised when they are loaded: {_all_take(shapes)}"
@@ -239,7 +263,7 @@ def dequantisation_notices(
 
 
 def _sparse_notices(packed: Iterable[PackedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield a notice for each sparse format, whose weights are filled up with zeros."""
+    """Yield a notice for the user about each sparse format, whose weights are filled up with zeros on loading."""
     for name in sorted({each.format for each in packed if not (each.quantized or each.plain)}):
         yield f"{name} are filled up with zeros when they are loaded: {_all_take(shapes)}"
 
@@ -249,7 +273,7 @@ def _all_take(shapes: Mapping[str, Shape]) -> str:
 
 
 def _kept_notices(spec: ModelSpec) -> Iterator[str]:
-    """Yield a notice about weights that stay as stored."""
+    """Yield a notice for the user about weights that stay in memory as stored, if there are any."""
     weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
     codes = " and ".join(sorted({form.codes if form.coded else "2:4 sparse" for form in spec.forms}))
@@ -259,14 +283,14 @@ def _kept_notices(spec: ModelSpec) -> Iterator[str]:
 
 
 def _text_only(whole: Multimodal, tensors: Iterable[str]) -> str:
-    """Return the notice about a multimodal model: only its decoder is run."""
+    """Return the notice for the user that only the decoder of a multimodal model is run, on text."""
     parts = Counter(part for name in tensors if (part := whole.part_of(name)))
     left_out = ", ".join(f"{count} of {part}" for part, count in parts.items())
     return f"{whole.architecture}: text only; tensors that are not loaded: {left_out or 'none'}"
 
 
 def config_folder(path: Path) -> CheckpointFolder:
-    """Return the folder after checking that it has a config.json. Raises JobFileError and SecurityRefusal."""
+    """Open a checkpoint folder that must have a config.json. Raises JobFileError and SecurityRefusal."""
     folder = CheckpointFolder(path)
     if folder.file("config.json") is None:
         raise checkpoint_error(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
@@ -281,15 +305,15 @@ def check_tensors(
     prefixes: NamePrefixes,
     hint: str,
 ) -> dict[str, Shape]:
-    """Return the shapes of all tensors after dequantisation.
+    """Check that stored tensors fit a model, and return the shapes of all weights after dequantisation, by name.
 
     Args:
         path: The checkpoint, for messages.
         spec: The model.
-        tensors: The stored tensors.
-        packed: The quantised or sparse tensors among them.
+        tensors: The stored tensors by name.
+        packed: The quantised or sparse weights among them.
         prefixes: The prefixes of their names.
-        hint: A hint for the error message.
+        hint: Advice for the user in the error message.
 
     Raises:
         JobFileError: Tensors are missing, unexpected, of a wrong shape, or not float.
@@ -318,7 +342,7 @@ def check_tensors(
 def _missing(
     spec: ModelSpec, expected: Mapping[str, Shape], found: Collection[str], prefixes: NamePrefixes
 ) -> list[str]:
-    """Return the missing tensors. If head and embedding are tied, either of them may be missing."""
+    """Return the expected tensors that were not found. One of a tied head and embedding may be missing."""
     missing = [name for name in expected if name not in found]
     if not spec.causal:
         return missing

@@ -24,7 +24,7 @@ Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 
 
 def load_config(folder: Path) -> ModelSpec:
-    """Read config.json and, if there is one, generation_config.json. Raises JobFileError with all mistakes."""
+    """Read the configuration files in a checkpoint folder, and return the model's spec. Raises JobFileError."""
     return parse_config(
         read_config_json(folder),
         load_if_there(folder / "generation_config.json"),
@@ -33,11 +33,11 @@ def load_config(folder: Path) -> ModelSpec:
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelSpec:
-    """Return the model of a configuration.
+    """Return the spec of the model, or of a multimodal model's decoder, that configuration files describe.
 
     Args:
-        raw: config.json.
-        generation: generation_config.json, or {}.
+        raw: The content of config.json.
+        generation: The content of generation_config.json, or {}.
         path: The path of config.json, for messages.
 
     Raises:
@@ -58,7 +58,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
 
 
 def is_supported(raw: Mapping[str, Any]) -> bool:
-    """Return True if config.json names a model type and a class of a supported family."""
+    """Return True if the content of config.json names a supported model_type, and a supported class or none."""
     return _family(raw, [], known_types()) is not None
 
 
@@ -68,19 +68,22 @@ def known_types() -> dict[str, Family | Multimodal]:
 
 
 def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the decoder's configuration; of a multimodal model, text_config with the shared keys."""
+    """Return the configuration of the decoder from the content of config.json.
+
+    For a multimodal model, this is text_config with defaults and the keys that the models share.
+    """
     whole = multimodal_of(raw)
     return raw if whole is None else whole.text_config(raw) or {}
 
 
 def multimodal_of(raw: Mapping[str, Any]) -> Multimodal | None:
-    """Return the multimodal model that config.json describes; None if it is not one."""
+    """Return the kind of multimodal model that the content of config.json describes; None if it is not multimodal."""
     kind = raw.get("model_type")
     return MULTIMODAL.get(kind) if isinstance(kind, str) else None
 
 
 def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None, Mapping[str, Any], str]:
-    """Return the decoder's family, its configuration, and the name of that for messages."""
+    """Return the decoder's family (None: unsupported), its configuration, and a name of that for messages."""
     known = _family(raw, mistakes, known_types())
     if not isinstance(known, Multimodal):
         return known, raw, "config.json"
@@ -109,7 +112,7 @@ def _family(
 
 
 def _contradictions(spec: ModelSpec) -> list[str]:
-    """Return the mistakes of a spec whose single values are valid."""
+    """Return error messages about values of config.json that are valid alone but contradict each other."""
     found = [f"config.json: {wrong}" for wrong in cache_mistakes(spec.caches)]
     if found:
         return found

@@ -27,7 +27,14 @@ PIECE_BYTES = 8 << 20  # bytes of a read if values are converted, which then are
 
 @dataclass(frozen=True, slots=True)
 class FileSegment:
-    """A contiguous segment of a file that is a tensor."""
+    """A contiguous range of bytes of a safetensors file that is the content of a tensor.
+
+    Args:
+        file: The file.
+        start: The first byte, counted from the start of the file.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+    """
 
     file: Path
     start: int
@@ -36,15 +43,15 @@ class FileSegment:
 
     @property
     def line_bytes(self) -> int:
-        """Return the bytes per index of the first dimension."""
+        """Return the number of bytes per index of the tensor's first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, to: Tensor, pages: ReusedPages) -> None:
-        """Read the segment into a tensor of its shape, of any dtype and on any device.
+        """Read the tensor, and copy it to another one.
 
         Args:
-            to: The tensor.
-            pages: Memory for conversions.
+            to: A tensor of the same shape, of any dtype and on any device.
+            pages: Memory for conversions between dtypes or devices.
 
         Raises:
             OSError: Reading failed, or the file has become shorter.
@@ -61,7 +68,7 @@ class FileSegment:
                 into.copy_(piece)
 
     def _fill(self, file: int, line: int, to: Tensor) -> None:
-        """Read into a tensor on the host, from index `line` of the first dimension on."""
+        """Fill a CPU tensor from an open file, starting at index `line` of the segment's first dimension."""
         room = to.flatten().view(torch.uint8).numpy().data
         at, done = self.start + line * self.line_bytes, 0
         while done < len(room):
@@ -72,7 +79,15 @@ class FileSegment:
 
 
 def segment_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> FileSegment | None:
-    """Return the segment that is a parameter; None if it is packed, not contiguous, or on another rank."""
+    """Return the range of a file that is exactly a parameter.
+
+    Args:
+        tensors: The stored tensors of the checkpoint by name.
+        part: The part of a stored tensor that is the parameter.
+
+    Returns:
+        None if the values are quantised, sparse, transposed, not contiguous, in a GGUF file, or not read by this rank.
+    """
     stored = part.stored
     if stored.rows or part.packed is not None or part.elsewhere:
         return None

@@ -24,34 +24,40 @@ WATCHED_NORMS = {"input_norm": "input norm", "post_norm": "post-attention norm"}
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """The largest channel of an input of linear layers; it is `ratio` times as large as the median channel."""
+    """The largest channel of an input of linear layers.
 
-    where: str  # e.g. "input norm of layer 3"
+    Args:
+        where: The norm or projection whose outputs are the input, such as "input norm of layer 3".
+        channel: The number of the channel.
+        ratio: How many times it is as large as the median channel.
+    """
+
+    where: str
     channel: int
     ratio: float
 
     def __str__(self) -> str:
         return (
-            f"{self.where}: channel {self.channel} is scaled {self.ratio:.0f} times as much as the median one"
+            f"{self.where}: channel {self.channel} has {self.ratio:.0f} times the scale of the median channel"
         )
 
 
 class WatchedWeights(Weights):
-    """Passes on a model's weights, and records the worst outlier in `worst`."""
+    """Passes on a model's weights unchanged, and records the outlier with the largest ratio in `worst`."""
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
         self._weights, self._spec = weights, spec
         self.worst: Outlier | None = None
 
     def tables(self) -> Tables:
-        """Return the tables, and check the final norm."""
+        """Return the weights before and after the layers, and look for outliers in the final norm."""
         tables = self._weights.tables()
         if FINAL_NORM in tables.norms:
             self._record("final norm", tables.norms[FINAL_NORM])
         return tables
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, and check its norms and up projections."""
+        """Return the weights of a layer, and look for outliers in its norms and up projections."""
         layer = self._weights.layer(index)
         for name, words in WATCHED_NORMS.items():
             if name in layer:
@@ -65,7 +71,7 @@ class WatchedWeights(Weights):
         return layer
 
     def _record(self, where: str, scales: Tensor) -> None:
-        """Record the outlier if it is the worst; `scales` are the factors of the channels."""
+        """Record the largest channel of `scales`, (channels,), if its ratio is larger than that of `worst`."""
         sizes = scales.float().abs()
         channel = int(sizes.argmax())
         ratio = float(sizes[channel] / sizes.median()) if bool(sizes.median() > 0) else 0.0
@@ -74,7 +80,7 @@ class WatchedWeights(Weights):
 
 
 def warning_of(worst: Outlier | None) -> str | None:
-    """Return the warning about int8 for the user; None if no channel is an outlier."""
+    """Return a warning for the user that int8 may change answers; None if `worst` is None or below OUTLIER_RATIO."""
     if worst is None or worst.ratio < OUTLIER_RATIO:
         return None
     return (

@@ -21,7 +21,13 @@ THREAD = "batchinfer-read-ahead"
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A range of bytes of a file; `end` is exclusive."""
+    """A range of bytes of a file.
+
+    Args:
+        file: The file.
+        start: The first byte.
+        end: The end (exclusive).
+    """
 
     file: Path
     start: int
@@ -40,7 +46,7 @@ class ReadAhead:
 
         Args:
             checkpoint: The checkpoint.
-            parts: The parts that a rank reads. None: everything.
+            parts: The parts of stored tensors that a rank reads. None: all tensors.
         """
         self._checkpoint = checkpoint
         self._parts = parts or StoredParts(checkpoint, WHOLE_MODEL)
@@ -60,18 +66,18 @@ class ReadAhead:
             self._thread = None
 
     def tables(self) -> None:
-        """Start to read the tables, and then the layers."""
+        """Start the thread, which reads the weights before and after the layers, and then layer by layer."""
         self._thread = Thread(target=self._read, name=THREAD, daemon=True)
         self._thread.start()
 
     def layer(self, index: int) -> None:
-        """Allow reading beyond this layer, which the loader is reading now."""
+        """Let the thread read further ahead, as the loader now reads the layer with number `index`."""
         with self._changed:
             self._wanted = index
             self._changed.notify_all()
 
     def ranges(self, index: int) -> Sequence[ByteRange]:
-        """Return the byte ranges of a layer's tensors. Adjacent ranges are merged."""
+        """Return the byte ranges of files with the tensors of a layer, sorted; adjacent ranges are merged."""
         return self._ranges(self._parts.layer(index).values())
 
     def _ranges(self, parts: Iterable[StoredPart]) -> Sequence[ByteRange]:
@@ -86,7 +92,7 @@ class ReadAhead:
         return joined
 
     def _stored_ranges(self, part: StoredPart) -> Iterator[ByteRange]:
-        """Yield the byte ranges of a parameter.
+        """Yield the byte ranges of files that contain the stored tensors of a parameter.
 
         Parts of each row of a tensor are left out: the kernel's readahead would read the whole tensor for them.
         """
@@ -100,7 +106,7 @@ class ReadAhead:
                 yield ByteRange(tensor.file, start + within[0], start + within[1])
 
     def _data_start(self, path: Path) -> int:
-        """Return the byte of a file from which the offsets of its tensors count."""
+        """Return the byte of a file from which its tensors' offsets are counted."""
         if path.suffix == GGUF:
             return 0
         if path not in self._starts:
@@ -108,7 +114,7 @@ class ReadAhead:
         return self._starts[path]
 
     def _read(self) -> None:
-        """Read everything, at most AHEAD_BYTES or one layer ahead of the loader: the page cache may be small."""
+        """Read all tensors, at most AHEAD_BYTES or one layer ahead of the loader: the page cache may be small."""
         sizes: list[int] = []  # bytes of the tables and of each layer so far
         for index in range(TABLES, len(self._parts.spec.layers)):
             of_tables = index == TABLES
@@ -129,7 +135,7 @@ class ReadAhead:
         return not ahead or sum(ahead) < AHEAD_BYTES
 
     def _read_range(self, wanted: ByteRange, index: int) -> None:
-        """Read a byte range of a layer, unless the loader has gone past that layer."""
+        """Read a byte range of the layer `index`, unless the loader has passed that layer."""
         piece = memoryview(bytearray(PIECE_BYTES))
         with wanted.file.open("rb", buffering=0) as file:
             file.seek(wanted.start)

@@ -29,19 +29,20 @@ OUTLIER_RATIO = 4.0
 
 
 class SmoothedWeights(Weights):
-    """Passes on a model's weights with smaller outliers, for products that are quantised to int8 on loading.
+    """A source of a model's weights with smaller outlier channels, for products that are quantised on loading.
 
     Args:
-        weights: The weights.
+        weights: The source of the unchanged weights.
         spec: The model, or the rank's shard.
-        ranks: The ranks with the other experts. The factors of their common input depend on the experts of all ranks.
+        ranks: The ranks among which experts are divided. The factors of the experts' common input depend on the experts
+            of all ranks. None: a single rank.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec, ranks: Group | None = None) -> None:
         self._weights, self._spec, self._ranks = weights, spec, ranks or SingleRankGroup()
 
     def tables(self) -> Tables:
-        """Return the tables, with outliers moved from the final norm to the head."""
+        """Return the weights before and after the layers, with outliers moved from the final norm to the head."""
         tables, norm = self._weights.tables(), self._spec.final_norm
         if norm is None or not self._spec.has_head or not _is_rounded(self._spec.head):
             return tables
@@ -53,7 +54,7 @@ class SmoothedWeights(Weights):
         return replace(tables, head=_multiply(tables.head, factors), norms=norms)
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer with smaller outliers."""
+        """Return the weights of a layer, with outliers moved from norms and up projections to their readers."""
         layer, weights = self._spec.layers[index], dict(self._weights.layer(index))
         linears = {linear.name: linear for linear in layer.linears}
         for name, readers in norm_readers(layer):
@@ -67,7 +68,7 @@ class SmoothedWeights(Weights):
 
 
 def _is_rounded(linear: LinearSpec) -> bool:
-    """Return True if the weight is quantised to int8 or int4 on loading, and its inputs to int8."""
+    """Return True if the weight is quantised to int8 or int4 on loading. Its inputs are then quantised to int8."""
     form = linear.form
     return form is not None and form.codes in ("int4", "int8") and not form.stored
 
@@ -75,7 +76,15 @@ def _is_rounded(linear: LinearSpec) -> bool:
 def _smooth_norm(
     weights: dict[str, Tensor], name: str, norm: NormSpec, readers: list[LinearSpec], ranks: Group
 ) -> None:
-    """Divide the weight of a norm, and multiply the columns of all products that read it, on all ranks."""
+    """Divide the weight of a norm, and multiply the columns of all products that read its outputs.
+
+    Args:
+        weights: The weights of the layer. Changed entries are replaced.
+        name: The name of the norm.
+        norm: The norm.
+        readers: The products that read the norm's outputs.
+        ranks: The ranks that hold parts of the readers.
+    """
     if not any(map(_is_rounded, readers)) or any(reader.stored for reader in readers):
         return
     sizes = _channel_sizes(weights[name], norm)
@@ -91,7 +100,13 @@ def _smooth_norm(
 
 
 def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSpec) -> None:
-    """Divide the outputs of up projections, and multiply the inputs of down projections, expert by expert."""
+    """Divide the outputs of up projections, and multiply the inputs of down projections, expert by expert.
+
+    Args:
+        weights: The weights of the layer. Changed entries are replaced.
+        first: The product of gate and up projection.
+        second: The product of the down projection.
+    """
     if not _is_rounded(second) or first.stored:
         return
     count = max(1, first.experts)
@@ -119,22 +134,22 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
 
 
 def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> None:
-    """Multiply the factors of adapters like the weight that they are added to.
+    """Multiply the A or B of all adapters of a product by the factors that its weight was multiplied by.
 
     Args:
-        weights: The tensors of a layer, changed in place.
-        start: Prefix of the names of the adapters' factors.
-        factors: The multipliers.
+        weights: The tensors of a layer. Entries of adapters are replaced.
+        start: Prefix of the names of the adapters' A or B, such as "qkv.factor_a.".
+        factors: The multipliers, which broadcast with A (rank, in) or B (out, rank).
     """
     for name in [name for name in weights if name.startswith(start)]:
         weights[name] = _multiply(weights[name], factors)
 
 
 def has_outliers(sizes: Tensor) -> bool:
-    """Return True if any channel is an outlier.
+    """Return True if any channel is at least OUTLIER_RATIO times as large as the median channel.
 
     Args:
-        sizes: (K,) sizes of the channels.
+        sizes: (K,), the sizes of the channels.
     """
     median = sizes.median()
     return bool(median > 0) and bool((sizes / median >= OUTLIER_RATIO).any())
@@ -146,8 +161,8 @@ def factors_of(sizes: Tensor, columns: Tensor) -> Tensor | None:
     A factor is chosen such that afterwards the channel and its weights have about equal ratios to their medians.
 
     Args:
-        sizes: (K,) sizes of the channels.
-        columns: (K,) largest weights that read them.
+        sizes: (K,), the sizes of the channels.
+        columns: (K,), the largest magnitudes of the weights that each channel is multiplied with.
     """
     median, usual = sizes.median(), columns.median()
     if not bool(median > 0) or not bool(usual > 0):
@@ -166,7 +181,7 @@ def _channel_sizes(weight: Tensor, norm: NormSpec) -> Tensor:
 
 
 def _column_maxima(weights: Iterable[Tensor]) -> Tensor:
-    """Return the largest magnitude of each column, over several matrices."""
+    """Return the largest magnitude in each column of several matrices (out, in): (in,) float32."""
     return torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
 
 
@@ -177,7 +192,7 @@ def _multiply(weight: Tensor, factors: Tensor) -> Tensor:
 def _divide_norm(
     weights: Mapping[str, Tensor], name: str, norm: NormSpec, factors: Tensor
 ) -> dict[str, Tensor]:
-    """Return the weight and bias of a norm, divided by factors."""
+    """Return the weight and bias of a norm, by parameter name, for outputs that are divided by factors."""
     weight = weights[name]
     found = {name: ((weight.float() + norm.offset) / factors - norm.offset).to(weight.dtype)}
     if norm.biased:

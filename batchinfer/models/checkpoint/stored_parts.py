@@ -22,13 +22,13 @@ NO_SLICES: Slices = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """The parts of stored tensors from which a parameter is read.
+    """The stored tensors, or slices of them, from which a rank reads a parameter or its part of one.
 
     Args:
-        stored: The part of the read values that is the parameter.
-        packed: The format of a quantised or sparse tensor.
-        slices: The part of each tensor that is read; tensors without an entry are read completely.
-        elsewhere: If True, another rank has the values, and this one uses zeros.
+        stored: The tensor, and which part of the values that are read from it is the parameter.
+        packed: The quantised or sparse format of the tensor. None: it is stored as floats.
+        slices: The slices of each stored tensor that are read, by name. Tensors without an entry are read completely.
+        elsewhere: If True, another rank has the values, and this rank uses zeros.
     """
 
     stored: StoredParameter
@@ -38,7 +38,7 @@ class StoredPart:
 
     @property
     def key(self) -> object:
-        """Return a key that is equal for parts that are read from the same matrix."""
+        """Return a value that is equal for parameters that are read from the same slices of the same matrix."""
         return (
             self.stored.tensor,
             self.stored.index,
@@ -47,22 +47,22 @@ class StoredPart:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the stored tensors that are read."""
+        """Return the names of the stored tensors that are read."""
         if self.stored.rows:
             return self.stored.rows
         return (self.stored.tensor,) if self.packed is None else self.packed.stored
 
 
 class StoredParts:
-    """The parts of a checkpoint's tensors from which a rank reads its shard."""
+    """Finds the stored tensors, or slices of them, from which a rank reads the parameters of its shard."""
 
     def __init__(self, checkpoint: Checkpoint, shard: ModelShard) -> None:
-        """Create the parts. Raises CannotSplit if the model cannot be sharded like this."""
+        """Create the spec of the shard. Raises CannotSplit if the model cannot be sharded like this."""
         self._checkpoint, self._shard = checkpoint, shard
         self.spec = shard_spec(checkpoint.spec, shard)
 
     def tables(self) -> dict[str, StoredPart]:
-        """Return the parts of the stored parameters before and after the layers."""
+        """Return how each stored parameter before and after the layers is read, by name. Raises CannotSplit."""
         whole = self._checkpoint
         names = table_names(whole.spec, whole.prefixes)
         there = {name: stored for name, stored in names.items() if stored.tensor in whole.shapes}
@@ -78,7 +78,7 @@ class StoredParts:
         return {name: self._part(stored, table_cut(spec, name)) for name, stored in found.items()}
 
     def layer(self, index: int) -> dict[str, StoredPart]:
-        """Return the parts of the parameters of a layer, which is counted from the first one of the shard."""
+        """Return how each parameter of a layer is read, by name; layer 0 is the shard's first. Raises CannotSplit."""
         whole, shard = self._checkpoint, self._shard
         first = 0 if shard.layers is None else shard.layers[0]
         names = layer_names(whole.spec, first + index, whole.prefixes)
@@ -91,7 +91,7 @@ class StoredParts:
 
 
 def check_parts(checkpoint: Checkpoint, shard: ModelShard) -> None:
-    """Raise CannotSplit if the checkpoint cannot be sharded like this. Nothing is read."""
+    """Raise CannotSplit if the stored tensors of a checkpoint cannot be divided into such shards. Reads no weights."""
     parts = StoredParts(checkpoint, shard)
     parts.tables()
     for index in range(len(parts.spec.layers)):
@@ -99,12 +99,12 @@ def check_parts(checkpoint: Checkpoint, shard: ModelShard) -> None:
 
 
 def stored_part(checkpoint: Checkpoint, stored: StoredParameter, cut: ParameterCut | None) -> StoredPart:
-    """Return the part from which a rank reads a parameter.
+    """Return how a rank reads a parameter.
 
     Args:
         checkpoint: The checkpoint.
         stored: Where the parameter is stored.
-        cut: The part that the rank needs. None: all, as its layers are not cut.
+        cut: The part of the parameter that the rank needs. None: all of it.
 
     Raises:
         CannotSplit: The stored tensors cannot be cut like this.
@@ -145,16 +145,31 @@ def _cut(
 def _spans(
     shape: Shape, transposed: bool, turned: bool, outputs: Span | None, inputs: Span | None
 ) -> tuple[Span, Span]:
-    """Return the spans of a packed matrix in the order of the arguments of its `cut`."""
+    """Return the ranges of a packed matrix to read, in the order of the arguments of PackedTensor.cut.
+
+    Args:
+        shape: The shape of the dequantised matrix.
+        transposed: True if its quantised values are transposed.
+        turned: True if the dequantised matrix is transposed, (inputs, outputs).
+        outputs: The wanted outputs. None: all.
+        inputs: The wanted inputs. None: all.
+    """
     sizes = shape[::-1] if transposed or turned else shape
     spans = outputs or (0, sizes[0]), inputs or (0, sizes[1])
     return spans[::-1] if turned else spans
 
 
 def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
-    """Return the part of the outputs that are read which is the parameter, and the outputs to read.
+    """Return which outputs of a module to read for a rank, and which part of the read outputs is the parameter.
 
     The part has index 0 if the tensor has several matrices, as only one is read.
+
+    Args:
+        part: The part of the module's outputs that is the whole parameter. None: all of them.
+        outputs: The outputs of the parameter that the rank needs. None: all.
+
+    Returns:
+        The part of the read outputs, and the outputs of the module to read. None means all of them.
     """
     if part is None:
         return None, outputs
@@ -172,12 +187,18 @@ def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, 
 
 
 def slices_of(slices: Slices, name: str, shape: Shape) -> tuple[slice, ...]:
-    """Return the slices of a stored tensor that are read; () for all of it, and always for single values."""
+    """Return the slices of a stored tensor that are read; () for all of it.
+
+    Args:
+        slices: The slices of each tensor, by name.
+        name: The name of the tensor.
+        shape: Its shape. A tensor with a single value is always read completely.
+    """
     return slices.get(name, ())[: len(shape)] if math.prod(shape) != 1 else ()
 
 
 def bytes_of(info: TensorInfo, slices: tuple[slice, ...]) -> Span | None:
-    """Return the range of bytes of a part, from the tensor's first byte; None if the part is not contiguous."""
+    """Return the byte range of slices of a tensor, from the tensor's first byte; None if it is not contiguous."""
     first, held, step = 0, 1, info.nbytes
     for size, part in zip(info.shape, slices, strict=False):
         span = range(size)[part]

@@ -32,11 +32,11 @@ MAX_MTP_LAYERS = 64  # published checkpoints have one
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A tensor of a checkpoint, and the part of it that is the parameter.
+    """The location of a parameter in a checkpoint: a tensor, a part of one, or several tensors.
 
     Args:
-        tensor: The name of the tensor, or of the first one with `rows`.
-        part: The part of the tensor. None: all of it.
+        tensor: The name of the tensor; with `rows`, of the first one.
+        part: The part of the tensor that is the parameter. None: all of it.
         rows: If set, each row of the parameter is a tensor of its own, with these names.
     """
 
@@ -46,11 +46,11 @@ class StoredParameter:
 
     @property
     def index(self) -> int | None:
-        """Return the index of the matrix, if the tensor stores several."""
+        """Return the index of the parameter's matrix, if the tensor stores several; None if it does not."""
         return None if self.part is None else self.part.index
 
     def shape(self, parameter: Shape) -> Shape:
-        """Return the smallest shape of a tensor that stores a parameter of this shape."""
+        """Return the smallest shape of the stored tensor, if the parameter has this shape."""
         if self.part is None:
             return parameter
         rows, width = parameter[0], self.part.stop - self.part.start
@@ -61,10 +61,15 @@ class StoredParameter:
 
 
 def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixes] = ()) -> NamePrefixes:
-    """Return the prefixes of a checkpoint's tensors.
+    """Return the prefixes of the names of a checkpoint's tensors.
 
-    This is the first of `among` that occurs, or else the family's usual prefix, or none if only the base model was
-    saved.
+    Args:
+        family: The model_type of the family.
+        names: The names of the tensors.
+        among: Prefixes to try first.
+
+    Returns:
+        The first of `among` that occurs, or else the family's usual prefix, or none if only the base model was saved.
     """
     known = (*among, NamePrefixes(FAMILIES[family].names.base))
     found = (each for each in known if any(name.startswith(each.base) for name in names))
@@ -72,15 +77,25 @@ def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixe
 
 
 def ignores(family: str, name: str) -> bool:
-    """Return True if a tensor is not read: it is computed instead, or belongs to a head on top of an encoder."""
+    """Return True if a tensor needs not be read: it is computed instead, or belongs to a head on top of an encoder.
+
+    Args:
+        family: The model_type of the family.
+        name: The name of the tensor.
+    """
     names = FAMILIES[family].names
     return name.endswith(names.ignored) or name.removeprefix(names.base).startswith(names.unread)
 
 
 def stored_classifier(spec: ModelSpec, names: Collection[str], prefixes: NamePrefixes) -> ModelSpec:
-    """Return the model without its classification head if the head's tensors are not among `names`.
+    """Return the spec of a model, without a classification head if the checkpoint has no tensors of it.
 
     Some base models were saved with the configuration of a class that has a head.
+
+    Args:
+        spec: The model that config.json describes.
+        names: The names of the checkpoint's tensors.
+        prefixes: The prefixes of these names.
     """
     if spec.classifier is None or table_names(spec, prefixes)[CLASSIFIER_OUT].tensor in names:
         return spec
@@ -88,7 +103,13 @@ def stored_classifier(spec: ModelSpec, names: Collection[str], prefixes: NamePre
 
 
 def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
-    """Return the prefixes of the MTP layers after the last layer, which are not run."""
+    """Return the prefix of the tensors of each MTP layer. MTP layers follow the last layer of the model.
+
+    Args:
+        spec: The model.
+        raw: The decoder's configuration, which has the number of MTP layers.
+        prefixes: The prefixes of the checkpoint's tensors.
+    """
     family, first = FAMILIES[spec.family], len(spec.layers)
     count = raw.get(family.mtp_layers_key) if family.mtp_layers_key else 0
     numbers = range(first, first + min(count, MAX_MTP_LAYERS)) if isinstance(count, int) else ()
@@ -96,7 +117,7 @@ def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes
 
 
 def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """Return where the parameters before and after the layers are stored. A head is included even if it is tied."""
+    """Return where each parameter before and after the layers is stored, by name. A tied head is included."""
     names = FAMILIES[spec.family].names
     modules = {
         EMBEDDING: prefixes.base + names.embedding,
@@ -120,7 +141,7 @@ def _classifier_modules(names: ClassifierNames | None, prefixes: NamePrefixes) -
 
 
 def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """Return where the parameters of a layer are stored."""
+    """Return where each parameter of the layer with number `index` is stored, by name."""
     layer, family = spec.layers[index], FAMILIES[spec.family]
     start = f"{prefixes.base}{family.names.layers}.{index}."
     return dict(_locate(layer_parameters(layer), family.modules(layer), start))
@@ -142,7 +163,7 @@ def _locate(
 
 
 def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name. In a tied checkpoint the head or the embedding may be missing."""
+    """Return the shape of each tensor that a checkpoint of the model should have, by name; a tied head is included."""
     tables = table_parameters(spec)
     shapes: dict[str, Shape] = {}
     head = {HEAD: tables[EMBEDDING]} if spec.causal else {}
@@ -153,7 +174,7 @@ def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]
 
 
 def layer_shapes(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, Shape]:
-    """Return the shapes of the tensors of a layer by name."""
+    """Return the shape of each stored tensor of the layer with number `index`, by name."""
     shapes: dict[str, Shape] = {}
     _add(shapes, layer_names(spec, index, prefixes), layer_parameters(spec.layers[index]))
     return shapes
@@ -162,7 +183,13 @@ def layer_shapes(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[st
 def _add(
     shapes: dict[str, Shape], names: Mapping[str, StoredParameter], parameters: Mapping[str, Shape]
 ) -> None:
-    """Add the shapes of tensors. A tensor with several parameters is large enough for all of them."""
+    """Add stored tensors to `shapes`. A tensor with several parameters is large enough for all of them.
+
+    Args:
+        shapes: The shapes of stored tensors by name.
+        names: Where each parameter is stored.
+        parameters: The shapes of parameters by name.
+    """
     for parameter, stored in names.items():
         if stored.rows:
             shapes |= dict.fromkeys(stored.rows, parameters[parameter][1:])

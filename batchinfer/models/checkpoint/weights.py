@@ -57,20 +57,29 @@ LayerWeights = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The weights before and after the layers. If they are tied, `head` is the same tensor object as `embedding`."""
+    """The weights before and after the layers.
 
-    embedding: Tensor  # (vocab, hidden)
-    head: Tensor  # (vocab, hidden)
-    norms: Mapping[str, Tensor]  # (hidden,) each, weights and biases by the names of their parameters
-    positions: Tensor | None = None  # (max positions, hidden)
-    token_types: Tensor | None = None  # (types, hidden)
-    distances: Tensor | None = None  # (buckets, query heads)
-    # The parameters of a classification head by name, float32 if they are from a checkpoint
+    Args:
+        embedding: (vocab, hidden), the token embedding.
+        head: (vocab, hidden), the output layer. If it is tied, this is the same object as `embedding`.
+        norms: (hidden,) each: weights and biases of the norms outside of layers, by parameter name.
+        positions: (positions, hidden), the embedding of learned positions. None: there is none.
+        token_types: (types, hidden), the embedding of an encoder's token types. None: there is none.
+        distances: (buckets, query heads), the learned bias of scores by distance (MPNet). None: there is none.
+        classifier: The parameters of a classification head by name, float32 if they are from a checkpoint.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    norms: Mapping[str, Tensor]
+    positions: Tensor | None = None
+    token_types: Tensor | None = None
+    distances: Tensor | None = None
     classifier: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Tensor]) -> Tables:
-        """Return the tables from tensors by parameter name. A missing head is the embedding, and vice versa."""
+        """Sort tensors by parameter name into fields. A missing head is the embedding, and vice versa."""
         embedding, head = found.get(EMBEDDING), found.get(HEAD)
         table = embedding if embedding is not None else found[HEAD]
         return cls(
@@ -85,7 +94,7 @@ class Tables:
 
 
 class Weights(ABC):
-    """A source of a decoder's weights, layer by layer, which avoids holding all of them twice.
+    """A source of a model's weights, layer by layer, which avoids holding all of them twice.
 
     Within a `with` block it may read ahead: call `tables`, and then `layer` in ascending order.
     """
@@ -102,11 +111,11 @@ class Weights(ABC):
 
     @abstractmethod
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, in tensors that share no memory with others."""
+        """Return the weights of the layer with number `index`, by name, in tensors that share no memory with others."""
 
 
 class ReadCount:
-    """Counts the stored bytes of all tensors that are read, from files or the page cache.
+    """Counts the bytes of tensors that are read from files or from the page cache.
 
     Bytes that are read ahead count once, when the loader reads them.
     """
@@ -115,15 +124,15 @@ class ReadCount:
         self.bytes = 0
 
     def add(self, count: int) -> None:
-        """Add to the count."""
+        """Add `count` bytes."""
         self.bytes += count
 
 
 class CheckpointWeights(Weights):
-    """Weights of a checkpoint, in safetensors or GGUF files.
+    """A source of the weights of a checkpoint with safetensors or GGUF files.
 
-    Safetensors files are mapped only while a layer is copied. A rank reads only its shard; layers are counted from the
-    shard's first one.
+    Safetensors files are mapped only while a layer is copied. A rank reads only its shard; layer 0 is the first of the
+    shard.
     """
 
     def __init__(
@@ -134,14 +143,14 @@ class CheckpointWeights(Weights):
         shard: ModelShard = WHOLE_MODEL,
         read: ReadCount | None = None,
     ) -> None:
-        """Create the weights.
+        """Create the source; nothing is read yet.
 
         Args:
             checkpoint: The checkpoint.
-            dtype: The dtype of the run.
-            device: The device of the tensors.
+            dtype: The dtype of the run. Weights that stay quantised keep theirs.
+            device: The device of the weights.
             shard: The part of the model to read.
-            read: Counts the bytes that are read.
+            read: Counts the bytes that are read. None: they are not reported.
 
         Raises:
             CannotSplit: The checkpoint cannot be sharded like this.
@@ -165,7 +174,7 @@ class CheckpointWeights(Weights):
         self._pages.close()
 
     def tables(self) -> Tables:
-        """Return the weights before and after the layers."""
+        """Read the weights before and after the layers. Within a `with` block, reading ahead starts."""
         if self._ahead is not None:
             self._ahead.tables()
         parts = self._parts.tables()
@@ -186,7 +195,7 @@ class CheckpointWeights(Weights):
         return Tables.of(found)
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer."""
+        """Read the weights of a layer of the shard, by name. Weights that stay quantised also have ".scales" etc."""
         if self._ahead is not None:
             self._ahead.layer(index)
         self._pages.forget()
@@ -205,13 +214,13 @@ class CheckpointWeights(Weights):
             return found
 
     def tensor(self, name: str) -> Tensor:
-        """Read a tensor that is not a parameter of the model, dequantised if necessary."""
+        """Read the stored tensor `name`, which need not be a parameter of the model, dequantised if necessary."""
         part = stored_part(self._checkpoint, StoredParameter(name), None)
         with _OpenFiles(self._checkpoint, self._count) as files:
             return self._join([files.found(part)], self._dtype)
 
     def _join_coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
-        """Return the concatenated quantised values, scales, zero points and lines of the parts."""
+        """Return the concatenated quantised values, scales, zero points and lines of a product's parts, by name."""
         copied = {
             linear.name: self._join([part.codes for part in parts], parts[0].codes.dtype),
             linear.name + SCALES: self._join([part.scales for part in parts], parts[0].scales.dtype),
@@ -228,7 +237,7 @@ class CheckpointWeights(Weights):
         return copied
 
     def _join(self, parts: Sequence[Tensor | FileSegment], dtype: torch.dtype) -> Tensor:
-        """Return the concatenation of the parts in `dtype`, read or copied in one pass."""
+        """Return the concatenation of tensors and file segments along the first dimension, in `dtype`."""
         rows = sum(part.shape[0] for part in parts)
         whole = self._empty((rows, *parts[0].shape[1:]), dtype)
         start = 0
@@ -243,7 +252,7 @@ class CheckpointWeights(Weights):
         return whole
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory.
+        """Return an uninitialised tensor on the device.
 
         A CPU uses huge pages: a page fault per 4 KiB would take as much time as the copy.
         """
@@ -254,10 +263,13 @@ class CheckpointWeights(Weights):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCodes:
-    """The quantised values of a parameter, (N, K), or packed like `Codes` for MXFP4.
+    """A parameter (out, in) that stays quantised.
 
-    Scales are (N,), or (N, groups) like zeros. Block scales are (blocks, groups), and `lines` is the row of them for
-    each output.
+    Args:
+        codes: The quantised values, (out, in), or packed as in `Codes` for MXFP4.
+        scales: (out,) or (out, groups). Block scales are (blocks, groups).
+        lines: (out,) int32, the row of the block scales for each output.
+        zeros: (out, groups), the zero points. None: they are 0.
     """
 
     codes: Tensor
@@ -267,21 +279,26 @@ class StoredCodes:
 
 
 def segments_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
-    """Return the part of a stored tensor that is the parameter, as a view: (segments, outputs per segment, …)."""
+    """Return a view of a stored tensor that is the parameter: (segments, outputs per segment, …).
+
+    Args:
+        tensor: The stored tensor.
+        stored: Where the parameter is in it.
+    """
     return _segments(tensor if stored.index is None else tensor[stored.index], stored.part)
 
 
 def _segments(tensor: Tensor, part: Part | None) -> Tensor:
-    """Return the segments of outputs that a part consists of, from a tensor or one matrix of it."""
+    """Return a view of a part of a matrix or vector: (segments, outputs per segment, …). None: one segment with all."""
     if part is None:
         return tensor[None]
     outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
-    stretches = outputs[None] if part.every is None else outputs.view(-1, part.every, *outputs.shape[1:])
-    return stretches[:, part.start : part.stop]
+    segments = outputs[None] if part.every is None else outputs.view(-1, part.every, *outputs.shape[1:])
+    return segments[:, part.start : part.stop]
 
 
 class _OpenFiles:
-    """The files of a checkpoint, mapped on first use and unmapped at the end."""
+    """Reads parameters from the files of a checkpoint, which are mapped on first use, within a `with` block."""
 
     def __init__(self, checkpoint: Checkpoint, count: ReadCount) -> None:
         self._checkpoint, self._count = checkpoint, count
@@ -299,11 +316,11 @@ class _OpenFiles:
         self._stack.close()
 
     def found(self, part: StoredPart) -> Tensor | FileSegment:
-        """Return the file segment of a parameter, or else its tensor."""
+        """Return the segment of a file that is the parameter, unread, or else its tensor."""
         return segment_of(self._checkpoint.tensors, part) or self.parameter(part)
 
     def parameter(self, part: StoredPart) -> Tensor:
-        """Read a parameter as it is stored, or dequantised to float32."""
+        """Read a parameter in its stored dtype, or dequantised to float32."""
         stored = part.stored
         if stored.rows:
             found = torch.stack([self._read(row, None, part.slices) for row in stored.rows])
@@ -312,7 +329,7 @@ class _OpenFiles:
         return torch.zeros_like(found) if part.elsewhere else found
 
     def coded(self, part: StoredPart) -> StoredCodes:
-        """Read the quantised values of a parameter that `keep_quantized` has chosen."""
+        """Read a parameter that stays quantised, without dequantising it."""
         stored, packed = part.stored, part.packed
         assert packed is not None, "keep_quantized names packed tensors"
         if self._last_codes is None or self._last_codes[0] != part.key:
@@ -331,9 +348,9 @@ class _OpenFiles:
         return StoredCodes(own(codes.values), scales, lines, zeros)
 
     def _matrix(self, part: StoredPart) -> Tensor:
-        """Return a tensor, or one matrix of it, dequantised if necessary.
+        """Return the tensor or matrix that contains a parameter, dequantised if necessary.
 
-        Matrices are read one at a time, as a tensor may have one for each of hundreds of experts. The last one is
+        Matrices are read one at a time, as a tensor may have one for each of hundreds of experts. The last matrix is
         cached, as it may contain several parameters.
         """
         key = part.key
@@ -351,7 +368,7 @@ class _OpenFiles:
         return packed.dequantize(read)[index]
 
     def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
-        """Return a view of the mapped file, or a tensor that is read from a GGUF file."""
+        """Return a stored tensor, one matrix of it, or slices: a view of the mapped file, or read from a GGUF file."""
         stored = self._checkpoint.tensors[name]
         if stored.file.suffix == GGUF:
             self._count.add(stored.info.nbytes)

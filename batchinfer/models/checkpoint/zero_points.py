@@ -18,13 +18,15 @@ _AS_BEFORE, _MISREAD = "as before", "misread before"
 def misread_before(
     path: Path, packed: Mapping[str, PackedTensor], tensors: Stored, cache: MutableMapping[str, str]
 ) -> bool:
-    """Return True if earlier versions read wrong zero points from the checkpoint. Their answers are wrong.
+    """Return True if earlier versions of batchinfer read wrong zero points from a GPTQ checkpoint.
+
+    Stored answers of these versions are wrong.
 
     Args:
         path: The checkpoint, for messages.
-        packed: Its packed tensors by name.
-        tensors: Its stored tensors.
-        cache: Results of earlier scans. A new result is added.
+        packed: Its quantised tensors by name. Only GPTQ tensors are scanned.
+        tensors: Its stored tensors by name.
+        cache: Results of earlier scans, by files and format. A new result is added.
 
     Raises:
         JobFileError: The checkpoint states that it is symmetric, and its zero points fit no layout.
@@ -39,7 +41,7 @@ def misread_before(
 
 
 def _key(scanned: list[GptqTensor], tensors: Stored) -> str:
-    """Return what a result depends on: the files, and how config.json has them read."""
+    """Return the key of a scan's result in the cache: it depends on the files and on the formats in config.json."""
     files = sorted({tensors[each.stored_zeros].file for each in scanned})
     read = sorted({(each.bits, each.zeros.stated, each.zeros.symmetric) for each in scanned})
     parts = [*map(file_identity, files), *map(repr, read)]

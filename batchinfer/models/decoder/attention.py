@@ -16,19 +16,20 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 
 class AttentionHalf(ABC):
-    """Computes attention in three parts, (T, hidden) → (T, hidden).
+    """The attention half of a layer, in three steps: `queries`, `attend` and `result`.
 
-    The kernels that `queries` and `result` launch depend only on the number of tokens, so they can be captured.
+    The kernels that `queries` and `result` launch depend only on the number of tokens, so they can be captured in CUDA
+    graphs.
     """
 
     @abstractmethod
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the queries, (T, heads, dim), and write K and V of the step's tokens to the cache.
+        """Return the rotated queries, (T, heads, dim), and write K and V of the step's tokens to the cache.
 
         Args:
-            x: (T, hidden), the output of the norm.
-            inputs: Positions and slots of the step.
-            cache: The cache of the layer.
+            x: (T, hidden), the normed input of the layer.
+            inputs: Positions and cache slots of the step's tokens.
+            cache: The KV cache of the layer.
         """
 
     @abstractmethod
@@ -40,24 +41,45 @@ class AttentionHalf(ABC):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention results, (T, heads, v_dim), for queries (T, heads, dim).
+        """Compute attention, and return its result, (T, heads, v_dim).
 
-        They are written to `out` if it is given.
+        Args:
+            queries: (T, heads, dim), from `queries`.
+            inputs: The inputs of the step, which name the partial blocks to copy first.
+            cache: The KV cache of the layer.
+            plan: The attention plan of the cache's group.
+            out: (T, heads, v_dim), receives the result. None: the result is a new tensor.
         """
 
     @abstractmethod
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the output projection, (T, hidden)."""
+        """Return the output projection of the result of attention.
+
+        Args:
+            attended: (T, heads, v_dim), from `attend`.
+            inputs: The inputs of the step.
+
+        Returns:
+            (T, hidden).
+        """
 
     @property
     @abstractmethod
     def widths(self) -> tuple[int, int]:
-        """Return the values per token of the queries, and of the attention results."""
+        """Return the number of values per token of the queries, and of the result of attention."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadsAttention(AttentionHalf):
-    """Attention with q, k and v per head."""
+    """Multi-head or grouped-query attention.
+
+    Args:
+        ops: The operators.
+        spec: The attention of the layer.
+        parts: The packed weights of the layer.
+        turn: The rotation of q and k, and the norms of single heads before it.
+        rules: Scale, mask and bias of scores.
+    """
 
     ops: Ops
     spec: AttentionSpec
@@ -66,7 +88,7 @@ class HeadsAttention(AttentionHalf):
     rules: ScoreRules
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the rotated queries, and write K and V to the cache."""
+        """Return the rotated queries, (T, heads, dim). Write K and V to the cache if the layer has its own."""
         spec = self.spec
         qkv = self.parts.product(spec.first, x, inputs)
         if spec.q_norm is not None and not spec.norms_heads:
@@ -86,33 +108,33 @@ class HeadsAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention results."""
+        """Copy partial blocks if the step needs it, and return the result of attention, (T, heads, dim)."""
         if inputs.parts is not None and self.spec.kv_layer is None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.attention(queries, cache, plan, self.rules, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the output projection."""
+        """Return the output projection, (T, hidden), of the result of attention, (T, heads, dim)."""
         return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the values per token of the queries, and of the attention results."""
+        """Return the number of values per token of the queries, and of the result of attention."""
         return self.spec.q_width, self.spec.q_width
 
     def _rotate_and_store(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the rotated q, and write the rotated k, and v, to the cache."""
+        """Return the rotated q, (T, q_heads, dim), and write rotated k and v to the cache; `heads` is q, k and v."""
         spec = self.spec
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
         return self.ops.rope_store(q, k, v, self.turn, inputs, cache)
 
     def _rotate(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the rotated q, for a layer that reads the cache of an earlier one."""
+        """Return the rotated q, for a layer that reads the K and V of an earlier layer."""
         return self.ops.rope(q, self.turn, inputs)
 
     def _norm_in_place(self, qkv: Tensor) -> None:
-        """Norm q and k in place, before they are rotated."""
+        """Norm q and k in (T, values of q, k and v), in place, before they are rotated."""
         widths = {"q_norm": self.spec.q_width, "k_norm": self.spec.kv_width}
         start = 0
         for name, norm in self.spec.norms.items():
@@ -126,10 +148,17 @@ class HeadsAttention(AttentionHalf):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention(AttentionHalf):
-    """Attention over latents; see `Ops.latent_attention`.
+    """Multi-head latent attention (MLA), whose cache stores one latent vector per token.
 
     Whether K and V are computed from latents depends on the step's sequences, not only on the number of tokens. So
-    `attend` does it.
+    `attend` does it, which is not captured.
+
+    Args:
+        ops: The operators.
+        spec: The attention of the layer.
+        parts: The packed weights of the layer.
+        rope: The rotary table.
+        heads: The weights that map queries into the latent space, and results out of it, head by head.
     """
 
     ops: Ops
@@ -139,7 +168,7 @@ class LatentAttention(AttentionHalf):
     heads: LatentHeads
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the queries with their rotated part, and write latents to the cache."""
+        """Return the queries, (T, heads, q_dim), with their rotary part rotated, and write latents to the cache."""
         spec = self.spec
         q = self._queries(x, inputs).view(-1, spec.q_heads, spec.q_dim)
         turned = q[..., spec.plain_dim :]
@@ -156,18 +185,18 @@ class LatentAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention results."""
+        """Copy partial blocks if the step needs it, and return the result of attention, (T, heads, v_dim)."""
         if inputs.parts is not None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.latent_attention(queries, cache, plan, self.heads, self.spec.scale, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the output projection."""
+        """Return the output projection, (T, hidden), of the result of attention, (T, heads, v_dim)."""
         return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the values per token of the queries, and of the attention results."""
+        """Return the number of values per token of the queries, and of the result of attention."""
         spec = self.spec
         return spec.q_heads * spec.q_dim, spec.q_heads * spec.v_dim
 
@@ -186,7 +215,13 @@ class LatentAttention(AttentionHalf):
 def attention_half(
     ops: Ops, spec: AttentionSpec | LatentAttentionSpec | None, parts: LayerParts
 ) -> AttentionHalf | None:
-    """Return the attention half of a layer; None if the layer has no attention."""
+    """Build the attention half of a layer from its packed weights; None if the layer has no attention.
+
+    Args:
+        ops: The operators.
+        spec: The attention of the layer.
+        parts: The packed weights of the layer, with its rotary table.
+    """
     if spec is None:
         return None
     assert parts.rope is not None, "heads are rotated, if by an angle of 0"
@@ -199,7 +234,7 @@ def attention_half(
 
 
 def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadTurn:
-    """Return the rotation, with the norms of single heads that the same operator computes."""
+    """Return the rotation of q and k, with the norms of single heads if the rotation operator computes them."""
     norm, found = spec.q_norm, parts.norms
     if norm is None or not spec.norms_heads:
         return HeadTurn(rope)
@@ -207,7 +242,7 @@ def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadT
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
-    """Pack the weights that compute K and V from latents, head by head; None without latents."""
+    """Pack `kv_b`, which computes K and V from latents, head by head; None if the layer has no latent attention."""
     attention = spec.attention
     if not isinstance(attention, LatentAttentionSpec):
         return None
@@ -224,18 +259,31 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBoundary:
-    """The point before the attention of a layer. The cache already holds K and V of the step's tokens."""
+    """The point in a step at which the caller must compute the attention of a layer.
 
-    queries: Tensor  # (T, heads, dim)
+    Args:
+        queries: (T, heads, dim).
+        attention: The attention half of the layer, whose `attend` must be called.
+        cache: The KV cache of the layer. It contains K and V of the step's tokens already.
+    """
+
+    queries: Tensor
     attention: AttentionHalf
     cache: LayerCache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticBuffers:
-    """Buffers for steps of up to `tokens` tokens: the tensors passed at each boundary, and the result."""
+    """The tensors that captured steps read and write at fixed addresses.
+
+    Args:
+        tokens: The maximum number of tokens of a step.
+        queries: (tokens × values of the widest queries,), the queries of each layer.
+        attended: (tokens × values of the widest result,), the result of each layer's attention.
+        hidden: (tokens, hidden), the result of the step.
+    """
 
     tokens: int
-    queries: Tensor  # (tokens × the widest queries,)
-    attended: Tensor  # (tokens × the widest result of attention,)
-    hidden: Tensor  # (tokens, hidden)
+    queries: Tensor
+    attended: Tensor
+    hidden: Tensor

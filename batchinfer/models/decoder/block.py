@@ -29,7 +29,7 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 
 class Block(DecoderLayer):
-    """A layer that calls its operators one by one."""
+    """A decoder layer that calls its operators one by one, in contrast to a fused layer."""
 
     def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
         self._ops, self._spec, self._parts = ops, spec, parts
@@ -44,7 +44,18 @@ class Block(DecoderLayer):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer, and return the next layer's x and residual."""
+        """Run the layer. Its input is x + residual.
+
+        Args:
+            x: (T, hidden).
+            residual: (T, hidden). None: x is the whole input.
+            inputs: Positions and cache slots of the step's tokens.
+            cache: The KV cache of the layer. None: the layer has no attention.
+            plan: The attention plan of the cache's group. None: the layer has no attention.
+
+        Returns:
+            The next layer's x and residual, (T, hidden) each; the sum is the layer's output. None: x is the output.
+        """
         if self._attention is None:
             x, residual = self._before("post_norm", x, residual)
             return self._feed(x, inputs), residual
@@ -57,12 +68,12 @@ class Block(DecoderLayer):
 
     @property
     def attends(self) -> bool:
-        """Return True if it has attention. Otherwise use `__call__` instead of `begin` and `end`."""
+        """Return True if the layer has attention. Otherwise use `__call__` instead of `begin` and `end`."""
         return self._attention is not None
 
     @property
     def attention(self) -> AttentionHalf:
-        """Return the attention half."""
+        """Return the attention half of the layer, which must have one."""
         assert self._attention is not None, "a layer without attention is called"
         return self._attention
 
@@ -71,8 +82,14 @@ class Block(DecoderLayer):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run the part of the layer before attention, and write K and V of the step's tokens to the cache.
 
+        Args:
+            x: (T, hidden).
+            residual: (T, hidden), which is added to x. None: x is the whole input of the layer.
+            inputs: Positions and cache slots of the step's tokens.
+            cache: The KV cache of the layer.
+
         Returns:
-            The queries, the output of the norm if `end` needs it, and the residual.
+            The queries (T, heads, dim), the normed input (T, hidden) if `end` needs it or else None, and x + residual.
         """
         normed, residual = self._before("input_norm", x, residual)
         queries = self.attention.queries(normed, inputs, cache)
@@ -81,7 +98,17 @@ class Block(DecoderLayer):
     def end(
         self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the part of the layer after attention, and return the next layer's x and residual."""
+        """Run the part of the layer after attention.
+
+        Args:
+            attended: The result of attention, (T, heads, dim).
+            normed: The normed input from `begin`.
+            residual: The residual from `begin`.
+            inputs: The inputs of the step.
+
+        Returns:
+            The next layer's x and residual, (T, hidden) each; the sum is the layer's output. None: x is the output.
+        """
         if self._spec.norms_sums:
             return self._end_of_sums(self.attention.result(attended, inputs), residual, inputs), None
         attended = self._after("attention_norm", self.attention.result(attended, inputs))
@@ -92,32 +119,38 @@ class Block(DecoderLayer):
         return self._feed(x, inputs), residual
 
     def _end_of_sums(self, attended: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Run the part after attention of a layer that norms sums. No residual is left."""
+        """Run the part after attention of a layer that norms sums (LayerSpec.norms_sums), and return its output."""
         x, _ = self._before("attention_norm", attended, residual)
         fed = feed_forward(self._ops, self._spec, self._parts, x, inputs)
         return self._before("feed_forward_norm", fed, x)[0]
 
     def _feed(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Run the feed-forward half, from the output of its norm to the summand of the residual."""
+        """Run the feed-forward half on a normed input, and return the summand of the residual, (T, hidden)."""
         x = feed_forward(self._ops, self._spec, self._parts, x, inputs)
         return self._after("feed_forward_norm", x)
 
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the input of a half of the layer, and x + residual."""
+        """Return the normed x + residual, and x + residual; both are the sum if the layer has no norm `name`."""
         if name in self._norms:
             return self._ops.norm(self._norms[name], self._parts.norms, name, x, residual)
         total = x if residual is None else x + residual
         return total, total
 
     def _after(self, name: str, x: Tensor) -> Tensor:
-        """Return the output of a half of the layer, which is added to the residual."""
+        """Apply the norm of this name, if the layer has it, and the residual multiplier to the output of a half."""
         if name in self._norms:
             x, _ = self._ops.norm(self._norms[name], self._parts.norms, name, x)
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
 
 
 def build_layer(ops: Ops, spec: LayerSpec, parts: LayerParts) -> DecoderLayer:
-    """Build a layer from packed parts. It is a single fused call if the operators support that."""
+    """Build a layer from its packed weights. It is one fused call if the operators support that, else a `Block`.
+
+    Args:
+        ops: The operators.
+        spec: The layer.
+        parts: The packed weights of the layer, with its rotary table.
+    """
     return ops.fuse(spec, parts) or Block(ops, spec, parts)
 
 
@@ -130,7 +163,7 @@ def pack_layer(
     room: AdapterRoom | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> LayerParts:
-    """Pack the weights of a layer for the operators.
+    """Pack the weights of a layer for its operators.
 
     Args:
         ops: The operators.
@@ -138,8 +171,8 @@ def pack_layer(
         weights: Its weights, which may include factors of adapters.
         rope: The rotary table. None: the layer has no attention, or the table is not known yet.
         adapters: The number of adapters.
-        room: As for `pack_weights`.
-        ranks: As for `pack_weights`.
+        room: The number of adapters on the device at a time. None: all adapters are loaded.
+        ranks: The ranks that compute the layer together.
     """
     linears = {
         linear.name: _pack(ops, linear, weights)
@@ -165,7 +198,7 @@ def pack_layer(
 def _adapters(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int, room: AdapterRoom | None
 ) -> Iterator[tuple[str, Adapters]]:
-    """Yield the products that any adapter changes, with the factors of all adapters."""
+    """Yield the name of each product that an adapter changes, with the packed factors of all adapters."""
     for linear in spec.linears:
         found = [
             None if a not in weights else Factors(weights[a], weights[b])
@@ -188,7 +221,7 @@ def _pack(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
 
 
 def _weight(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Weight:
-    """Return the weight of a product: stored with scales, sparse, or quantised here if the spec says so."""
+    """Return the weight of a product: quantised or sparse as stored, quantised now if its form says so, or plain."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
     if scales is None:
         if linear.form is not None and not linear.form.coded:

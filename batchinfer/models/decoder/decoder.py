@@ -36,7 +36,13 @@ class Taps:
     states: list[Tensor] = field(default_factory=list)
 
     def record(self, layer: int, x: Tensor, residual: Tensor | None) -> None:
-        """Record the input of a layer, x + residual, if the layer is in `layers`."""
+        """Append the input of a layer to `states` if the layer is in `layers`.
+
+        Args:
+            layer: The number of the layer.
+            x: (T, hidden).
+            residual: (T, hidden), which is added to x. None: x is the input.
+        """
         if layer in self.layers:  # layers may overwrite their inputs
             self.states.append(x.clone() if residual is None else x + residual)
 
@@ -52,8 +58,8 @@ class Decoder:
 
         Args:
             packed: The packed weights.
-            ops: Operators. Unlike everything else about them, how they read prompts may differ from the packing
-                operators.
+            ops: The operators for which the weights were packed, or ones that differ only in how they compute the
+                attention of prompts.
             max_positions: The maximum length of a sequence, which sets the size of the rotary tables.
         """
         spec = packed.spec
@@ -61,7 +67,7 @@ class Decoder:
         self._ops = ops
         self._tables, self._head = packed.tables, packed.head
         self.classifier, self._adapters = packed.classifier, packed.adapters
-        self.adapter_places = packed.adapter_places
+        self.adapter_slots = packed.adapter_slots
         self._changed = [each for layer in packed.layers for each in layer.adapters.values()]
         self._split = None if spec.tokens is None else SplitEmbedding(ops, spec.tokens, packed.ranks.tensor)
         self._positions, distances = position_table(spec, packed.tables), None
@@ -80,25 +86,30 @@ class Decoder:
 
     @property
     def embedding(self) -> Tensor:
-        """Return the embedding table, (vocab, hidden)."""
+        """Return the embedding table, (rows of the shard, hidden); the whole table has a row per token."""
         return self._tables.embedding
 
     @property
     def head(self) -> Head:
-        """Return the layer that computes logits from normed states."""
+        """Return the output layer (lm_head), which computes logits from normed hidden states."""
         assert self._head is not None, "an encoder makes no logits"
         return self._head
 
     @property
     def expert_loads(self) -> ExpertLoads:
-        """Return the numbers of tokens per expert, for the layers that have experts."""
+        """Return the counters of tokens per expert, of the layers that have experts."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}
         return ExpertLoads({index: loads for index, loads in found.items() if loads is not None})
 
-    def place_adapter(self, number: int, place: int) -> None:
-        """Load an adapter into a place; steps launched later use it for tokens with that place."""
+    def place_adapter(self, number: int, slot: int) -> None:
+        """Copy an adapter to a slot on the device. Steps that are launched later use it for tokens with that slot.
+
+        Args:
+            number: The number of the adapter, from 1.
+            slot: The slot, from 1.
+        """
         for adapters in self._changed:
-            adapters.place(number, place)
+            adapters.place(number, slot)
 
     def forward(
         self,
@@ -113,14 +124,15 @@ class Decoder:
 
         Args:
             token_ids: (T,) int64.
-            inputs: Positions and slots, one element per cache group.
-            caches: The cache of each layer with attention, which names its group.
-            plans: From `ops.plan_attention`, one element per cache group.
-            before: The hidden states of the previous stage, for a model that does not begin with the embedding.
-            taps: Records the inputs of layers.
+            inputs: Positions and cache slots of the tokens, one element per cache group.
+            caches: The KV cache of each layer with attention, with the index of its cache group.
+            plans: What `ops.plan_attention` returned for each element of `inputs`.
+            before: (T, hidden), the hidden states of the previous pipeline stage. None: this is the first stage.
+            taps: Records the inputs of some layers. None: nothing is recorded.
 
         Returns:
-            The hidden states before the final norm, (T, hidden). Stages return the same bits as the whole model.
+            The hidden states before the final norm, (T, hidden). A pipeline stage returns the states after its last
+            layer; stages together compute the same bits as the whole model.
 
         Raises:
             ValueError: A position is beyond the rotary table; compiled operators would read out of bounds.
@@ -152,10 +164,11 @@ class Decoder:
         before: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run `forward`, but yield before the attention of each layer; the caller computes it and sends the result.
+        """Run one step as a generator that leaves the attention of each layer to the caller.
 
-        Only positions, slots and the padding slot of `inputs` are read. So the kernels between two boundaries depend
-        only on the number of tokens. Operators that fuse layers do not support this.
+        It yields before the attention of each layer, and the caller sends the result of attention. Only positions,
+        slots and the padding slot of `inputs` are read, so the kernels between two yields depend only on the number of
+        tokens. Operators that fuse layers do not support this. Arguments and result are the same as for `forward`.
         """
         inputs = self._sort_by_adapter(inputs)
         x = self._embed(token_ids, inputs[0]) if before is None else before
@@ -180,7 +193,7 @@ class Decoder:
         return x if residual is None else x + residual
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the buffers of `forward_split_at_attention` for steps of up to `tokens` tokens."""
+        """Allocate the tensors that pass the boundaries of attention, for captured steps of up to `tokens` tokens."""
         embedding, hidden = self._tables.embedding, self.spec.hidden
         halves = [
             layer.attention.widths for layer in self._layers if isinstance(layer, Block) and layer.attends
@@ -190,7 +203,7 @@ class Decoder:
         return StaticBuffers(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
 
     def _sort_by_adapter(self, inputs: Sequence[AttentionInputs]) -> Sequence[AttentionInputs]:
-        """Sort the step's tokens by adapter, once for all layers, if any token has one."""
+        """Add the order of the step's tokens by adapter to the inputs, for all layers, if any token has an adapter."""
         adapters = inputs[0].adapters
         if adapters is None:
             return inputs
@@ -211,11 +224,22 @@ class Decoder:
         return x if norm is None else self._ops.norm(norm, self._tables.norms, EMBEDDING_NORM, x)[0]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the normed states, (n, hidden), of rows of `forward`: transformers' last_hidden_state."""
+        """Apply the final norm to hidden states, which yields transformers' last_hidden_state.
+
+        Args:
+            hidden: (n, hidden), rows of the result of `forward`.
+
+        Returns:
+            (n, hidden).
+        """
         return self._apply_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits, (n, vocab) float32, of rows of `forward`, (n, hidden)."""
+        """Return the logits of tokens, (n, vocab) float32.
+
+        Args:
+            hidden: (n, hidden), rows of the result of `forward`.
+        """
         assert self._head is not None, "an encoder makes no logits"
         logits = self._head(self._apply_norm(hidden))
         if self.spec.logit_multiplier != 1:
@@ -224,7 +248,11 @@ class Decoder:
         return logits if cap is None else self._ops.cap_logits(logits, cap)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the argmax of the logits of rows of `forward`, (n,) int64; NO_TOKEN for rows that are not finite."""
+        """Return the token with the greatest logit, (n,) int64; NO_TOKEN for rows whose logits are not finite.
+
+        Args:
+            hidden: (n, hidden), rows of the result of `forward`.
+        """
         if _keeps_order(self.spec):
             assert self._head is not None, "an encoder makes no logits"
             return self._head.argmax(self._apply_norm(hidden))
@@ -240,7 +268,7 @@ def _round_to(value: float, dtype: torch.dtype) -> float:
 
 
 def _keeps_order(spec: ModelSpec) -> bool:
-    """Return True if logits have the order of the head's outputs.
+    """Return True if the greatest output of the head is always the greatest logit.
 
     A cap, or a factor that is not a power of two, may round different logits to the same value.
     """

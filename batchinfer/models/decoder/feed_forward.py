@@ -20,7 +20,15 @@ from batchinfer_kernels.experts import sigmoid
 
 
 def feed_forward(ops: Ops, spec: LayerSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Run the feed-forward half, (T, hidden) → (T, hidden)."""
+    """Run the feed-forward half of a layer, without its norms, and return (T, hidden).
+
+    Args:
+        ops: The operators.
+        spec: The layer.
+        parts: The packed layer.
+        x: (T, hidden), the normed input.
+        inputs: The step's tokens: their adapters and cache slots.
+    """
     if isinstance(spec.feed_forward, ExpertsSpec):
         return _expert_half(ops, spec.feed_forward, parts, x, inputs)
     return _dense_half(spec.feed_forward, parts, x, inputs)
@@ -35,7 +43,7 @@ def _dense_half(
 def _expert_half(
     ops: Ops, spec: ExpertsSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs
 ) -> Tensor:
-    """Return the weighted results of each token's experts, plus the results of the shared expert."""
+    """Return (T, hidden): the weighted sum of each token's experts, plus the output of the shared expert."""
     assert parts.experts is not None
     logits = parts.linears["router"](x)
     choice = ops.choose_experts(logits, spec.routing, parts.vectors.get("correction"))
@@ -53,9 +61,14 @@ def _expert_half(
 def pack_experts(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks = SINGLE_RANK
 ) -> Experts | None:
-    """Pack the experts of a layer; None if it has none.
+    """Pack the experts of a layer for its operators. Returns None if the layer has no experts.
 
-    With several ranks, the result also sums over the ranks that hold other experts, or other columns.
+    Args:
+        ops: The operators.
+        spec: The layer, or a rank's part of it.
+        weights: The weights of the layer.
+        ranks: The ranks that hold the other experts, or other columns of each expert. The returned experts sum their
+            outputs over these ranks.
     """
     fed = spec.feed_forward
     if not isinstance(fed, ExpertsSpec):
@@ -69,7 +82,7 @@ def pack_experts(
 
 
 def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:
-    """Split the stacked weights of experts, and quantise them if the spec says so and they have no scales yet."""
+    """Return the weights of a product per expert, quantised if the spec has a form and the checkpoint no scales."""
 
     def split(end: str) -> Tensor | None:
         found = weights.get(linear.name + end)
@@ -90,20 +103,29 @@ def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWe
 
 
 class ExpertLoads:
-    """Counters of tokens per expert, (experts,) int64 for each layer.
+    """Counts the tokens that each expert of each layer computes.
 
-    The device counts in place, so steps do not wait for the host.
+    The device counts, so steps do not wait for the host.
     """
 
     def __init__(self, layers: Mapping[int, Tensor]) -> None:
+        """Create the counters.
+
+        Args:
+            layers: A counter per expert, (experts,) int64, by number of the layer. Kernels increase the counters.
+        """
         self._layers = layers
 
     def numbered_from(self, first: int) -> ExpertLoads:
-        """Return the same counters of a stage, with the layer numbers of the whole model."""
+        """Return the counters of a pipeline stage by the layer numbers of the whole model.
+
+        Args:
+            first: The number of the stage's first layer in the whole model.
+        """
         return ExpertLoads({first + index: loads for index, loads in self._layers.items()})
 
     def read(self) -> ExpertTokens:
-        """Return the tokens per expert of each layer since the last restart. Waits for the device."""
+        """Return the tokens of each expert since `restart`, by layer. Waits for the device."""
         return {index: loads.tolist() for index, loads in self._layers.items()}
 
     def restart(self) -> None:
@@ -113,7 +135,7 @@ class ExpertLoads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count tokens in the `with` block."""
+        """Return a context manager that sets all counters back to their earlier values on exit."""
         kept = {index: loads.clone() for index, loads in self._layers.items()}
         try:
             yield

@@ -19,7 +19,7 @@ from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, ModelSpe
 
 
 class Classifier:
-    """Computes logits from pooled states, in float32 for every dtype; its cost is negligible."""
+    """A classification head, which computes logits of labels from pooled states, in float32 for every dtype."""
 
     def __init__(self, ops: Ops, spec: ClassifierSpec, weights: Mapping[str, Tensor]) -> None:
         """Pack the weights.
@@ -27,7 +27,7 @@ class Classifier:
         Args:
             ops: The operators.
             spec: The classification head.
-            weights: Weights (out, in), biases and norms by parameter name.
+            weights: Its weights (out, in), biases and norms by parameter name.
         """
         self._ops, self._spec = ops, spec
         found = {name: tensor.float() for name, tensor in weights.items()}
@@ -37,7 +37,7 @@ class Classifier:
         )
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """Return the logits, (n, labels) float32, of pooled states, (n, hidden). Rows do not affect each other."""
+        """Return the logits of labels, (n, labels) float32, from pooled states, (n, hidden)."""
         x = _activate(self._ops, self._dense(pooled.float()), self._spec.activation)
         norm = self._spec.norm
         x = x if norm is None else self._ops.norm(norm, self._norms, CLASSIFIER_NORM, x)[0]
@@ -52,16 +52,28 @@ def _activate(ops: Ops, x: Tensor, activation: HeadActivation) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeights:
-    """The weights of a model on their device, for sequences of any length."""
+    """The weights of a model, packed on their device for the operators that compute it.
+
+    Args:
+        spec: The model, or a rank's shard.
+        tables: The weights before and after the layers.
+        head: The output layer (lm_head). None for an encoder, and for a stage that is not the last.
+        layers: The packed layers, without their rotary tables.
+        device: The device.
+        classifier: The classification head. None: there is none.
+        adapters: The number of adapters that are on the device at a time.
+        adapter_slots: The same number if the job has more adapters than slots. None: all adapters are loaded.
+        ranks: The ranks that compute the model together.
+    """
 
     spec: ModelSpec
     tables: Tables
-    head: Head | None  # None: an encoder's
-    layers: tuple[LayerParts, ...]  # without their rotary tables
+    head: Head | None
+    layers: tuple[LayerParts, ...]
     device: torch.device | str
-    classifier: Classifier | None = None  # None: there is no classification head
-    adapters: int = 0  # the number of adapters that are loaded at a time
-    adapter_places: int | None = None  # the same number if there are more adapters; None: all are loaded
+    classifier: Classifier | None = None
+    adapters: int = 0
+    adapter_slots: int | None = None
     ranks: Ranks = SINGLE_RANK
 
 
@@ -74,16 +86,16 @@ def pack_weights(
     room: AdapterRoom | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> PackedWeights:
-    """Pack the weights for `ops`, one layer at a time.
+    """Read the weights of a model, and pack them for its operators, one layer at a time.
 
     Args:
-        spec: The model.
+        spec: The model, or a rank's shard.
         weights: Its weights, with the factors of adapters.
         ops: The operators.
         device: The device of the weights.
         adapters: The number of adapters.
-        room: The places for adapters on the device. None: all adapters are loaded.
-        ranks: The ranks that hold the rest of the spec's layers.
+        room: The number of adapters on the device at a time. None: all adapters are loaded.
+        ranks: The ranks that compute the model together.
     """
     tables = weights.tables()
     head = ops.pack_head(ops.in_form(tables.head, spec.head_form)) if spec.has_head else None
@@ -97,5 +109,5 @@ def pack_weights(
         pack_layer(ops, layer, weights.layer(index), None, adapters, room, ranks)
         for index, layer in enumerate(spec.layers)
     )
-    places = None if room is None else room.places
-    return PackedWeights(spec, tables, head, layers, device, classifier, places or adapters, places, ranks)
+    slots = None if room is None else room.places
+    return PackedWeights(spec, tables, head, layers, device, classifier, slots or adapters, slots, ranks)

@@ -20,11 +20,16 @@ FARTHEST = 128  # all keys at this distance or farther share a bucket
 
 
 def rope_table(rotation: Rotation, max_positions: int, device: torch.device | str) -> RopeTable:
-    """Return cos and sin for positions 0 … max_positions - 1, (max_positions, rotary_dim / 2) float32 each.
+    """Return cos and sin of a rotary embedding by position, (max_positions, rotated values / 2) float32 each.
 
     They are computed on the CPU, so all devices use equal numbers. YaRN's attention factor is included. A layer without
     rotation rotates one pair by an angle of 0. LongRoPE's table has max_positions further rows, for sequences that may
     exceed the original length.
+
+    Args:
+        rotation: The rotary embedding.
+        max_positions: The number of positions.
+        device: The device of the table.
     """
     if rotation.rope is None:
         cos = torch.ones(max_positions, 1, device=device)
@@ -38,7 +43,14 @@ def rope_table(rotation: Rotation, max_positions: int, device: torch.device | st
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return (head_dim / 2,) float32 on the CPU; for LongRoPE (2, head_dim / 2), short and long."""
+    """Return the angle per position of each rotated pair, (head_dim / 2,) float32 on the CPU.
+
+    For LongRoPE it is (2, head_dim / 2): angles of short sequences, and of long ones.
+
+    Args:
+        rope: The variant of RoPE.
+        head_dim: The number of rotated values of a head.
+    """
     plain = 1.0 / _position_frequencies(rope.theta, head_dim)
     if rope.kind == "linear":
         return plain / rope.factor
@@ -78,7 +90,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """Return the first and the last dimension of the ramp."""
+    """Return the first and the last dimension of the ramp between kept and interpolated frequencies."""
     low, high = (_yarn_dimension(rotations, rope, head_dim) for rotations in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -86,15 +98,20 @@ def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:
-    """Return the dimension that rotates `rotations` times over the original length."""
+    """Return the (fractional) dimension that rotates `rotations` times over the original context length."""
     turns = rope.original_max_positions / (rotations * 2 * math.pi)
     return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
 
 def position_table(spec: ModelSpec, tables: Tables) -> Tensor | None:
-    """Return the table that is added to token embeddings: (positions, hidden), or (types × positions, hidden).
+    """Return the table of learned position embeddings that are added to token embeddings; None without any.
 
-    With token types, each type has its own copy of the table, with its embedding added. None: nothing is added.
+    It is (positions, hidden) or, with token types, (types × positions, hidden): each type has a copy of the table, to
+    which the type's embedding is added.
+
+    Args:
+        spec: The model.
+        tables: Its weights before and after the layers.
     """
     if tables.positions is None or spec.encoder is None:
         return tables.positions
@@ -105,16 +122,20 @@ def position_table(spec: ModelSpec, tables: Tables) -> Tensor | None:
 
 
 def distance_table(learned: Tensor, max_positions: int) -> Tensor:
-    """Return the numbers that are added to scores, (heads, 2 × max_positions) float32, from (buckets, heads).
+    """Return the relative position bias of attention scores, (heads, 2 × max_positions) float32.
 
     Column max_positions + d belongs to a key that is d positions after the query.
+
+    Args:
+        learned: (buckets, heads), the learned bias of each bucket of distances.
+        max_positions: The maximum length of a sequence.
     """
     distances = torch.arange(-max_positions, max_positions, device=learned.device)
     return learned[distance_buckets(distances)].float().t().contiguous()
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of each distance, int64 (Raffel et al., 2020).
+    """Return the bucket of each distance between query and key, int64 (Raffel et al., 2020, "T5").
 
     Near distances have a bucket each. Farther ones share buckets, in logarithmic steps. Keys after the query use the
     upper half of the buckets.

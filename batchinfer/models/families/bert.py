@@ -48,23 +48,26 @@ IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
 def parse_bert(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a BertConfig."""
+    """Read a BertConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     types = files.config.integer("type_vocab_size", 2)
     return _encoder("bert", files, EncoderSpec(token_types=types))
 
 
 def parse_roberta(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a RobertaConfig."""
+    """Read a RobertaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     return _roberta("roberta", files)
 
 
 def parse_xlm_roberta(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of an XLMRobertaConfig."""
+    """Read an XLMRobertaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     return _roberta("xlm-roberta", files)
 
 
 def parse_mpnet(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of an MPNetConfig, whose positions start after a padding token that always has id 1."""
+    """Read an MPNetConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+
+    Learned positions start with row 2 of their table.
+    """
     buckets = files.config.integer("relative_attention_num_buckets", BUCKETS)
     if buckets != BUCKETS:
         files.mistakes.append(
@@ -74,13 +77,13 @@ def parse_mpnet(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_distilbert(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a DistilBertConfig."""
-    files = replace(files, config=files.config.renamed(DISTILBERT_FIELDS))
+    """Read a DistilBertConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    files = replace(files, config=files.config.rename_keys(DISTILBERT_FIELDS))
     return _encoder("distilbert", files, EncoderSpec(), head_activation="relu")
 
 
 def _roberta(family: str, files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a RoBERTa, whose positions start after the id of the padding token."""
+    """Return the spec of a RoBERTa model; the row of its first position is the id of the padding token + 1."""
     fields = files.config
     types, first = fields.integer("type_vocab_size", 2), fields.integer("pad_token_id", 1, low=0) + 1
     return _encoder(family, files, EncoderSpec(token_types=types, first_position=first), absent_eos=(2,))
@@ -129,7 +132,7 @@ def _encoder(
 
 
 def _check(fields: Fields) -> None:
-    """Append a mistake for each stated feature that is not supported."""
+    """Append a mistake for each unsupported feature that config.json states."""
     only: Mapping[str, object] = {
         "position_embedding_type": "absolute",
         "is_decoder": False,
@@ -144,7 +147,7 @@ def _check(fields: Fields) -> None:
 
 
 def bert_modules(_: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters."""
+    """Return the checkpoint module of each parameter of a layer, by BERT's names."""
     return {
         "q": "attention.self.query",
         "k": "attention.self.key",
@@ -158,13 +161,13 @@ def bert_modules(_: LayerSpec) -> Modules:
 
 
 def mpnet_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters: BERT's, except for attention."""
+    """Return the checkpoint module of each parameter of a layer: BERT's, except for attention."""
     parts = {name: f"attention.attn.{name}" for name in "qkvo"}
     return {**bert_modules(layer), **parts, "attention_norm": "attention.LayerNorm"}
 
 
 def distilbert_modules(_: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters."""
+    """Return the checkpoint module of each parameter of a layer, by DistilBERT's names."""
     parts = {name: f"attention.{name}_lin" for name in "qkv"}
     return {
         **parts,
@@ -194,7 +197,7 @@ def _names(base: str, head: ClassifierNames, layers: str = "encoder.layer") -> T
 
 
 def _classes(start: str) -> tuple[str, ...]:
-    """Return the names of a family's classes, with any head on top."""
+    """Return the names of a family's classes in transformers: the base model, and one per kind of head."""
     tops = ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
     return (f"{start}Model", *(f"{start}For{top}" for top in tops))
 

@@ -30,7 +30,7 @@ ABSENT_THETA = {"cohere": 500_000.0, "cohere2": 10_000.0}
 
 
 def parse_cohere(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a CohereConfig."""
+    """Read a CohereConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     attended = _attention(fields, "cohere")
     if fields.boolean("use_qk_norm", False):
@@ -44,7 +44,7 @@ def parse_cohere(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_cohere2(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Cohere2Config."""
+    """Read a Cohere2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     attended = _attention(fields, "cohere2")
     still = replace(attended, rotation=replace(attended.rotation, rope=None))

@@ -52,7 +52,7 @@ V2_METHODS = ("greedy", "group_limited_greedy")
 
 
 def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a DeepseekV2Config."""
+    """Read a DeepseekV2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     method = fields.text("topk_method", "greedy")
     if method not in V2_METHODS:
@@ -71,7 +71,7 @@ def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_deepseek_v3(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a DeepseekV3Config."""
+    """Read a DeepseekV3Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     scale = fields.number("routed_scaling_factor", 2.5)
     normalised = fields.boolean("norm_topk_prob", True)
@@ -104,7 +104,18 @@ def _model(
     eos: tuple[int, ...],
     interleaved: bool,
 ) -> ModelSpec:
-    """Return the spec of a model; `interleaved`: whether pairs of the rotation are interleaved."""
+    """Return the spec of a DeepSeek model.
+
+    Args:
+        family: The model_type.
+        files: The configuration.
+        rule: The routing of the experts.
+        dense: The feed-forward half of layers without experts.
+        absent: Keys and default values of config.json: an expert's intermediate size, the number of shared experts, and
+            the first layer with experts. The order matters.
+        eos: The EOS ids if none are stated.
+        interleaved: If True, the rotary embedding rotates pairs (2i, 2i + 1) of values.
+    """
     fields = files.config
     norm, attended = NormSpec(hidden_size(fields), rms_eps(fields)), _attention(fields, interleaved)
     inner, shared, first = (fields.integer(key, value, low=0) for key, value in absent.items())
@@ -132,7 +143,7 @@ def _attention(fields: Fields, interleaved: bool) -> LatentAttentionSpec:
 
 
 def deepseek_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters, experts included."""
+    """Return the checkpoint module of each parameter of a layer, experts included."""
     experts = expert_modules(layer, "mlp.experts", PROJECTIONS)
     if not isinstance(layer.feed_forward, ExpertsSpec):
         return MODULES

@@ -40,17 +40,17 @@ LOCAL: LayerKind = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A parameter that is a part of the outputs of a stored module: the range [start, stop).
+    """The location of a parameter that is only a part of a checkpoint's module: a range of its outputs.
 
     Args:
-        module: The module that stores the parameter.
-        start: The first output.
-        stop: The output after the last one.
-        every: If set, the outputs repeat in groups of this size, and the range applies to each group.
-        transposed: If True, the weight is stored as (inputs, outputs).
-        index: The index of the matrix, if one tensor stores several.
-        weight: Suffix of the name of the weight.
-        bias: Suffix of the name of the bias.
+        module: The name of the module.
+        start: The first output of the range.
+        stop: The end of the range (exclusive).
+        every: If set, the outputs of the module repeat in groups of this size, and the range applies to each group.
+        transposed: If True, the module's weight is stored as (inputs, outputs).
+        index: The index of the matrix, if the module's tensor stores several, such as one per expert.
+        weight: Suffix of the name of the module's weight.
+        bias: Suffix of the name of the module's bias.
     """
 
     module: str
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A parameter whose rows are the weights of separate modules."""
+    """The location of a parameter whose rows are the weights of separate modules of a checkpoint."""
 
     modules: tuple[str, ...]
 
@@ -88,15 +88,19 @@ LLAMA_MODULES: Modules = {
 
 
 def llama_modules(_: LayerSpec) -> Modules:
-    """Return Llama's modules, one per parameter."""
+    """Return the checkpoint module of each parameter of a layer, by Llama's names."""
     return LLAMA_MODULES
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierNames:
-    """The names of the modules of a classification head.
+    """The names of the modules of an encoder's classification head in checkpoints of a family.
 
-    They have no prefix, except `dense` if `dense_in_base`: then it has the base model's.
+    Args:
+        dense: The first linear layer.
+        out: The last linear layer, which computes logits.
+        norm: The norm between both. Empty if there is none.
+        dense_in_base: If True, the name of `dense` has the prefix of the base model. No other name has it.
     """
 
     dense: str
@@ -110,9 +114,19 @@ class TableNames:
     """The names of the modules before and after the layers in checkpoints of a family.
 
     Args:
-        base: Prefix of all names except the head's; it is missing if only the base model was saved.
+        base: Prefix of all names except the head's. Checkpoints of the base model only do not have it.
+        embedding: The token embedding.
+        positions: The embedding of learned positions.
+        layers: The list of layers.
+        final_norm: The norm after the last layer.
+        head: The output layer (lm_head).
         ignored: Suffixes of tensors that are computed instead of read.
-        unread: Prefixes, after `base`, of heads on top of an encoder. They are only read as its `classifier`.
+        unread: Prefixes (after `base`) of tensors of heads on top of an encoder, which are not read unless they belong
+            to `classifier`.
+        embedding_norm: The norm of the sum of an encoder's embeddings.
+        token_types: The embedding of an encoder's token types.
+        distances: The learned bias of attention scores by distance (MPNet).
+        classifier: The classification head of an encoder. None: the family has none.
     """
 
     base: str = "model."
@@ -131,7 +145,12 @@ class TableNames:
 
 @dataclass(frozen=True, slots=True)
 class NamePrefixes:
-    """The prefixes of a checkpoint's tensors: of the base model, and of the head."""
+    """The prefixes of the names of a checkpoint's tensors.
+
+    Args:
+        base: Prefix of the tensors of the base model: embedding, layers and final norm.
+        head: Prefix of the tensors of the output layer, or of a classification head.
+    """
 
     base: str = ""
     head: str = ""
@@ -139,28 +158,34 @@ class NamePrefixes:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFiles:
-    """A checkpoint's config.json and generation_config.json, with one list of mistakes."""
+    """A checkpoint's configuration files. Reading invalid values appends messages to a common list of mistakes.
+
+    Args:
+        config: The fields of config.json.
+        generation: The fields of generation_config.json; none if there is no such file.
+    """
 
     config: Fields
     generation: Fields
 
     @property
     def mistakes(self) -> list[str]:
-        """Return the mistakes found in both files so far."""
+        """Return the messages about invalid values in both files, so far. Appending adds a message."""
         return self.config.mistakes
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A `model_type`: how its configuration is read, and how its tensors are named.
+    """A family of models with the same `model_type`: how config.json is read, and how tensors are named.
 
     Args:
-        architectures: The classes that are supported, the causal model first.
-        parse: Returns the spec of a configuration.
-        modules: Returns the modules that store the parameters of a layer.
+        model_type: The `model_type` in config.json.
+        architectures: The supported classes of transformers, the causal model first.
+        parse: Returns the spec of a model from its configuration. Appends mistakes to the configuration's list.
+        modules: Returns the checkpoint module of each parameter of a layer.
         names: The names of the modules before and after the layers.
         mtp_layers_key: The key of config.json with the number of MTP layers, which follow the last layer and are not
-            run.
+            run. Empty if the family has none.
     """
 
     model_type: str
@@ -181,17 +206,17 @@ def attention(
     qk_norm: NormSpec | None = None,
     rotation: RotationOf | None = None,
 ) -> AttentionSpec:
-    """Return the spec of attention, from fields with Llama's names.
+    """Return the spec of grouped-query attention, from keys of config.json with Llama's names.
 
     Args:
         fields: config.json.
-        absent_kv_heads: The KV heads if num_key_value_heads is missing. None, or null in the file: the number of query
-            heads.
-        absent_head_dim: The values of a head if head_dim is missing. None: hidden_size / heads.
-        qkv_bias: Whether q, k and v have biases.
-        o_bias: Whether the output projection has a bias.
-        qk_norm: The norm of each head of q and k; its width is set here.
-        rotation: Reads the rotation. None: whole heads are rotated.
+        absent_kv_heads: The number of KV heads if num_key_value_heads is missing. None: the number of query heads.
+            A null in the file always means that number.
+        absent_head_dim: The head size if head_dim is missing. None: hidden_size / query heads.
+        qkv_bias: True if q, k and v have biases.
+        o_bias: True if the output projection has a bias.
+        qk_norm: The norm of each head of q and k; its width is replaced by the head size. None: no norm.
+        rotation: Returns the rotary embedding. None: whole heads are rotated.
     """
     q_heads = fields.integer("num_attention_heads")
     stated = "num_key_value_heads" in fields.raw or absent_kv_heads is None
@@ -212,12 +237,16 @@ def attention(
 
 
 def full_rotation(fields: Fields, head_dim: int) -> Rotation:
-    """Return the rotation of whole heads."""
+    """Return the rotary embedding in config.json, for all `head_dim` values of a head."""
     return Rotation(parse_rope(fields.raw, max_positions(fields), fields.mistakes), head_dim)
 
 
 def partial_rotation(absent: float = 1.0) -> RotationOf:
-    """Return a reader for rotations of a part of each head: `partial_rotary_factor`, or else `absent`."""
+    """Return a function that reads a rotary embedding of a part of each head from config.json.
+
+    Args:
+        absent: The rotated share of a head if config.json has no `partial_rotary_factor`.
+    """
 
     def parsed(fields: Fields, head_dim: int) -> Rotation:
         rope = parse_rope(fields.raw, max_positions(fields), fields.mistakes, partial=True)
@@ -227,7 +256,7 @@ def partial_rotation(absent: float = 1.0) -> RotationOf:
 
 
 def no_rotation(_: Fields, head_dim: int) -> Rotation:
-    """Return no rotation, for positions that are learned or that layers do not use."""
+    """Return a Rotation that rotates nothing, for models with learned positions or layers without positions."""
     return Rotation(None, head_dim)
 
 
@@ -242,21 +271,21 @@ def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
 
 
 def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
-    """Return the spec of a gated feed-forward half, from fields with Llama's names."""
+    """Return the spec of a gated feed-forward half, from keys of config.json with Llama's names."""
     return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
 
 
 def routing(
     fields: Fields, key: str, absent: int, absent_chosen: int, *, normalised: bool, **more: Any
 ) -> Routing:
-    """Return the routing of a mixture of experts.
+    """Return the routing of a mixture of experts, from config.json.
 
     Args:
         fields: config.json.
-        key: The field with the number of experts.
-        absent: The number of experts that transformers assumes if the field is missing.
-        absent_chosen: The same for num_experts_per_tok.
-        normalised: Whether the weights of the chosen experts are normalised.
+        key: The key with the number of experts.
+        absent: The default number of experts.
+        absent_chosen: The default of num_experts_per_tok.
+        normalised: True if the weights of a token's chosen experts are divided by their sum.
         more: Further fields of Routing.
     """
     experts = fields.integer(key, absent, high=2**16)
@@ -267,12 +296,12 @@ def routing(
 
 
 def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the modules of all experts, each parameter in a module of its own.
+    """Return the checkpoint module of each expert parameter, such as "expert.3.gate"; no module has two.
 
     Args:
-        layer: The layer.
-        start: Prefix of the modules.
-        names: Parts of an expert ("gate", "up", "down") → their modules.
+        layer: The layer. The result is {} if it has no experts.
+        start: Prefix of the names of the modules.
+        names: The names of an expert's modules for "gate", "up" and "down".
     """
     fed = layer.feed_forward
     if not isinstance(fed, ExpertsSpec):
@@ -282,7 +311,7 @@ def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> di
 
 
 def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> Activation:
-    """Return the activation of the feed-forward half."""
+    """Return the activation that `key` of config.json names; `absent` names the default."""
     name = fields.text(key, absent)
     if name not in ACTIVATIONS:
         fields.mistakes.append(
@@ -292,29 +321,32 @@ def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") ->
 
 
 def rms_eps(fields: Fields, absent: float = 1e-6) -> float:
-    """Return the epsilon of every RMSNorm."""
+    """Return `rms_norm_eps` of config.json, the epsilon of all RMSNorms; `absent` is the default."""
     return fields.number("rms_norm_eps", absent)
 
 
 def max_positions(fields: Fields) -> int:
-    """Return the maximum length of a sequence."""
+    """Return `max_position_embeddings` of config.json, the maximum length of a sequence in tokens."""
     return fields.integer("max_position_embeddings", high=2**31 - 1)
 
 
 def layer_count(fields: Fields) -> int:
-    """Return the number of layers."""
+    """Return `num_hidden_layers` of config.json."""
     return fields.integer("num_hidden_layers", high=10_000)
 
 
 def hidden_size(fields: Fields) -> int:
-    """Return the values of a hidden state."""
+    """Return `hidden_size` of config.json."""
     return fields.integer("hidden_size")
 
 
 def kinds_of_layers(fields: Fields, layers: int, pattern: int) -> list[LayerKind]:
-    """Return the kind of each layer: `layer_types`, or else full attention in every n-th layer.
+    """Return the kind of attention of each layer: `layer_types`, or else full attention in every n-th layer.
 
-    n is `sliding_window_pattern`, or else `pattern`.
+    Args:
+        fields: config.json.
+        layers: The number of layers.
+        pattern: The default of `sliding_window_pattern`, which is n.
     """
     every = fields.integer("sliding_window_pattern", pattern)
     usual: list[LayerKind] = [LOCAL if (index + 1) % every else FULL for index in range(layers)]
@@ -322,12 +354,12 @@ def kinds_of_layers(fields: Fields, layers: int, pattern: int) -> list[LayerKind
 
 
 def sliding_window(fields: Fields, absent: int = 4096) -> int | None:
-    """Return `sliding_window`: None if it is null, `absent` if it is missing."""
+    """Return `sliding_window` of config.json, in tokens: None if it is null, `absent` if it is missing."""
     return fields.optional_integer("sliding_window") if "sliding_window" in fields.raw else absent
 
 
 def layer_kinds(fields: Fields, layers: int) -> list[LayerKind] | None:
-    """Return `layer_types`; None if it is missing or invalid."""
+    """Return `layer_types` of config.json; None if it is missing or invalid, or has not `layers` elements."""
     kinds = fields.raw.get("layer_types")
     if kinds is None:
         return None
@@ -350,15 +382,15 @@ def model(
     absent_tied: bool = False,
     **special: Any,
 ) -> ModelSpec:
-    """Return the spec of a model.
+    """Return the spec of a model from its layers and from keys of config.json with Llama's names.
 
     Args:
-        family: Its model_type.
-        files: Its configuration.
-        layers: Its layers.
+        family: The model_type.
+        files: The configuration.
+        layers: The layers.
         norm: The final norm. None: an RMSNorm.
-        absent_eos: The EOS ids that transformers assumes if none are stated.
-        absent_tied: The same for tie_word_embeddings.
+        absent_eos: The EOS ids if none are stated.
+        absent_tied: The default of tie_word_embeddings.
         special: Further fields of ModelSpec.
     """
     fields = files.config
@@ -379,7 +411,7 @@ def model(
 
 
 def eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the EOS ids of generation_config.json, or else of config.json, or else `absent`."""
+    """Return the distinct EOS ids of generation_config.json, or else of config.json, or else `absent`."""
     found = files.generation.token_ids("eos_token_id")
     if found is None:
         found = files.config.token_ids("eos_token_id")
@@ -389,7 +421,7 @@ def eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...
 
 
 def stated_dtype(fields: Fields) -> Dtype | None:
-    """Return the dtype of config.json; None if it is missing or not supported."""
+    """Return `dtype` (or `torch_dtype`) of config.json; None if it is missing or no supported dtype."""
     stated = fields.raw.get("dtype") or fields.raw.get("torch_dtype")
     name = stated.removeprefix("torch.") if isinstance(stated, str) else None
     return cast(Dtype, name) if name in get_args(Dtype) else None

@@ -60,7 +60,10 @@ MODULES: Modules = {
 
 
 def parse_gemma(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a GemmaConfig. "gelu" means the tanh approximation, with which Gemma was trained."""
+    """Read a GemmaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+
+    "gelu" means the tanh approximation, with which Gemma was trained.
+    """
     fields = files.config
     bias, named = fields.boolean("attention_bias", False), fields.raw.get("hidden_act") == "gelu"
     attended = attention(fields, absent_kv_heads=16, absent_head_dim=256, qkv_bias=bias, o_bias=bias)
@@ -72,7 +75,7 @@ def parse_gemma(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma2(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Gemma2Config."""
+    """Read a Gemma2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     attended = replace(
         _attention(fields, None, full_rotation), soft_cap=_cap(fields, "attn_logit_softcapping", 50.0)
@@ -82,7 +85,7 @@ def parse_gemma2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma3(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Gemma3TextConfig."""
+    """Read a Gemma3TextConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     attended = _attention(fields, _norm(fields), no_rotation)
     turned = {
@@ -101,7 +104,7 @@ def _sees_later(fields: Fields) -> bool:
 
 
 def _on_both_sides(layer: LayerSpec) -> LayerSpec:
-    """Return the layer of an encoder, with half of its window on each side."""
+    """Return a copy of a layer for an encoder: its window is a distance to both sides, half as large."""
     attended = layer.attention
     assert isinstance(attended, AttentionSpec), "a Gemma's"
     window = None if attended.window is None else attended.window // 2 + 1
@@ -153,7 +156,7 @@ def _norm(fields: Fields) -> NormSpec:
 
 
 def _cap(fields: Fields, key: str, absent: float | None = None) -> float | None:
-    """Return the cap in a field; None if it is null or 0, `absent` if it is missing."""
+    """Return the soft cap in a key of config.json; None if it is null or 0, `absent` if it is missing."""
     return absent if key not in fields.raw else fields.optional_number(key) or None
 
 
@@ -168,7 +171,7 @@ def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **spe
 
 
 def gemma_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters, with further norms if there is one after each half."""
+    """Return the checkpoint module of each parameter of a layer: Llama's, with more norms in Gemma 2 and 3."""
     return LLAMA_MODULES if layer.attention_norm is None else MODULES
 
 

@@ -53,8 +53,8 @@ NEOX_NAMES = TableNames(
 
 
 def parse_gpt2(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a GPT2Config."""
-    files = replace(files, config=files.config.renamed(GPT2_FIELDS))
+    """Read a GPT2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    files = replace(files, config=files.config.rename_keys(GPT2_FIELDS))
     fields = files.config
     if fields.boolean("add_cross_attention", False):
         fields.mistakes.append(f"{fields.name}: add_cross_attention is true; only false is supported")
@@ -80,7 +80,7 @@ def parse_gpt2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gpt_neox(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a GPTNeoXConfig."""
+    """Read a GPTNeoXConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     bias, norm = fields.boolean("attention_bias", True), _norm(fields, "layer_norm_eps")
     attended = attention(fields, qkv_bias=bias, o_bias=bias, rotation=_neox_rotation)
@@ -107,7 +107,7 @@ def _norm(fields: Fields, key: str) -> NormSpec:
 
 
 def gpt2_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters: q, k and v in one tensor, all weights transposed."""
+    """Return the checkpoint module of each parameter of a layer: q, k, v share one; weights are transposed."""
     assert isinstance(layer.attention, AttentionSpec)
     width = layer.attention.q_width
     parts = {
@@ -124,7 +124,7 @@ def gpt2_modules(layer: LayerSpec) -> Modules:
 
 
 def gpt_neox_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters: one tensor with q, k and v of each head in turn."""
+    """Return the checkpoint module of each parameter of a layer: one has q, k and v of each head in turn."""
     assert isinstance(layer.attention, AttentionSpec)
     dim = layer.attention.head_dim
     parts = {

@@ -39,7 +39,7 @@ ABSENT_ROPE = {
 
 
 def parse_gpt_oss(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a GptOssConfig."""
+    """Read a GptOssConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     bias = fields.boolean("attention_bias", True)
     attended = attention(
@@ -76,9 +76,9 @@ def _check_activation(fields: Fields) -> None:
 
 
 def gpt_oss_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters.
+    """Return the checkpoint module of each parameter of a layer.
 
-    All experts are in one tensor per product, transposed, with alternating rows of gate and up.
+    The weights of all experts are in one tensor per product, transposed, with alternating outputs of gate and up.
     """
     fed = layer.feed_forward
     if not isinstance(fed, ExpertsSpec):

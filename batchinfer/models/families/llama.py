@@ -37,13 +37,20 @@ def llama_layer(
     feed_forward: FeedForwardSpec | ExpertsSpec,
     norm: NormSpec | None = None,
 ) -> LayerSpec:
-    """Return a layer with a norm before each half, an RMSNorm unless `norm` is given."""
+    """Return the spec of a layer with a norm before each half, as in Llama.
+
+    Args:
+        fields: config.json.
+        attended: The attention.
+        feed_forward: The feed-forward half.
+        norm: The norm before each half. None: an RMSNorm.
+    """
     norm = norm or NormSpec(hidden_size(fields), rms_eps(fields))
     return LayerSpec(norm.width, norm, attended, norm, feed_forward)
 
 
 def parse_llama(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a LlamaConfig."""
+    """Read a LlamaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     attended = attention(fields, qkv_bias=bias, o_bias=bias)
@@ -53,7 +60,7 @@ def parse_llama(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_mistral(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a MistralConfig."""
+    """Read a MistralConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     layers = layer_count(fields)
     attended = replace(attention(fields, absent_kv_heads=8), window=_window(fields, layers))

@@ -44,7 +44,7 @@ THETA: dict[LayerKind, tuple[str, float]] = {
 
 
 def parse_modernbert(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a ModernBertConfig."""
+    """Read a ModernBertConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     hidden, bias = hidden_size(fields), fields.boolean("attention_bias", False)
     norm = NormSpec(
@@ -70,9 +70,9 @@ def parse_modernbert(files: ConfigFiles) -> ModelSpec:
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
-    """Return `layer_types`, or else full attention in every n-th layer, starting with the first.
+    """Return the kind of attention of each layer: `layer_types`, or else full attention in every n-th layer.
 
-    n is `global_attn_every_n_layers`.
+    The first layer has full attention. n is `global_attn_every_n_layers`.
     """
     count, every = layer_count(fields), fields.integer("global_attn_every_n_layers", 3)
     return layer_kinds(fields, count) or [LOCAL if index % every else FULL for index in range(count)]
@@ -91,7 +91,7 @@ def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
 
 
 def modernbert_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters: one tensor with q, k and v, and one with gate and up."""
+    """Return the checkpoint module of each parameter of a layer: q, k, v share a module, and gate, up another."""
     inner, width = layer.feed_forward.inner, layer.hidden
     return {
         **{name: Part("attn.Wqkv", i * width, (i + 1) * width) for i, name in enumerate("qkv")},

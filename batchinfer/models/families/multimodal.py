@@ -37,13 +37,16 @@ _LLAVA_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Multimodal:
-    """A `model_type` whose config.json has the decoder's configuration in `text_config`.
+    """A multimodal `model_type`, whose config.json has the decoder's configuration in `text_config`.
 
     Args:
+        model_type: The `model_type` in config.json.
+        architecture: The supported class of transformers.
         absent_text: The decoder's model_type if text_config has none.
-        absent_tied: Whether embedding and head are tied if neither configuration says so.
+        absent_tied: The default of tie_word_embeddings, if neither configuration has it.
         prefixes: The possible prefixes of the decoder's tensors.
-        others: Prefixes of the tensors of other parts, after an optional "model.".
+        others: Prefixes of the tensors that do not belong to the decoder, such as "vision_tower", after an optional
+            "model.".
     """
 
     model_type: str
@@ -55,11 +58,15 @@ class Multimodal:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Return the supported classes."""
+        """Return the supported classes of transformers."""
         return (self.architecture,)
 
     def text_config(self, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the decoder's configuration with its defaults; None if text_config is not an object."""
+        """Return the decoder's configuration: text_config with defaults, and with keys that the models share.
+
+        Args:
+            raw: config.json of the multimodal model. The result is None if its text_config is not an object.
+        """
         stated = raw.get("text_config")
         if not isinstance(stated, Mapping):
             return None
@@ -76,7 +83,7 @@ class Multimodal:
         }
 
     def part_of(self, tensor: str) -> str | None:
-        """Return the other part that a tensor belongs to; None if it is the decoder's."""
+        """Return the part, such as "vision_tower", that a tensor belongs to by its name; None for the decoder."""
         name = tensor.removeprefix("model.")
         return next((part for part in self.others if name == part or name.startswith(f"{part}.")), None)
 

@@ -28,7 +28,7 @@ MODULES: Modules = {
 
 
 def parse_olmo2(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of an Olmo2Config."""
+    """Read an Olmo2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     bias, norm = (
         fields.boolean("attention_bias", False),
@@ -43,7 +43,7 @@ def parse_olmo2(files: ConfigFiles) -> ModelSpec:
 
 
 def olmo2_modules(_: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters: Llama's, with other norms."""
+    """Return the checkpoint module of each parameter of a layer: Llama's, but with norms after each half."""
     return MODULES
 
 

@@ -32,7 +32,7 @@ ABSENT_ORIGINAL = 4096
 
 
 def parse_phi3(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Phi3Config."""
+    """Read a Phi3Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     fields = files.config
     window = fields.optional_integer("sliding_window")
     attended = replace(attention(fields, rotation=_rotation), window=window)
@@ -42,7 +42,7 @@ def parse_phi3(files: ConfigFiles) -> ModelSpec:
 
 
 def _rotation(fields: Fields, head_dim: int) -> Rotation:
-    """Return the rotation. "yarn" means LongRoPE, as in transformers. The default original length is 4096."""
+    """Return the rotary embedding. As in transformers, "yarn" means LongRoPE, and the original length is 4096."""
     raw = {"original_max_position_embeddings": ABSENT_ORIGINAL, **fields.raw}
     for key in ("rope_scaling", "rope_parameters"):
         stated = raw.get(key)
@@ -53,7 +53,7 @@ def _rotation(fields: Fields, head_dim: int) -> Rotation:
 
 
 def phi3_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters: Llama's, except for the fused ones."""
+    """Return the checkpoint module of each parameter of a layer: Llama's, but q, k, v and gate, up are fused."""
     fused = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
     parts = dict(LLAMA_MODULES)
     for linear in layer.linears:

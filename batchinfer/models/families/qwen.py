@@ -20,13 +20,16 @@ from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, ModelSpec, Nor
 
 
 def parse_qwen2(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Qwen2Config."""
+    """Read a Qwen2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
     attended = attention(files.config, absent_kv_heads=32, qkv_bias=True)
     return model("qwen2", files, _layers(files.config, attended))
 
 
 def parse_qwen3(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Qwen3Config. Heads have 128 values by default, for any hidden size."""
+    """Read a Qwen3Config, and return the model's spec. Mistakes are appended to `files.mistakes`.
+
+    The default head size is 128, for any hidden size.
+    """
     bias = files.config.boolean("attention_bias", False)
     attended = attention(
         files.config,

@@ -40,7 +40,10 @@ MODULES: Modules = {
 
 
 def parse_qwen2_moe(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Qwen2MoeConfig, with a gated shared expert that all tokens use."""
+    """Read a Qwen2MoeConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+
+    The models have a gated shared expert that all tokens use.
+    """
     fields = files.config
     attended = attention(fields, absent_kv_heads=16, qkv_bias=fields.boolean("qkv_bias", True))
     normalised = fields.boolean("norm_topk_prob", False)
@@ -55,7 +58,10 @@ def parse_qwen2_moe(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a Qwen3MoeConfig. transformers 5 saves it with `num_local_experts`."""
+    """Read a Qwen3MoeConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+
+    transformers 5 saves the number of experts as `num_local_experts`.
+    """
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     norm = NormSpec(0, rms_eps(fields))
@@ -71,7 +77,14 @@ def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
 def _layers(
     fields: Fields, attended: AttentionSpec, experts: ExpertsSpec, windows: list[int | None]
 ) -> tuple[LayerSpec, ...]:
-    """Return all layers, with and without experts."""
+    """Return the spec of each layer.
+
+    Args:
+        fields: config.json, which determines the layers with experts.
+        attended: The attention of each layer, whose window is replaced.
+        experts: The feed-forward half of layers with experts.
+        windows: The window of each layer.
+    """
     dense, plain = gated_feed_forward(fields), _layers_without_experts(fields)
     every = fields.integer("decoder_sparse_step", 1)
     halves = [dense if i in plain or (i + 1) % every else experts for i in range(len(windows))]
@@ -92,14 +105,14 @@ def _layers_without_experts(fields: Fields) -> list[int]:
 
 
 def _window(fields: Fields) -> int | None:
-    """Return the window of the layers that have one; None if no layer has (transformers 5 saves 0 then)."""
+    """Return the window of the layers with sliding-window attention; None if it is off or 0."""
     if not fields.boolean("use_sliding_window", False):
         return None
     return fields.optional_integer("sliding_window") or (None if "sliding_window" in fields.raw else 4096)
 
 
 def _alternating_windows(fields: Fields) -> list[int | None]:
-    """Return the window of each layer: from `layer_types`, or else every other one below `max_window_layers`."""
+    """Return the window of each layer, by `layer_types` or else for every other layer below `max_window_layers`."""
     layers, window = layer_count(fields), _window(fields)
     kinds = layer_kinds(fields, layers)
     if kinds is None:
@@ -113,7 +126,7 @@ def _alternating_windows(fields: Fields) -> list[int | None]:
 
 
 def qwen_moe_modules(layer: LayerSpec) -> Modules:
-    """Return the modules of a layer's parameters, experts included."""
+    """Return the checkpoint module of each parameter of a layer, experts included."""
     return {**MODULES, **expert_modules(layer, "mlp.experts", PROJECTIONS)}
 
 

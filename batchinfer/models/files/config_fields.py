@@ -21,13 +21,19 @@ STATED_IN = "stated_in"  # added to a quantization_config: its file, if that is 
 
 
 def shown(value: object) -> str:
-    """Return a value as messages quote it: its repr, shortened to SHOWN characters."""
+    """Return the repr of a value, shortened to SHOWN characters, for a message."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def checkpoint_error(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
-    """Return the error of a checkpoint that cannot be run."""
+    """Return the error of a checkpoint that cannot be run; its messages refer to model.path of the job file.
+
+    Args:
+        path: The file or folder with the mistakes.
+        messages: The mistakes.
+        hint: Advice for the user about each mistake.
+    """
     return JobFileError(str(path), [Mistake(WHERE, message, hint=hint) for message in messages])
 
 
@@ -50,11 +56,11 @@ def load_json_object(path: Path) -> dict[str, Any]:
 
 
 def load_if_there(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is no file.
+    """Return the JSON object in a file; {} if the file does not exist.
 
     Raises:
         JobFileError: The file is too large, is not JSON, or is not an object.
-        SecurityRefusal: It is not a regular file.
+        SecurityRefusal: The path is not a regular file.
     """
     if not path.exists():
         return {}
@@ -64,7 +70,7 @@ def load_if_there(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """Reads typed values from a JSON object, and appends what is wrong to `mistakes`.
+    """Reads typed values from a JSON object, and appends a message about each invalid value to `mistakes`.
 
     For an invalid value, methods return the default, or the lower bound. Callers must check `mistakes` before they use
     any value.
@@ -82,19 +88,19 @@ class Fields:
         Args:
             raw: The JSON object.
             name: The name of the file, for messages.
-            mistakes: Receives the messages.
-            theirs: Names of keys in the file, by the names under which they are read.
+            mistakes: Receives a message for each invalid value.
+            theirs: The names of keys in the file, for messages, by the names under which the keys are read.
         """
         self.raw = raw
         self.name = name
         self.mistakes = mistakes
         self._theirs = theirs
 
-    def renamed(self, theirs: Mapping[str, str]) -> Fields:
-        """Return a reader for an object with other names of keys. Messages quote the names in the file.
+    def rename_keys(self, theirs: Mapping[str, str]) -> Fields:
+        """Return a reader of the same object that finds keys under other names. Messages quote the names in the file.
 
         Args:
-            theirs: Names of keys in the file, by the names under which they are read.
+            theirs: The names of keys in the file, by the names under which they will be found.
         """
         usual = {key: self.raw[own] for key, own in theirs.items() if own in self.raw}
         return Fields({**self.raw, **usual}, self.name, self.mistakes, theirs)
@@ -104,7 +110,7 @@ class Fields:
         self.mistakes.append(f"{self.name}: {self._theirs.get(key, key)} {found}; wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
-        """Return an integer in [low, high]. null counts as missing; a missing field needs a default."""
+        """Return the integer at a key, in [low, high]; `default` if missing or null (a mistake if that is None)."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -114,11 +120,11 @@ class Fields:
         return default if default is not None else low
 
     def optional_integer(self, key: str, low: int = 1, high: int = 2**31 - 1) -> int | None:
-        """Return an integer in [low, high]; None if it is missing or null."""
+        """Return the integer at a key, in [low, high]; None if it is missing or null."""
         return None if self.raw.get(key) is None else self.integer(key, low=low, high=high)
 
     def number(self, key: str, default: float | None = None, above: float = 0.0, high: float = 1e30) -> float:
-        """Return a finite number in (above, high]. null counts as missing; a missing field needs a default."""
+        """Return the number at a key, in (above, high]; `default` if missing or null (a mistake if that is None)."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -128,13 +134,13 @@ class Fields:
         return default if default is not None else math.nextafter(above, math.inf)
 
     def optional_number(self, key: str, high: float = 1e30) -> float | None:
-        """Return a finite number in [0, high]; None if it is missing or null."""
+        """Return the number at a key, in [0, high]; None if it is missing or null."""
         if self.raw.get(key) is None:
             return None
         return self.number(key, above=math.nextafter(0.0, -1.0), high=high)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Return a list of finite numbers above 0; the field is required."""
+        """Return the list of finite numbers above 0 at a key. A missing key is a mistake."""
         value = self.raw.get(key)
         if isinstance(value, list) and all(type(v) in (int, float) and 0 < v < 1e30 for v in value):
             return tuple(map(float, value))
@@ -142,11 +148,11 @@ class Fields:
         return ()
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return true or false. null counts as missing."""
+        """Return the boolean at a key; `default` if it is missing or null."""
         return self._of_type(key, bool, "true or false", default)
 
     def text(self, key: str, default: str) -> str:
-        """Return a string. null counts as missing."""
+        """Return the string at a key; `default` if it is missing or null."""
         return self._of_type(key, str, "a string", default)
 
     def _of_type(self, key: str, kind: type[_T], wanted: str, default: _T) -> _T:
@@ -158,7 +164,7 @@ class Fields:
         return default
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
-        """Return one token id or a list of them as a tuple; None if the field is missing or null."""
+        """Return the token id or the list of token ids at a key as a tuple; None if it is missing or null."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -170,9 +176,9 @@ class Fields:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Return the values of config.json.
+    """Read config.json of a checkpoint folder.
 
-    If it has no `quantization_config`, one is read from the file in which AutoGPTQ or AutoAWQ stored it before 2024.
+    If it has no `quantization_config`, one is added from the file in which AutoGPTQ or AutoAWQ stored it before 2024.
 
     Raises:
         JobFileError: A file is too large, is not JSON, or is not an object.
@@ -189,7 +195,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def _of_autogptq(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config of an AutoGPTQ file, which has a separate key for the layout of Marlin."""
+    """Return the quantization_config for the content of AutoGPTQ's quantize_config.json."""
     marlin = {"checkpoint_format": "marlin"} if found.get("is_marlin_format") else {}
     return {"quant_method": "gptq", **found, **marlin}
 

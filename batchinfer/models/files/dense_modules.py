@@ -21,12 +21,12 @@ _MOST_OUTPUTS = 1 << 16
 
 
 def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
-    """Read the linear layer in a subfolder of a checkpoint.
+    """Read a linear layer that sentence-transformers applies after pooling, from a subfolder of a checkpoint.
 
     Args:
         folder: The checkpoint.
-        name: The subfolder.
-        named_by: The file that names it, for messages.
+        name: The name of the subfolder.
+        named_by: The file that contains this name, for messages.
 
     Raises:
         JobFileError: The layer is not supported.
@@ -63,12 +63,12 @@ def _refusal(folder: CheckpointFolder, name: str, wrong: str) -> JobFileError:
 
 
 def _activation(stated: Mapping[str, Any]) -> str:
-    """Return the class name of the activation, without its module. Tanh is the default of sentence-transformers."""
+    """Return the class name of the activation, without its module; Tanh by default as in sentence-transformers."""
     return str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
 
 
 def _problem(stated: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str | None:
-    """Return why a layer is not supported or does not fit; None if it is fine."""
+    """Return why a layer is unsupported or inconsistent, for a message; None if it is fine."""
     if (activation := _activation(stated)) not in get_args(DenseActivation):
         return f"its activation {activation} is not computed; {', '.join(get_args(DenseActivation))} are"
     for key in ("module_input_name", "module_output_name"):

@@ -15,14 +15,17 @@ Progress = Callable[[int], None]  # called with the number of bytes since the la
 
 
 def file_identity(path: Path) -> str:
-    """Return path, size, mtime, ctime and inode as one string. A cached hash is valid while it is unchanged."""
+    """Return path, size, mtime, ctime and inode of a file as one string, which is a key for cached hashes.
+
+    The string changes when the content of the file may have changed.
+    """
     real = path.resolve()
     status = real.stat()
     return f"{real}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}|{status.st_ino}"
 
 
 def file_sha256(path: Path, cache: MutableMapping[str, str], progress: Progress) -> str:
-    """Return the sha256 of a file in hex.
+    """Return the sha256 of a file's content, in hex.
 
     Args:
         path: The file.
@@ -49,7 +52,16 @@ def model_fingerprint(
     cache: MutableMapping[str, str],
     progress: Progress,
 ) -> str:
-    """Return the sha256, in hex, of the contents of the configuration and all weight files, without their names."""
+    """Return a hash (sha256, in hex) of a model's configuration and of the contents of its weight files.
+
+    Names of files do not matter.
+
+    Args:
+        raw_config: config.json, or {} if the weight files contain the configuration.
+        files: The weight files.
+        cache: Hashes of files by `file_identity`; missing hashes are added.
+        progress: Called with the number of bytes hashed since the last call.
+    """
     kept = {key: value for key, value in raw_config.items() if key not in UNHASHED_KEYS}
     hashes = sorted(file_sha256(path, cache, progress) for path in files)
     text = json.dumps({"config": kept, "weights": hashes}, sort_keys=True, separators=(",", ":"))

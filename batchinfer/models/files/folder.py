@@ -16,10 +16,13 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 class CheckpointFolder:
-    """A folder of regular files. They are inside the folder, or where `model_roots` allows links to point to."""
+    """A checkpoint folder that is safe to read: it has only regular files and folders.
+
+    Files are inside the folder, or where `model_roots` allows links to point to.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Check the folder's entries.
+        """Check the entries of a folder.
 
         Raises:
             JobFileError: `path` is not a folder.
@@ -42,14 +45,14 @@ class CheckpointFolder:
             raise _not_regular(entry)
 
     def file(self, name: str, named_by: str = "") -> Path | None:
-        """Return the path of a regular file; None if there is none.
+        """Return the path of a file in the folder; None if it does not exist.
 
         Args:
-            name: The name of the file.
-            named_by: The file that contains the name, if it comes from the checkpoint.
+            name: The file's path relative to the folder.
+            named_by: The file of the checkpoint that contains this name, for messages. Empty: the name is fixed.
 
         Raises:
-            SecurityRefusal: The name or a link points outside, or it is not a regular file (opening a pipe would hang).
+            SecurityRefusal: The name or a link points outside, or names no regular file (opening a pipe would hang).
         """
         if not _is_plain(name):
             raise SecurityRefusal(
@@ -65,7 +68,7 @@ class CheckpointFolder:
         return path
 
     def names(self, *suffixes: str) -> list[str]:
-        """Return the sorted names of the folder's entries that end with any of the suffixes."""
+        """Return the names of the folder's entries that end with any of the suffixes, sorted."""
         return sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(suffixes))
 
     def refuse_model_code(self) -> None:
@@ -90,19 +93,19 @@ class CheckpointFolder:
 
     @property
     def unused_code(self) -> tuple[str, ...]:
-        """Return a notice if the checkpoint has a tokenizer class of its own, which is not run."""
+        """Return a notice for the user if the checkpoint has its own Python tokenizer, which is not run; () if not."""
         name = self._names_tokenizer_class()
         if name is None:
             return ()
         return (f"{name} names the tokenizer's own Python class, which is not run: {TOKENIZER} is used",)
 
     def _names_tokenizer_class(self) -> str | None:
-        """Return the file that names a tokenizer class in the checkpoint, if any."""
+        """Return the name of the JSON file whose auto_map names a tokenizer class; None if no file does."""
         named = (name for name in (TOKENIZER_CONFIG, CONFIG) if self._asks_for_code(name, "AutoTokenizer"))
         return next(named, None)
 
     def _asks_for_code(self, name: str, of: str | None = None) -> bool:
-        """Return True if the auto_map of a file has an entry for the class `of`; with None, if it has any entry."""
+        """Return True if the auto_map of the JSON file `name` has an entry for the class `of`, or any if it is None."""
         path = self.file(name)
         stated = load_json_object(path).get("auto_map") if path is not None else None
         return of in stated if of is not None and isinstance(stated, dict) else bool(stated)
@@ -113,7 +116,7 @@ def _not_regular(path: Path) -> SecurityRefusal:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if a name is relative, printable, not too long, and has no ".."."""
+    """Return True if a path is relative, printable, not too long, and has no ".."."""
     pure = PurePosixPath(name)
     harmless = name.isprintable() and "\\" not in name and not pure.is_absolute()
     return (

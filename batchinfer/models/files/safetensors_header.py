@@ -38,28 +38,35 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a file. `start` and `end` (exclusive) are byte offsets in the file's data section."""
+    """A tensor in the header of a file.
 
-    dtype: str  # as safetensors spells it, e.g. "BF16"
+    Args:
+        dtype: The dtype as safetensors spells it, such as "BF16".
+        shape: The shape.
+        start: The first byte, counted from the start of the file's data section.
+        end: The end (exclusive), counted in the same way.
+    """
+
+    dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the tensor in bytes."""
         return self.end - self.start
 
 
 class _Malformed(ValueError):
-    """The problem of a header. It becomes a SecurityRefusal that names the file."""
+    """A header is malformed. Callers raise a SecurityRefusal with the name of the file instead."""
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a file by name.
+    """Read and check the header of a safetensors file, and return its tensors by name.
 
-    It checks the header's length against its limit and the file, that the JSON has no duplicate names, that dtypes are
-    known, that shapes match sizes, and that the data fills the rest of the file without holes or overlaps.
+    The checks: the header's length is within its limit and the file, the JSON has no duplicate names, dtypes are known,
+    shapes match sizes, and the data fills the rest of the file without holes or overlaps.
 
     Raises:
         SecurityRefusal: The header is malformed.
@@ -71,13 +78,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def data_start(path: Path) -> int:
-    """Return the byte of a file at which its data section starts. Raises OSError."""
+    """Return the offset of a safetensors file's data section, in bytes. Raises OSError."""
     with path.open("rb") as file:
         return PREFIX_BYTES + int.from_bytes(file.read(PREFIX_BYTES), "little")
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a header, without its tensors. Raises SecurityRefusal as read_header does."""
+    """Return `__metadata__` of a safetensors header, {} without any. Raises SecurityRefusal if it is malformed."""
     try:
         return _parse(_header(path))[1]
     except _Malformed as error:
@@ -122,7 +129,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the JSON entries of the tensors, and the metadata."""
+    """Return the JSON entry of each tensor by name, and `__metadata__`."""
     try:
         raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
     except _Malformed:
@@ -166,7 +173,7 @@ def _tensor(name: str, entry: Any) -> TensorInfo:
 
 
 def _check_layout(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
-    """Check that the tensors fill the data section without holes or overlaps."""
+    """Raise _Malformed if the tensors do not fill the data section, or overlap."""
     end = 0
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != end:

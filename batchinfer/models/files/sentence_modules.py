@@ -35,23 +35,35 @@ _OLD_KEY = "sbert_ce_default_activation_function"  # before version 4
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """The modules after a checkpoint's model, and the prompts that it was trained with."""
+    """The modules of sentence-transformers after a checkpoint's model, and the prompts of its training.
+
+    Args:
+        normalizes: True if vectors are scaled to length 1.
+        mode: The pooling, as the checkpoint names it.
+        prompts: Texts to put before inputs, by name.
+        default_prompt: The name of the prompt for inputs without one. None: no prompt.
+        pools_prompt: True if the tokens of the prompt are pooled, too.
+        dense: The linear layers after the pooling, in order.
+    """
 
     normalizes: bool
-    mode: str  # the pooling, as its file names it
-    prompts: Mapping[str, str]  # prefixes of texts, by name
+    mode: str
+    prompts: Mapping[str, str]
     default_prompt: str | None
-    pools_prompt: bool  # whether the tokens of the prefix are pooled, too
-    dense: tuple[Dense, ...] = ()  # the layers after the pooling, in order
+    pools_prompt: bool
+    dense: tuple[Dense, ...] = ()
 
     @property
     def pooling(self) -> Pooling | None:
-        """Return the pooling; None if it is not supported."""
+        """Return the pooling by the name that jobs use; None if it is not supported."""
         return _POOLINGS.get(self.mode)
 
 
 def sentence_modules(path: Path) -> SentenceModules | None:
-    """Read a checkpoint's modules; None if it has none.
+    """Read the sentence-transformers files of a checkpoint; None if it has no modules.json.
+
+    Args:
+        path: The folder of the checkpoint, or a GGUF file.
 
     Raises:
         JobFileError: A module is not supported.
@@ -88,7 +100,7 @@ def sentence_modules(path: Path) -> SentenceModules | None:
 
 
 def _check_kinds(path: Path, kinds: list[str]) -> None:
-    """Raise JobFileError unless the kinds are Transformer, Pooling, any number of Dense, and optionally Normalize."""
+    """Raise JobFileError unless modules are Transformer, Pooling, any number of Dense, and optionally Normalize."""
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown:
         text = f"{MODULES} has the module {unknown[0][:80]}, which is not computed; {', '.join(_KINDS)} are"
@@ -111,7 +123,7 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _kind(module: Mapping[str, Any]) -> str:
-    """Return the name of a module's class, without its package."""
+    """Return the class name of an entry of modules.json, without its package."""
     return str(module.get("type")).rpartition(".")[2]
 
 
@@ -126,7 +138,7 @@ def _check_texts(folder: CheckpointFolder) -> None:
 
 
 def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
-    """Return the name of the pooling. Raises JobFileError unless there is exactly one."""
+    """Return the pooling that a module's config.json names. Raises JobFileError unless it is exactly one."""
     named = pooling.get("pooling_mode")
     found = [named] if isinstance(named, str) else [*named] if isinstance(named, list) else []
     found = found or [
@@ -139,9 +151,16 @@ def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
 
 
 def stated_activation(path: Path) -> str | None:
-    """Return the class of the activation of a reranker's scores; None if no file names one.
+    """Return the class name of the activation that a reranker applies to its scores; None if no file names one.
 
-    The file of the newest version takes precedence. Raises JobFileError and SecurityRefusal.
+    The file that the newest version of sentence-transformers writes takes precedence.
+
+    Args:
+        path: The folder of the checkpoint, or a GGUF file.
+
+    Raises:
+        JobFileError: A file is not a JSON object.
+        SecurityRefusal: A file is outside of the folder.
     """
     if path.is_file():  # a GGUF file
         return None

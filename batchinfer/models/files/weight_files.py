@@ -31,25 +31,36 @@ NAMED = 5  # names that a message lists
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the file that stores it."""
+    """The location of a tensor: a file and a range of bytes in it.
+
+    Args:
+        file: The safetensors or GGUF file.
+        info: The tensor's dtype, shape and range of bytes.
+    """
 
     file: Path
     info: TensorInfo
 
     def content(self) -> bytes:
-        """Return the bytes. Use it for small tensors only, such as offsets."""
+        """Read the bytes of the tensor. Use it for small tensors only, such as offsets."""
         with self.file.open("rb") as file:
             file.seek(data_start(self.file) + self.info.start)
             return file.read(self.info.nbytes)
 
     def integers(self) -> NDArray[np.int64]:
-        """Return a tensor of I32 or I64, flattened, as int64."""
+        """Read a tensor with dtype I32 or I64, flattened, as int64."""
         return np.frombuffer(self.content(), f"<i{DTYPE_BYTES[self.info.dtype]}").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weight files of a checkpoint folder, or a GGUF file. No link points outside of the folder."""
+    """The weight files of a checkpoint folder, or a GGUF file. Links do not leave the folder.
+
+    Args:
+        path: The folder, or the GGUF file.
+        files: The weight files.
+        tensors: Where each tensor is stored, by name.
+    """
 
     path: Path
     files: tuple[Path, ...]
@@ -57,12 +68,12 @@ class WeightFiles:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all tensors as stored."""
+        """Return the number of bytes of all tensors in the files."""
         return sum(tensor.info.nbytes for tensor in self.tensors.values())
 
     @property
     def stored_dtype(self) -> Dtype:
-        """Return the float dtype that has the most stored bytes."""
+        """Return the float dtype that has more bytes in the files than any other; float32 if no tensor is float."""
         sizes: Counter[Dtype] = Counter()
         for tensor in self.tensors.values():
             if tensor.info.dtype in FLOAT_DTYPES:
@@ -70,21 +81,21 @@ class WeightFiles:
         return max(sorted(sizes), key=lambda name: sizes[name], default="float32")
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return the sha256, in hex, of the contents of the weights and config.json. A GGUF file contains both.
+        """Return a hash (sha256, in hex) of the weights and of config.json, or of a GGUF file, which contains both.
 
         Args:
-            cache: Hashes of files by `fingerprint.file_identity`; missing ones are added.
-            progress: Called with the number of bytes since the last call: the sizes of all files in total.
+            cache: Hashes of files by `file_identity`, which includes size and mtime; missing hashes are added.
+            progress: Called with the number of bytes hashed since the last call; the sum is the size of all files.
         """
         whole = self.files[0].suffix == GGUF
         config = {} if whole else read_config_json(self.path)
         return model_fingerprint(config, self.files, cache, progress)
 
     def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
-        """Return True if earlier versions read wrong zero points from these files.
+        """Return True if earlier versions of batchinfer read wrong zero points from these files.
 
         Args:
-            cache: Results of earlier scans; a new result is added.
+            cache: Results of earlier calls, by files; a new result is added.
 
         Raises:
             JobFileError: Zero points are invalid.
@@ -93,7 +104,7 @@ class WeightFiles:
 
 
 def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
-    """Read the headers of the folder's safetensors files.
+    """Find the weight files of a checkpoint folder, and read the headers of its safetensors files.
 
     Raises:
         SecurityRefusal: Weights are pickled, a path leaves the folder, or a header is malformed.
@@ -106,9 +117,9 @@ def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
 
 
 def _weight_files(folder: CheckpointFolder) -> tuple[list[Path], dict[str, str]]:
-    """Return the files to read, and the index (tensor → file).
+    """Return the safetensors files to read, and the index: the file name of each tensor.
 
-    As in transformers, a single file takes precedence; then the index is empty.
+    As in transformers, model.safetensors takes precedence over an index; then the returned index is empty.
     """
     single = folder.file(SINGLE)
     if single is not None:
@@ -174,7 +185,7 @@ def _stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
-    """Raise JobFileError if a tensor is not in the file that the index names."""
+    """Raise JobFileError if a tensor is not in the file that model.safetensors.index.json names."""
     wrong = [
         name
         for name, file in index.items()
@@ -185,6 +196,6 @@ def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names, for a message."""
+    """Join up to NAMED names, and the number of further ones, for a message."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(repr(name)[1:-1][:200] for name in names[:NAMED]) + more

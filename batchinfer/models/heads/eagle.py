@@ -30,7 +30,18 @@ _FINAL = "final_norm"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """The weights of a head, packed for its operators. The head uses the model's weights for fields that are None."""
+    """The weights of an EAGLE-3 head, packed for its operators.
+
+    Args:
+        stored: The folder of the head.
+        ops: The operators.
+        parts: The packed weights of the head's layer.
+        norms: The norm of input states, and the final norm, by name.
+        fuse: Computes a state from three hidden states of the target model.
+        embedding: (vocab of the model, hidden). None: the embedding of the target model.
+        head: The output layer. None: the output layer of the target model.
+        targets: (tokens of the head,) int64: the target model's id of each token of the head. None: ids are equal.
+    """
 
     stored: StoredEagle
     ops: Ops
@@ -39,11 +50,11 @@ class EagleWeights:
     fuse: Linear
     embedding: Tensor | None
     head: Head | None
-    targets: Tensor | None  # (tokens of the head,) int64: the model's token ids; None: both have equal ids
+    targets: Tensor | None
 
     @classmethod
     def load(cls, stored: StoredEagle, ops: Ops, dtype: torch.dtype, device: torch.device) -> EagleWeights:
-        """Load all weights in the dtype of the model."""
+        """Load the weights of a checked folder for operators, in the dtype and on the device of the target model."""
         found = _tensors(stored, dtype, device)
         layer, start = stored.spec.layers[0], stored.start
 
@@ -75,7 +86,7 @@ class EagleWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> EagleHead:
-        """Return the head of a model, for sequences of up to `positions` tokens."""
+        """Return the draft head on top of a target model, for sequences of up to `positions` tokens."""
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
         rope = rope_table(layer.rotation, positions, self.norms[_FINAL].device)
@@ -89,7 +100,15 @@ class EagleWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleHead:
-    """A head that is ready to run; see LayerHead."""
+    """An EAGLE-3 head that is ready to draft tokens.
+
+    Args:
+        weights: The weights of the head.
+        parts: The packed weights of the head's layer, with its rotary table.
+        attention: The attention half of the layer.
+        embedding: (vocab of the model, hidden), of the head or the target model.
+        head: The output layer, of the head or the target model.
+    """
 
     weights: EagleWeights
     parts: LayerParts
@@ -98,7 +117,12 @@ class EagleHead:
     head: Head
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of a step's tokens, from three hidden states of each: low, middle and high."""
+        """Return the states of a step's tokens, (T, width).
+
+        Args:
+            tapped: (T, hidden size of the model) each: the inputs of a low, a middle and a high layer of the model.
+            hidden: Not used.
+        """
         return self.weights.fuse(torch.cat([*tapped], -1))
 
     def forward(
@@ -109,7 +133,7 @@ class EagleHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Run a step; see LayerHead."""
+        """Compute the states of tokens, (T, width), from the states of the tokens before them (see LayerHead)."""
         ops, layer, parts = self.weights.ops, self.weights.stored.spec.layers[0], self.parts
         embedded = self._apply_norm("input_norm", ops.embedding(token_ids, self.embedding))
         state = self._apply_norm("state_norm", states)
@@ -120,11 +144,11 @@ class EagleHead:
         return feed_forward(ops, layer, parts, x, inputs) + residual
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm."""
+        """Return states after the head's final norm, (n, width), from results of `forward`, (n, width)."""
         return self._apply_norm(_FINAL, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of all tokens of the model."""
+        """Return logits of the next token, (n, vocab of the model); -inf for tokens that the head never proposes."""
         logits, targets = self.head(self.states(hidden)), self.weights.targets
         if targets is None:
             return logits
@@ -133,7 +157,7 @@ class EagleHead:
         return whole
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the argmax of the logits."""
+        """Return the most likely next token as the target model's id, (n,); NO_TOKEN for rows that are not finite."""
         tokens, targets = self.head.argmax(self.states(hidden)), self.weights.targets
         return tokens if targets is None else torch.where(tokens < 0, tokens, targets[tokens.clamp(min=0)])
 
@@ -149,7 +173,7 @@ class EagleHead:
 
 
 def _tensors(stored: StoredEagle, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Read the tensors of a head: weights in `dtype`, token offsets in int64."""
+    """Read the tensors of a head by name: weights in `dtype`, and the token map d2t in int64."""
     wanted, found = stored.shapes(), dict[str, Tensor]()
     with ExitStack() as stack:
         for path in stored.files:

@@ -16,7 +16,11 @@ from batchinfer.models.heads.stored_mtp import inspect_mtp
 
 
 def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
-    """Check a folder of draft heads for a model.
+    """Detect the kind of draft heads in a folder, and check that they fit a target model, without loading them.
+
+    Args:
+        path: The folder. The folder of the target model itself means its MTP layer.
+        checkpoint: The target model.
 
     Raises:
         JobFileError: Something is missing, or does not fit the model.

@@ -12,18 +12,18 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 
 
 class LayerHead(Protocol):
-    """A draft head with a decoder layer. It drafts one token after the other, from states.
+    """A draft head with a decoder layer (EAGLE or MTP), which drafts one token after the other.
 
-    From the state of a token and the token that follows, it computes the state of the following token, and from a state
-    the next token.
+    It computes a state per token, (width,), from the state of the previous token and the token's embedding. A state
+    yields the logits of the next token. The first states are computed from hidden states of the target model.
     """
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of a step's tokens, (T, width).
+        """Compute the states of a step's tokens, (T, width), from hidden states of the target model.
 
         Args:
-            tapped: (T, hidden of the model) each: the inputs of the layers that the head reads.
-            hidden: (T, hidden of the model), the output of the last layer before the final norm.
+            tapped: (T, hidden size of the model) each: the inputs of the model's layers that the head reads.
+            hidden: (T, hidden size of the model), the output of the model's last layer before the final norm.
         """
 
     def forward(
@@ -34,28 +34,31 @@ class LayerHead(Protocol):
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Run a step, write K and V of the states to the cache, and return the next states, (T, width).
+        """Compute the states of tokens, (T, width), and write their K and V to the cache.
 
         Args:
-            token_ids: (T,) int64, the tokens that follow the tokens of `states`.
-            states: (T, width).
-            inputs: Positions and slots of the step.
-            cache: The cache of the head's layer.
+            token_ids: (T,) int64, the tokens.
+            states: (T, width), the state of the token before each of them.
+            inputs: Positions and cache slots of the tokens.
+            cache: The KV cache of the head's layer.
             plan: The attention plan of the step.
         """
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm: (n, width) → (n, width)."""
+        """Return states after the head's final norm, (n, width), from results of `forward`, (n, width)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return (n, vocab) float32 from (n, width); -inf for tokens that the head never proposes."""
+        """Return logits of the next token, (n, vocab) float32, from states (n, width).
+
+        Tokens of the model that the head never proposes have -inf.
+        """
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the argmax of the logits, (n,) int64, from (n, width); NO_TOKEN for rows that are not finite."""
+        """Return the most likely next token, (n,) int64, from states (n, width); NO_TOKEN for non-finite rows."""
 
 
 class HeadWeights(Protocol):
-    """The loaded weights of a LayerHead."""
+    """The loaded weights of a draft head with a decoder layer."""
 
     def of(self, model: Decoder, positions: int) -> LayerHead:
-        """Return the head of a model, for sequences of up to `positions` tokens."""
+        """Return the draft head on top of a target model, for sequences of up to `positions` tokens."""

@@ -23,7 +23,15 @@ from batchinfer.models.ops.layers import DecoderLayer, LayerParts, Linear
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpWeights:
-    """The weights of an MTP layer, packed for its operators."""
+    """The weights of an MTP layer, packed for its operators.
+
+    Args:
+        stored: The layer in its checkpoint.
+        ops: The operators.
+        parts: The packed weights of the decoder layer.
+        norms: The norms of embedding and state, and the final norm, by name.
+        fuse: Computes the layer's input from the normed embedding and the normed state.
+    """
 
     stored: StoredMtp
     ops: Ops
@@ -33,7 +41,7 @@ class MtpWeights:
 
     @classmethod
     def load(cls, stored: StoredMtp, ops: Ops, dtype: torch.dtype, device: torch.device) -> MtpWeights:
-        """Load all weights in the dtype of the model."""
+        """Load the weights of a checked MTP layer for operators, in the dtype and on the device of the model."""
         weights, start = CheckpointWeights(stored.checkpoint, dtype, device), stored.start
         return cls(
             stored,
@@ -44,7 +52,7 @@ class MtpWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> MtpHead:
-        """Return the MTP layer of a model, for sequences of up to `positions` tokens."""
+        """Return the MTP layer on top of its model, for sequences of up to `positions` tokens."""
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
         rope = rope_table(layer.rotation, positions, self.norms[NORM].device)
@@ -53,9 +61,14 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpHead:
-    """An MTP layer that is ready to run; see LayerHead.
+    """An MTP layer that is ready to draft tokens.
 
     As in SGLang, a state is the output of a final norm: of the model's, or of the layer's own.
+
+    Args:
+        weights: The weights of the layer.
+        layer: The decoder layer.
+        model: The target model, whose embedding and output layer are used.
     """
 
     weights: MtpWeights
@@ -63,7 +76,7 @@ class MtpHead:
     model: Decoder
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of a step's tokens, the output of the model's final norm."""
+        """Return the states of a step's tokens, (T, hidden): `hidden` after the model's final norm."""
         return self.model.states(hidden)
 
     def forward(
@@ -74,22 +87,22 @@ class MtpHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Run a step; see LayerHead."""
+        """Compute the states of tokens, (T, hidden), from the states of the tokens before them (see LayerHead)."""
         embedded = self.weights.ops.embedding(token_ids, self.model.embedding)
         both = self._apply_norm(EMBEDDING_NORM, embedded), self._apply_norm(STATE_NORM, states)
         x, residual = self.layer(self.weights.fuse(torch.cat(both, -1)), None, inputs, cache, plan)
         return self._apply_norm(NORM, x, residual)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the states, which are normed already."""
+        """Return `hidden`: results of `forward` are normed already."""
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of the model's head."""
+        """Return logits of the next token, (n, vocab), from states (n, hidden), by the model's output layer."""
         return self.model.head(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the argmax of the logits."""
+        """Return the most likely next token, (n,), from states (n, hidden); NO_TOKEN for rows that are not finite."""
         return self.model.head.argmax(hidden)
 
     def _apply_norm(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:

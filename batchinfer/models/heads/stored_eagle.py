@@ -38,17 +38,19 @@ _NESTED = "transformer_layer_config"  # key of the sizes of the layer in files o
 
 @dataclass(frozen=True, slots=True)
 class StoredEagle(StoredLayer):
-    """An EAGLE-3 head that fits its model.
+    """The folder of an EAGLE-3 head, checked to fit its target model.
 
     Args:
-        weights: The files of its weights.
-        layer: A model with the one layer of the head.
+        weights: The files of the head's weights.
+        layer: The head as a model with one layer, whose vocabulary is the tokens that the head proposes.
         states: The layers of the target model whose inputs the head reads.
-        start: Prefix of the names of the tensors of the layer.
+        model_hidden: The hidden size of the target model.
+        model_vocab: The vocabulary size of the target model.
+        start: Prefix of the names of the layer's tensors.
         offsets: If True, a tensor maps the tokens of the head to tokens of the model.
-        embedding: If True, the head has an embedding of its own, otherwise it uses the model's.
-        head: If True, the head has an output layer of its own, otherwise it uses the model's.
-        norms_residual: If True, the residual is the normed state instead of the state.
+        embedding: If True, the head has its own embedding, otherwise it uses the target model's.
+        head: If True, the head has its own output layer, otherwise it uses the target model's.
+        norms_residual: If True, the residual of the layer is the normed input state instead of the input state.
     """
 
     weights: tuple[Path, ...]
@@ -64,32 +66,32 @@ class StoredEagle(StoredLayer):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files of the weights."""
+        """Return the files of the head's weights."""
         return self.weights
 
     @property
     def spec(self) -> ModelSpec:
-        """Return a model with the one layer of the head, and with the tokens that the head proposes."""
+        """Return the head as a model with one layer, whose vocabulary is the tokens that the head proposes."""
         return self.layer
 
     @property
     def tapped(self) -> tuple[int, ...]:
-        """Return the layers of the target model whose inputs the head reads."""
+        """Return the numbers of the target model's layers whose inputs the head reads, ascending."""
         return self.states
 
     @property
     def attention(self) -> AttentionSpec:
-        """Return the attention of the layer."""
+        """Return the attention of the head's layer."""
         found = self.layer.attention
         assert isinstance(found, AttentionSpec), "an EAGLE-3 head has no latents"
         return found
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the loaded weights."""
+        """Return the bytes of the loaded weights, with `itemsize` bytes per value."""
         return itemsize * sum(map(math.prod, self.shapes().values()))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of a step. The inputs of q, k and v are twice as wide as in other layers."""
+        """Return the cost of a step of the head. Inputs of q, k and v are twice as wide as in other layers."""
         found, hidden = model_cost(self.layer, itemsize), self.layer.hidden
         outputs = self.attention.q_width + 2 * self.attention.kv_width
         read = linear_cost(0, hidden, outputs, itemsize, itemsize)
@@ -97,7 +99,7 @@ class StoredEagle(StoredLayer):
         return replace(found, operators=(*found.operators, OperatorCost("qkv_of_embedding", read, each)))
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of all tensors except the token maps."""
+        """Return the shape of each tensor of the head by name, except the token maps d2t and t2d."""
         hidden, attended, fed = self.layer.hidden, self.attention, self.layer.layers[0].feed_forward
         assert isinstance(fed, FeedForwardSpec), "an EAGLE-3 head has no experts"
         heads = {"q": attended.q_width, "k": attended.kv_width, "v": attended.kv_width}
@@ -126,9 +128,13 @@ NORMS = {
 
 
 def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEagle:
-    """Check the folder of an EAGLE-3 head for a model.
+    """Check that the folder of an EAGLE-3 head is complete and fits a target model, without loading the weights.
 
     It may be in the format of SafeAILab, SpecForge, AngelSlim or vLLM's speculators.
+
+    Args:
+        folder: The folder.
+        checkpoint: The target model.
 
     Raises:
         JobFileError: Something is missing, or does not fit the model.
@@ -206,9 +212,15 @@ def _spec(layer: LayerSpec, vocab: int, model: ModelSpec) -> ModelSpec:
 
 
 def _states(raw: Mapping[str, Any], layers: int, mistakes: list[str]) -> tuple[int, ...]:
-    """Return the layers of the model whose inputs the head reads.
+    """Return the layers of the target model whose inputs the head reads, ascending.
 
-    vLLM's key lists these layers. The key that SGLang reads, in eagle_config, lists the layers before them.
+    vLLM's key of config.json lists these layers. The key that SGLang reads, in eagle_config, lists the layers before
+    them.
+
+    Args:
+        raw: config.json of the head.
+        layers: The number of layers of the target model.
+        mistakes: Receives a message if the keys are invalid.
     """
     stated, nested = raw.get(_STATED), raw.get("eagle_config")
     key, further = _STATED, 0
@@ -235,7 +247,7 @@ def _states(raw: Mapping[str, Any], layers: int, mistakes: list[str]) -> tuple[i
 
 
 def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield a message for each tensor that is missing, unknown, or does not fit."""
+    """Yield an error message for each tensor of the head that is missing, unknown, or has a wrong shape or dtype."""
     named = {name: one for name, one in tensors.items() if name not in (OFFSETS, USED_TOKENS)}
     found = [
         *tensor_mistakes(
@@ -250,7 +262,7 @@ def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Itera
 
 
 def _wrong_numbers(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield a message for each token map that is missing, or has a wrong shape or dtype."""
+    """Yield an error message for each token map (d2t, t2d) that is missing, or has a wrong shape or dtype."""
     kinds = {OFFSETS: (stored.spec.vocab, ("I64", "I32")), USED_TOKENS: (stored.model_vocab, ("BOOL",))}
     if stored.offsets and OFFSETS not in tensors:
         yield f"{WEIGHTS} has no tensor {OFFSETS}, which maps the tokens of the head to tokens of the model"
@@ -262,9 +274,9 @@ def _wrong_numbers(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> 
 
 
 def _wrong_tokens(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield a message if the token map is wrong.
+    """Yield an error message if the head's token map d2t is wrong.
 
-    It must map to tokens of the model, to each at most once, and to the tokens that the tensor t2d marks.
+    It must map to tokens of the target model, to each at most once, and to the tokens that the tensor t2d marks.
     """
     if not stored.offsets:
         return

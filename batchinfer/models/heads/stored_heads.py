@@ -18,12 +18,12 @@ CONFIG = "config.json"
 
 
 class StoredHeads(ABC):
-    """Draft heads that passed every check: they fit their model."""
+    """A folder of draft heads, checked to fit their target model, but not loaded."""
 
     @property
     @abstractmethod
     def files(self) -> tuple[Path, ...]:
-        """Return the files of the weights."""
+        """Return the files of the heads' weights."""
 
     @abstractmethod
     def weight_bytes(self, itemsize: int) -> int:
@@ -34,57 +34,57 @@ class StoredHeads(ABC):
         """
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that the heads store per token in the blocks of the KV cache."""
+        """Return the bytes that the heads add per token to the KV cache, with `itemsize` bytes per value."""
         return 0
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of hidden states that the heads need for `rows` sampled rows."""
+        """Return the bytes of the hidden states that the heads read for `rows` sampled rows (`itemsize` per value)."""
         return 0
 
 
 class StoredLayer(StoredHeads):
-    """A draft head with a decoder layer, which attends to earlier tokens and has a KV cache.
+    """A folder of a draft head with a decoder layer (EAGLE or MTP), which has its own KV cache.
 
-    For each token, it reads a state that is computed from hidden states of the target model.
+    For each token, the head reads a state that is computed from hidden states of the target model.
     """
 
     @property
     @abstractmethod
     def spec(self) -> ModelSpec:
-        """Return a model with the one layer of the head, and with the tokens that the head proposes."""
+        """Return the head as a model with one layer, whose vocabulary is the tokens that the head proposes."""
 
     @property
     @abstractmethod
     def tapped(self) -> tuple[int, ...]:
-        """Return the layers of the target model whose inputs the head reads, ascending.
+        """Return the numbers of the target model's layers whose inputs the head reads, ascending.
 
         A number equal to the number of layers means the output of the last one.
         """
 
     @abstractmethod
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of a step."""
+        """Return the cost of a step of the head, with `itemsize` bytes per value."""
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a token's K, V and state."""
+        """Return the bytes that the head adds per token to the KV cache: K, V and the state of the token."""
         return self.cost(itemsize).kv_bytes(1) + self.spec.hidden * itemsize
 
 
 def heads_error(path: Path, *messages: str) -> JobFileError:
-    """Return the error of draft heads that cannot be used."""
+    """Return the error of draft heads that cannot be used; its messages refer to drafts.heads of the job file."""
     return JobFileError(str(path), [Mistake(WHERE, message) for message in messages])
 
 
 def tensor_mistakes(
     expected: Mapping[str, Shape], tensors: Mapping[str, TensorInfo], where: str, kind: str
 ) -> Iterator[str]:
-    """Yield a message for each tensor that is missing, unknown, of a wrong shape, or not floating-point.
+    """Yield an error message for each tensor that is missing, unknown, of a wrong shape, or not floating-point.
 
     Args:
-        expected: The shapes that the model needs.
-        tensors: The stored tensors.
-        where: The file, for messages.
-        kind: The kind of heads, for messages.
+        expected: The expected shape of each tensor by name.
+        tensors: The stored tensors by name.
+        where: The name of the file, for messages.
+        kind: The kind of draft heads, for messages.
     """
     for name, shape in expected.items():
         info = tensors.get(name)

@@ -24,12 +24,14 @@ _HEAD = re.compile(r"(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class StoredMedusa(StoredHeads):
-    """Medusa heads that fit their model.
+    """The folder of Medusa heads, checked to fit their target model.
 
     Args:
-        weights: The file of their weights.
+        weights: The file of the heads' weights.
         count: The number of heads.
         layers: Residual blocks per head.
+        hidden: The hidden size of the target model.
+        vocab: The vocabulary size of the target model.
     """
 
     weights: Path
@@ -40,24 +42,24 @@ class StoredMedusa(StoredHeads):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the file of the weights."""
+        """Return the file of the heads' weights."""
         return (self.weights,)
 
     @property
     def head_values(self) -> int:
-        """Return the number of values of one head."""
+        """Return the number of weight values of one head."""
         return self.layers * self.hidden * (self.hidden + 1) + self.vocab * self.hidden
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of all heads once they are loaded."""
+        """Return the bytes of all heads' loaded weights, with `itemsize` bytes per value."""
         return self.count * self.head_values * itemsize
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of the hidden states of `rows` sampled rows."""
+        """Return the bytes of the hidden states of `rows` sampled rows, with `itemsize` bytes per value."""
         return rows * self.hidden * itemsize
 
     def names(self, head: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the names and shapes of a head's tensors, as Medusa's ModuleList of Sequentials stores them."""
+        """Yield name and shape of each tensor of the head with this number, as Medusa's published files name them."""
         hidden = self.hidden
         for layer in range(self.layers):
             yield f"{head}.{layer}.linear.weight", (hidden, hidden)
@@ -66,9 +68,13 @@ class StoredMedusa(StoredHeads):
 
 
 def inspect_medusa(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredMedusa:
-    """Check a folder of Medusa heads for a model.
+    """Check that a folder of Medusa heads is complete and fits a target model, without loading the weights.
 
     The number of heads comes from the weights: published configurations of five heads state two.
+
+    Args:
+        folder: The folder.
+        checkpoint: The target model.
 
     Raises:
         JobFileError: Something is missing, or does not fit the model.

@@ -33,12 +33,11 @@ _TABLES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the mo
 
 @dataclass(frozen=True, slots=True)
 class StoredMtp(StoredLayer):
-    """An MTP layer that fits its model. Its embedding and its head are the model's.
+    """The MTP layer (multi-token prediction) of a checkpoint, which uses the embedding and the head of the model.
 
     Args:
-        checkpoint: The model's checkpoint with the MTP layer as its last layer, and with the tensors of that layer
-            only.
-        start: Prefix of the names of the tensors.
+        checkpoint: The checkpoint, with the MTP layer as last layer of its spec, and its tensors only.
+        start: Prefix of the names of the layer's tensors.
     """
 
     checkpoint: Checkpoint
@@ -48,28 +47,28 @@ class StoredMtp(StoredLayer):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files of the weights."""
+        """Return the files of the layer's weights."""
         return tuple(dict.fromkeys(one.file for one in self.checkpoint.tensors.values()))
 
     @property
     def index(self) -> int:
-        """Return the number of the layer."""
+        """Return the number of the MTP layer, which follows the model's last layer."""
         return len(self.checkpoint.spec.layers) - 1
 
     @property
     def spec(self) -> ModelSpec:
-        """Return a model with only this layer."""
+        """Return the model with the MTP layer as its only layer."""
         whole = self.checkpoint.spec
         return replace(whole, layers=whole.layers[-1:])
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the loaded weights."""
+        """Return the bytes of the loaded weights, with `itemsize` bytes per value."""
         hidden = self.spec.hidden
         own = sum(map(math.prod, layer_parameters(self.spec.layers[0]).values()))
         return itemsize * (own + sum(map(math.prod, _around(hidden).values())))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of a step."""
+        """Return the cost of a step of the MTP layer, with `itemsize` bytes per value."""
         found, hidden = model_cost(self.spec, itemsize), self.spec.hidden
         read = linear_cost(0, 2 * hidden, hidden, itemsize, itemsize)
         each = linear_cost(1, 2 * hidden, hidden, itemsize, itemsize) - read
@@ -77,13 +76,13 @@ class StoredMtp(StoredLayer):
 
 
 def _around(hidden: int) -> dict[str, Shape]:
-    """Return the shapes of the tensors that an ordinary layer does not have."""
+    """Return name (without prefix) and shape of the MTP layer's tensors that an ordinary layer does not have."""
     norms = {f"{name}.weight": (hidden,) for name in (EMBEDDING_NORM, STATE_NORM, NORM)}
     return {f"{FUSE}.weight": (hidden, 2 * hidden), **norms}
 
 
 def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
-    """Check the MTP layer that a checkpoint has after its last layer.
+    """Check the MTP layer that a checkpoint has after its last layer, without loading it.
 
     Raises:
         JobFileError: There is no MTP layer, or more than one, or a tensor is missing or does not fit the model.
@@ -116,7 +115,7 @@ def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
 
 
 def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
-    """Yield a message for each tensor that is missing, unknown, or of a wrong shape."""
+    """Yield an error message for each tensor of the MTP layer that is missing, unknown, or of a wrong shape."""
     whole, hidden = layer.checkpoint, layer.spec.hidden
     expected = {**layer_shapes(whole.spec, layer.index, whole.prefixes)}
     around = _around(hidden) | {

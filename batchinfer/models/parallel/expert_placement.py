@@ -25,21 +25,30 @@ EXCHANGE_PARTNERS = 3  # the least loaded ranks, which are tried as partners of 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """The experts that each rank holds of each layer, if they are not ranges. An expert may be on several ranks.
+    """The experts of each layer that each rank holds. An expert may be on several ranks.
 
-    Layers without experts have ().
+    Args:
+        layers: For each layer, the numbers of the experts on each rank; () for a layer without experts.
     """
 
     layers: tuple[Shares, ...]
 
     def held(self, layer: int, rank: int) -> tuple[HeldExpert, ...]:
-        """Return the experts of a layer that a rank holds. Copies take turns in the order of their ranks."""
+        """Return the experts of a layer that a rank holds, in ascending order.
+
+        The ranks that hold a copy of an expert compute its tokens in turn, in the order of the ranks.
+        """
         shares = self.layers[layer]
         return tuple(_held_expert(shares, rank, number) for number in shares[rank])
 
 
 def split_into_ranges(experts: int, ranks: int) -> Shares:
-    """Return the experts of a layer in one range per rank; their sizes differ by at most one."""
+    """Divide the experts of a layer into one contiguous range per rank. Sizes of ranges differ by at most one.
+
+    Args:
+        experts: The number of experts.
+        ranks: The number of ranks.
+    """
     return tuple(
         tuple(range(experts * rank // ranks, experts * (rank + 1) // ranks)) for rank in range(ranks)
     )
@@ -49,18 +58,21 @@ def rank_loads(shares: Shares, loads: Sequence[float]) -> list[float]:
     """Return the load of each rank in a layer. Copies of an expert share its load evenly.
 
     Args:
-        shares: The experts of each rank.
-        loads: The load of each expert.
+        shares: The numbers of the experts on each rank.
+        loads: The load of each expert, such as its number of tokens.
     """
     copies = Counter(number for share in shares for number in share)
     return [sum(loads[number] / copies[number] for number in share) for share in shares]
 
 
 def imbalance(layers: Sequence[tuple[Shares, Sequence[float]]]) -> float:
-    """Return the greatest load of a rank divided by the mean load, with both summed over layers.
+    """Return the greatest load of a rank divided by the mean load of ranks, both summed over layers.
 
     Ranks wait for each other after each layer. So this is the factor by which even loads would be faster. It is 1 if
     there is no load.
+
+    Args:
+        layers: For each layer, the experts of each rank, and the load of each expert.
     """
     each = [rank_loads(*layer) for layer in layers]
     mean = sum(sum(ranks) / len(ranks) for ranks in each)
@@ -73,15 +85,18 @@ def _held_expert(shares: Shares, rank: int, number: int) -> HeldExpert:
 
 
 def balance_experts(costs: Costs, ranks: int, extra: int) -> Shares:
-    """Return the experts of each rank, chosen to make the greatest load small.
+    """Distribute the experts of a layer over ranks such that the most loaded rank has little load.
 
     It uses as few copies and as few experts per rank as possible while the greatest load stays within LOAD_TOLERANCE of
     the best load found. Each rank holds at least one expert, and each expert is on at least one rank.
 
     Args:
-        costs: The cost of each expert, by number of copies.
+        costs: costs[expert][copies - 1] is the load of each rank that holds one of `copies` copies of the expert.
         ranks: The number of ranks.
         extra: How many experts a rank may hold beyond its even share.
+
+    Returns:
+        The numbers of the experts on each rank, in ascending order.
 
     Raises:
         ValueError: There are more ranks than experts.
@@ -107,10 +122,15 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _copy_counts(costs: Costs, ranks: int, most: int) -> list[list[int]]:
-    """Return candidates for the number of copies of each expert.
+    """Return lists with the number of copies of each expert, as candidates for a placement.
 
-    The first candidate has one copy of each. The others add 1, 2, 4 … copies in all, one at a time, each of the most
-    costly expert that gets cheaper by another copy.
+    The first list has one copy of each expert. The others have 1, 2, 4 … copies more in all. Each further copy is of
+    the expert with the greatest load per rank whose load another copy reduces.
+
+    Args:
+        costs: As for `balance_experts`.
+        ranks: The number of ranks, which limits the copies of an expert.
+        most: The maximum number of further copies.
     """
     copies, found = [1] * len(costs), [[1] * len(costs)]
     for more in range(1, most + 1):
@@ -128,7 +148,14 @@ def _copy_counts(costs: Costs, ranks: int, most: int) -> list[list[int]]:
 
 
 def _pack_copies(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple[float, Shares]:
-    """Place the copies, and return the greatest load of a rank and the experts of each rank."""
+    """Distribute copies of experts over ranks, and return the greatest load of a rank and the experts of each rank.
+
+    Args:
+        costs: As for `balance_experts`.
+        ranks: The number of ranks.
+        room: The maximum number of experts per rank.
+        copies: The number of copies of each expert. An expert gets fewer if all ranks are full.
+    """
     each = [of[held - 1] for of, held in zip(costs, copies, strict=True)]
     shares: list[set[int]] = [set() for _ in range(ranks)]
     loads, left = [0.0] * ranks, sum(copies)
@@ -157,7 +184,13 @@ def _loads(costs: Costs, shares: Sequence[set[int]]) -> list[float]:
 
 
 def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float]) -> None:
-    """Let the most loaded rank exchange experts with others while that reduces the greater load of the two ranks."""
+    """Let the most loaded rank exchange experts with other ranks while that reduces the greater load of the two.
+
+    Args:
+        each: The load of each copy of an expert.
+        shares: The experts of each rank, changed in place.
+        loads: The load of each rank, changed in place.
+    """
     for _ in range(MAX_EXCHANGES):
         *others, most = sorted(range(len(loads)), key=loads.__getitem__)
         found = [_best_exchange(each, shares, loads, most, other) for other in others[:EXCHANGE_PARTNERS]]
@@ -173,9 +206,18 @@ def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float])
 def _best_exchange(
     each: Sequence[float], shares: Sequence[set[int]], loads: Sequence[float], most: int, other: int
 ) -> tuple[float, int, int, int] | None:
-    """Return the best exchange of two ranks: (greater load afterwards, expert of `most`, expert of `other`, `other`).
+    """Return the exchange of two experts after which the greater load of two ranks is least.
 
-    None if there is no expert to exchange.
+    Args:
+        each: The load of each copy of an expert.
+        shares: The experts of each rank.
+        loads: The load of each rank.
+        most: The most loaded rank.
+        other: The rank to exchange with.
+
+    Returns:
+        The greater load afterwards, the experts that `most` and `other` give away, and `other`. None if one of the
+        ranks has no expert that the other rank lacks.
     """
     owns, theirs = sorted(shares[most] - shares[other]), sorted(shares[other] - shares[most])
     if not owns or not theirs:

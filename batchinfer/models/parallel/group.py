@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Group(Protocol):
-    """The ranks that compute one model together."""
+    """The ranks of an engine that compute its model together, and their collectives."""
 
     @property
     def rank(self) -> int:
@@ -29,19 +29,19 @@ class Group(Protocol):
         """Return the number of ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks, on each rank; may overwrite x."""
+        """Return the sum of the tensors that all ranks pass, on each rank. May overwrite x."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return (size, *x.shape): the tensors of all ranks, in the order of the ranks."""
+        """Return the tensors that all ranks pass, stacked in the order of the ranks: (ranks, *x.shape)."""
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return the tensor of the rank `source`, on each rank; may overwrite x."""
+        """Return the tensor that the rank `source` passes, on each rank. May overwrite x."""
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to another rank, which must call `receive`."""
+        """Send a tensor to the rank `to`, which must call `receive`."""
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill x with the tensor that another rank sends, and return it."""
+        """Overwrite x with the tensor that the rank `source` sends, and return x."""
 
 
 class SingleRankGroup:
@@ -71,43 +71,45 @@ class SingleRankGroup:
 
 
 class TorchGroup:
-    """The ranks of a process group of torch.distributed."""
+    """The ranks of a torch.distributed process group."""
 
     def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
         self.rank, self.size = processes.rank(), processes.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over all ranks, in place."""
+        """Sum x over all ranks in place, and return it."""
         self._processes.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the tensors of all ranks."""
+        """Return the tensors that all ranks pass, stacked: (ranks, *x.shape)."""
         found = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         self._processes.allgather([[*found.unbind()]], [x.contiguous()]).wait()
         return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Overwrite x with the tensor of the rank `source`."""
+        """Overwrite x with the tensor of the rank `source`, and return it."""
         self._processes.broadcast(x, source).wait()
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send x, and wait until it has been sent."""
+        """Send x to the rank `to`, and wait until it has been sent."""
         self._processes.send([x], to, 0).wait()
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of the rank `source`, and store it in x."""
+        """Wait for a tensor of the rank `source`, store it in x, and return x."""
         self._processes.recv([x], source, 0).wait()
         return x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedGroup:
-    """Adds up the time that a rank spends in the collectives of a group, waiting for other ranks included.
+    """A group that measures how long a rank spends in its collectives, waiting for other ranks included.
 
-    The group must block until a collective is done.
+    Args:
+        inner: The group, which must block until a collective is done.
+        spent: Receives the time.
     """
 
     inner: Group
@@ -124,38 +126,38 @@ class TimedGroup:
         return self.inner.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over all ranks."""
+        """Return the sum over all ranks, and measure the time."""
         with self.spent.measure():
             return self.inner.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the tensors of all ranks."""
+        """Return the stacked tensors of all ranks, and measure the time."""
         with self.spent.measure():
             return self.inner.all_gather(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return the tensor of the rank `source`."""
+        """Return the tensor of the rank `source`, and measure the time."""
         with self.spent.measure():
             return self.inner.broadcast(x, source)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to another rank. This is not timed, as it is no collective."""
+        """Send a tensor to the rank `to`. The time is not measured, as this is no collective."""
         self.inner.send(x, to)
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill x with the tensor that another rank sends. This is not timed."""
+        """Overwrite x with the tensor that the rank `source` sends, and return it. The time is not measured."""
         return self.inner.receive(x, source)
 
 
 class SpentTime:
-    """A sum of measured times."""
+    """The sum of measured times, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Add the time spent in the `with` block."""
+        """Return a context manager that adds the time spent in its `with` block to the sum."""
         began = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - began
@@ -166,21 +168,26 @@ class SpentTime:
 
 
 def merge_disjoint(x: Tensor, group: Group) -> Tensor:
-    """Return tensors of all ranks as one, if each value is nonzero on at most one rank.
+    """Add up the tensors of all ranks, bit by bit exact, if each value is nonzero on at most one rank.
 
     Bytes are added instead of floats, which rounds nothing and keeps -0.
+
+    Args:
+        x: The tensor of this rank; its shape is equal on all ranks.
+        group: The ranks.
     """
     return group.all_reduce(x.contiguous().view(torch.uint8)).view(x.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """The shard of a rank, and the groups of ranks over which results are summed.
+    """The shard of this rank, and the groups of ranks with which it computes layers.
 
     Args:
-        tensor: The ranks that share heads and columns.
-        experts: The ranks that share the experts.
-        exact: If True, results of experts are added with the bits of a single process, for which each result is sent.
+        tensor: The ranks among which heads and columns are divided.
+        experts: The ranks among which experts are divided.
+        exact: If True, outputs of experts are added up with the bits of a single process, for which ranks exchange the
+            output of each expert.
         shard: The part of the model that this rank holds.
     """
 

@@ -13,13 +13,17 @@ Span = tuple[int, int]  # first, end (exclusive)
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """One of `size` equal parts."""
+    """One of several equal parts of a model's heads, columns, tokens or experts.
+
+    Args:
+        rank: The number of the part, from 0.
+        size: The number of parts.
+    """
 
     rank: int = 0
     size: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ValueError if there is no such part."""
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} of {self.size}")
 
@@ -29,7 +33,7 @@ class Portion:
         return self.size == 1
 
     def span(self, count: int) -> Span:
-        """Return the range of this part among `count` items. The sizes of the parts differ by at most one."""
+        """Return the range (first, end) of this part among `count` items. Sizes of parts differ by at most one."""
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
 
 
@@ -43,10 +47,11 @@ class ModelShard:
     Ranks with the same `layers` form a group, whose members differ in `tensor` or `experts`.
 
     Args:
-        tensor: The portion of the heads, the intermediate columns and the vocabulary.
-        experts: The portion of the experts, each of them whole. None: each expert is split by columns, as in `tensor`.
+        tensor: The rank's portion of the heads, the intermediate columns and the vocabulary.
+        experts: The rank's portion of the experts, each of them whole. None: each expert is split by columns like
+            dense feed-forward networks.
         layers: The layers that the rank runs, (first, end). None: all.
-        placement: The experts of each rank. None: ranges.
+        placement: The experts of each rank. None: contiguous ranges.
     """
 
     tensor: Portion = ALL
@@ -73,9 +78,10 @@ class ParameterCut:
     """The part of a parameter that a rank reads.
 
     Args:
-        outputs: Outputs, or rows, as (first, end). None: all.
-        inputs: Inputs as (first, end). None: all.
-        elsewhere: If True, another rank has the values, and this one has zeros: a bias of results that are summed.
+        outputs: The range of outputs (rows of a table), (first, end). None: all.
+        inputs: The range of inputs, (first, end). None: all.
+        elsewhere: If True, another rank reads the values, and this rank uses zeros. This is so for biases of products
+            whose outputs are summed over ranks.
     """
 
     outputs: Span | None = None
@@ -84,7 +90,7 @@ class ParameterCut:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if all values are read."""
+        """Return True if the rank reads the complete parameter."""
         return self == WHOLE_PARAMETER
 
 
@@ -92,11 +98,11 @@ WHOLE_PARAMETER = ParameterCut()
 
 
 def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str, ParameterCut]:
-    """Return the cut of each parameter of a layer.
+    """Return which part of each parameter of a layer a rank reads, by name of the parameter.
 
     Args:
-        whole: The layer of the whole model.
-        own: The part of it that the rank holds.
+        whole: The layer, as in the whole model.
+        own: The layer, as in the spec of the rank's shard.
         shard: The rank's shard.
     """
     shapes, share = layer_parameters(whole), shard.tensor
@@ -113,7 +119,12 @@ def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str,
 
 
 def table_cut(own: ModelSpec, name: str) -> ParameterCut:
-    """Return the cut of a parameter before or after the layers, of a rank whose model is `own`."""
+    """Return which part of a parameter before or after the layers a rank reads.
+
+    Args:
+        own: The spec of the rank's shard.
+        name: The name of the parameter, such as "embedding".
+    """
     return ParameterCut(own.tokens) if name in (EMBEDDING, HEAD) else WHOLE_PARAMETER
 
 
@@ -123,7 +134,7 @@ def _cut(whole: Shape, own: Shape, share: Portion) -> ParameterCut:
 
 
 def _span(count: int, held: int, share: Portion) -> Span | None:
-    """Return the range of a rank that holds `held` of `count` items; None for all.
+    """Return the range (first, end) of a rank that holds `held` of `count` items; None if it holds all.
 
     If there are fewer parts than ranks, neighbouring ranks hold the same part.
     """

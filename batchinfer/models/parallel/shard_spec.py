@@ -28,7 +28,11 @@ ARGMAX_BYTES = 16  # the greatest logit of a row and its token, both sent as flo
 
 
 def shard_spec(spec: ModelSpec, shard: ModelShard) -> ModelSpec:
-    """Return the spec of a shard.
+    """Return the spec of a rank's shard: layers, heads, columns and experts that the rank computes.
+
+    Args:
+        spec: The whole model.
+        shard: The shard.
 
     Raises:
         CannotSplit: The model cannot be sharded like this. The message lists the possible numbers of ranks.
@@ -47,9 +51,13 @@ def shard_spec(spec: ModelSpec, shard: ModelShard) -> ModelSpec:
 
 
 def tensor_sizes(spec: ModelSpec, shard: ModelShard = WHOLE_MODEL) -> list[int]:
-    """Return the numbers of ranks over which every layer can be sharded.
+    """Return the numbers of ranks, up to MAX_RANKS, among which every layer can be sharded by tensor parallelism.
 
     For numbers that divide the experts evenly, ranks hold whole experts.
+
+    Args:
+        spec: The model.
+        shard: A shard whose other parallelism is kept.
     """
     evenly = expert_sizes(spec)
     every = (Portion(0, size) for size in range(1, MAX_RANKS + 1))
@@ -59,10 +67,7 @@ def tensor_sizes(spec: ModelSpec, shard: ModelShard = WHOLE_MODEL) -> list[int]:
 
 
 def expert_sizes(spec: ModelSpec) -> list[int]:
-    """Return the numbers of ranks over which the experts of every layer can be distributed evenly.
-
-    The list is empty if the model has no experts.
-    """
+    """Return the numbers of ranks (up to MAX_RANKS) that divide the experts of every layer; [] without experts."""
     counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
     return [size for size in range(1, MAX_RANKS + 1) if counts and all(count % size == 0 for count in counts)]
 
@@ -103,9 +108,9 @@ def _check_model(spec: ModelSpec, shard: ModelShard) -> None:
 
 
 def _stage(spec: ModelSpec, layers: Span) -> ModelSpec:
-    """Return the spec of a range of layers.
+    """Return the spec of a pipeline stage with the layers (first, end).
 
-    The first range has the embedding, the last one the final norm and the head.
+    The first stage has the embedding, the last one the final norm and the head.
     """
     first, end = layers
     own = tuple(_renumber(layer, first) for layer in spec.layers[first:end])
@@ -181,8 +186,8 @@ def _held_experts(
 
     Args:
         count: The number of experts of the layer.
-        share: The rank's portion.
-        placement: The experts of each rank. None: ranges.
+        share: The rank's portion of the experts.
+        placement: The experts of each rank. None: contiguous ranges.
         layer: The number of the layer in the whole model.
     """
     if share.is_whole:
@@ -199,9 +204,9 @@ def _part(count: int, share: Portion, what: str) -> int:
 
 
 def _own_form(whole: LinearSpec, own: LinearSpec) -> WeightForm | None:
-    """Return the form of a rank's part of a weight.
+    """Return the form of a rank's part of a weight; None if the weight is not quantised.
 
-    If one group spans all inputs, the part has one group of the rank's inputs.
+    If one group of scales spans all inputs, the part has one group that spans the rank's inputs.
     """
     form = whole.form
     one = form is not None and form.group == whole.inputs
@@ -209,7 +214,7 @@ def _own_form(whole: LinearSpec, own: LinearSpec) -> WeightForm | None:
 
 
 def _check_form(whole: LinearSpec, own: LinearSpec) -> None:
-    """Raise CannotSplit if values of one scale would be on several ranks."""
+    """Raise CannotSplit if weight values that share a scale would be on several ranks."""
     form = whole.form
     if form is None:
         return
@@ -231,14 +236,14 @@ def _check_form(whole: LinearSpec, own: LinearSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """The bytes that ranks with the same layers exchange.
+    """The bytes that ranks with the same layers exchange in a step.
 
     Args:
-        sums: How often a step sums the hidden states of all tokens over the ranks.
-        token_bytes: Bytes of a token's hidden state. The next stage receives it, too.
-        embedding: If True, embeddings are summed as well, once per step.
-        logits: Bytes that each rank sends per sampled row if logits are needed.
-        best: Bytes that each rank sends per sampled row if only the argmax is needed.
+        sums: How often a step sums the hidden states of all its tokens over the ranks (all-reduce).
+        token_bytes: Bytes of a token's hidden state. A stage sends them to the next stage, too.
+        embedding: If True, the step also sums the embeddings of its tokens over the ranks.
+        logits: Bytes that each rank sends per sampled row if all logits are needed.
+        best: Bytes that each rank sends per sampled row if only the token with the greatest logit is needed.
     """
 
     sums: int
@@ -249,12 +254,12 @@ class RankTraffic:
 
 
 def rank_traffic(own: ModelSpec, itemsize: int, only_experts: bool = False) -> RankTraffic:
-    """Return the traffic of a rank.
+    """Return the bytes that a rank exchanges with the other ranks of its layers.
 
     Args:
         own: The spec of the rank's shard.
         itemsize: Bytes of an activation.
-        only_experts: If True, ranks with the same layers share nothing but experts.
+        only_experts: If True, only the experts are divided among these ranks; each rank computes all other weights.
     """
     if only_experts:
         sums = sum(isinstance(layer.feed_forward, ExpertsSpec) for layer in own.layers)
@@ -271,10 +276,7 @@ def rank_traffic(own: ModelSpec, itemsize: int, only_experts: bool = False) -> R
 
 
 def _sums(layer: LayerSpec) -> int:
-    """Return the number of sums over ranks in a layer.
-
-    There is one after attention, one after the feed-forward half, and one after shared experts.
-    """
+    """Return how often a layer sums hidden states over ranks: after attention, feed-forward half and shared experts."""
     fed = layer.feed_forward
     shared = isinstance(fed, ExpertsSpec) and fed.shared is not None
     return (layer.attention is not None) + 1 + shared

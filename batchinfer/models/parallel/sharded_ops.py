@@ -21,41 +21,48 @@ SUMMED = ("o", "down", SHARED + "down")
 
 
 class SummedLinear(Linear):
-    """A linear layer whose inputs are split among ranks; its outputs are summed over all ranks."""
+    """A linear layer whose inputs are split among ranks. Its outputs are summed over the ranks (all-reduce)."""
 
     def __init__(self, inner: Linear, group: Group) -> None:
         self.in_features, self.out_features = inner.in_features, inner.out_features
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product, summed over all ranks."""
+        """Return the outputs, (T, out), summed over all ranks; `x` has this rank's inputs, (T, in)."""
         return self._group.all_reduce(self._inner(x))
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the sum over all ranks of the product with the factors of adapters."""
+        """Return the outputs plus the values of adapters, (T, out), summed over all ranks."""
         return self._group.all_reduce(self._inner.adapted(x, added))
 
 
 class SummedExperts(Experts):
-    """Experts that are split among ranks by columns; their outputs are summed over all ranks."""
+    """Experts whose intermediate columns are split among ranks. Their outputs are summed over the ranks."""
 
     def __init__(self, inner: Experts, group: Group) -> None:
         self.loads = inner.loads
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted results of the chosen experts, summed over all ranks."""
+        """Return the weighted sum of the chosen experts' outputs, (T, hidden), summed over all ranks.
+
+        Args:
+            x: (T, hidden).
+            choice: The chosen experts of each token, and their weights.
+            counted: (T,) bool, False for padding, which `loads` does not count. None: all tokens are counted.
+        """
         return self._group.all_reduce(self._inner(x, choice, counted))
 
 
 class HeldExperts(Experts):
-    """The experts of a layer, distributed over ranks; one expert may be on several ranks.
+    """The experts of a layer, distributed over ranks as whole experts; one expert may be on several ranks.
 
     The router is on every rank, so all ranks choose the same experts. If several ranks hold an expert, they take its
     tokens in turn, by the tokens' positions in the step.
 
-    If `exact`, the ranks exchange the result of each expert, and add them up with the operator and in the order that a
-    single process uses. Otherwise each rank adds up its own results, and the sums of the ranks are added.
+    If `exact`, the ranks exchange the output of each expert, and add outputs up with the operator and in the order that
+    a single process uses. Otherwise each rank adds up the outputs of its own experts, and the sums of the ranks are
+    added.
     """
 
     def __init__(self, inner: Experts, ops: Ops, spec: ExpertsSpec, group: Group, exact: bool) -> None:
@@ -63,8 +70,8 @@ class HeldExperts(Experts):
 
         Args:
             inner: The experts that this rank holds, numbered from 0.
-            ops: Operators of the rank.
-            spec: The layer's experts, with `held` set.
+            ops: The operators of the rank.
+            spec: The layer's experts, whose `held` names the experts of this rank.
             group: The ranks that share the experts.
             exact: If True, return the same bits as a single process.
         """
@@ -76,7 +83,13 @@ class HeldExperts(Experts):
         self._group, self._exact = group, exact
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return (T, hidden), the weighted results of the chosen experts on all ranks."""
+        """Return the weighted sum of the chosen experts' outputs on all ranks, (T, hidden).
+
+        Args:
+            x: (T, hidden), equal on all ranks.
+            choice: The chosen experts of each token, numbered as in the whole model, and their weights.
+            counted: (T,) bool, False for padding, which `loads` does not count. None: all tokens are counted.
+        """
         add_loads(self.loads, choice.experts, counted)
         numbers = self._own_numbers(choice.experts)
         if self._exact:
@@ -86,13 +99,13 @@ class HeldExperts(Experts):
         return self._group.all_reduce(self._sum_own(x, Choice(numbers, choice.weights)))
 
     def _sum_own(self, x: Tensor, choice: Choice) -> Tensor:
-        """Return (T, N), the weighted sum of the results of this rank's experts for each token."""
+        """Return (T, hidden), the weighted sum of the outputs of this rank's experts; `choice` has inner numbers."""
         if self._inner.skips:
             return self._inner(x, choice)
         return self._ops.combine(self._compute_own(x, choice.experts), choice.weights)
 
     def _compute_own(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Return (T × chosen, N), the unweighted result of each chosen expert; results of other ranks are zeros.
+        """Return (T × chosen, hidden), the output of each chosen expert, unweighted; zeros for experts of other ranks.
 
         Args:
             x: (T, hidden).
@@ -108,9 +121,9 @@ class HeldExperts(Experts):
         return made
 
     def _own_numbers(self, experts: Tensor) -> Tensor:
-        """Return (T, chosen) the inner numbers of the chosen experts.
+        """Return the chosen experts, (T, chosen), by their numbers among this rank's experts.
 
-        The number after the last inner expert marks results that other ranks compute.
+        Tokens that other ranks compute have the number after the last expert of this rank.
         """
         if self._numbers.shape[1] == 1:
             return self._numbers[:, 0][experts]
@@ -118,16 +131,22 @@ class HeldExperts(Experts):
         return self._numbers[experts, places % self._copies[experts]]
 
     def _compute_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Compute each row with one expert and weight 1, which leaves the bits of the result unchanged."""
+        """Compute each row with one expert and weight 1, which leaves the bits of the output unchanged."""
         ones = torch.ones(len(rows), 1, device=rows.device)
         return self._inner(rows, Choice(numbers[:, None], ones))
 
 
 def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of copies of each expert, (experts,), and who takes each turn, (experts, max copies).
+    """Return which tokens of each expert a rank computes.
 
-    A turn has the inner number of this rank's expert, or `len(held)` if another rank takes it. Experts that this rank
-    does not hold count as one copy.
+    Args:
+        held: The experts of the rank.
+        experts: The number of experts in the whole model.
+        device: The device of the result.
+
+    Returns:
+        The number of copies of each expert, (experts,), with 1 for experts of other ranks only. And for each expert and
+        turn, (experts, max copies), the expert's number among `held`, or `len(held)` if another rank has the turn.
     """
     copies = torch.ones(experts, dtype=torch.int64)
     numbers = torch.full((experts, max(one.copies for one in held)), len(held), dtype=torch.int64)
@@ -137,17 +156,24 @@ def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tu
 
 
 class SplitEmbedding:
-    """An embedding whose rows are split among ranks; `tokens` is this rank's range, (first, end)."""
+    """An embedding table whose rows are split among ranks."""
 
     def __init__(self, ops: Ops, tokens: tuple[int, int], group: Group) -> None:
+        """Create the embedding.
+
+        Args:
+            ops: The operators.
+            tokens: The token ids whose rows this rank has, (first, end).
+            group: The ranks.
+        """
         self._ops, self._tokens, self._group = ops, tokens, group
 
     def __call__(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Return (T, hidden), bit by bit equal to a lookup in the unsplit table.
+        """Return the embeddings of tokens, (T, hidden), with the same bits as a lookup in the unsplit table.
 
         Args:
-            token_ids: (T,) int64.
-            table: (tokens of the rank, hidden).
+            token_ids: (T,) int64, of all ranks.
+            table: (tokens of the rank, hidden), the rank's rows of the table.
         """
         first, end = self._tokens
         own = (token_ids >= first) & (token_ids < end)
@@ -156,7 +182,7 @@ class SplitEmbedding:
 
 
 class SplitHead(Head):
-    """A head whose tokens are split among ranks; every rank gets the logits of all tokens."""
+    """An output layer (lm_head) whose vocabulary is split among ranks. Every rank gets the logits of all tokens."""
 
     def __init__(self, inner: Head, vocab: int, group: Group) -> None:
         self.in_features, self.out_features = inner.in_features, vocab
@@ -164,7 +190,7 @@ class SplitHead(Head):
         self._spans = [Portion(rank, group.size).span(vocab) for rank in range(group.size)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits of all tokens, (n, vocab)."""
+        """Return the logits of the whole vocabulary, (n, vocab), from normed states x, (n, hidden)."""
         logits = self._inner(x)
         widest = max(end - first for first, end in self._spans)
         padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
@@ -174,9 +200,9 @@ class SplitHead(Head):
         )
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the argmax over the logits of all tokens, (n,) int64; NO_TOKEN for rows that are not finite.
+        """Return the token with the greatest logit, (n,) int64; NO_TOKEN for rows whose greatest logit is not finite.
 
-        Each rank sends only its greatest logit and the token of it.
+        Each rank sends only its greatest logit, and the token that has it.
         """
         best, tokens = self._inner(x).max(-1)
         first = self._spans[self._group.rank][0]

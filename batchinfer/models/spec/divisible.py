@@ -18,7 +18,7 @@ _MULTIPLIED = ("silu", "gelu", "gelu_tanh")
 
 
 def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each norm whose results are read by matrix products only, with the names of these products."""
+    """Yield the name of each norm whose outputs only matrix products read, and the names of these products."""
     feeding = tuple(_first_of(layer.feed_forward))
     alone = layer.parallel and layer.post_norm is None
     if layer.input_norm is not None and layer.attention is not None:
@@ -47,7 +47,10 @@ def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
 
 
 def gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
-    """Yield the names of (gate and up, down) of each gated half whose up projection has no activation."""
+    """Yield the names of the products (gate_up, down) of each feed-forward half with output gate(x) * up(x).
+
+    The up projection has no activation, so factors can move between its outputs and the inputs of `down`.
+    """
     fed = layer.feed_forward
     dense = [("", fed)] if isinstance(fed, FeedForwardSpec) else []
     if isinstance(fed, ExpertsSpec):

@@ -55,13 +55,13 @@ from batchinfer_kernels.cost import (
 
 
 def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
-    """Return the bytes of loaded weights.
+    """Return the bytes of a model's loaded weights.
 
     A head that is tied to the embedding counts once, unless it is a quantised copy.
 
     Args:
         spec: The model.
-        parameters: The number of values in all tensors.
+        parameters: The number of values in all tensors of the model.
         itemsize: Bytes of a value that is not quantised.
     """
     coded = [linear for linear in spec.linears() if linear.form is not None]
@@ -76,13 +76,13 @@ def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
 def model_cost(
     spec: ModelSpec, itemsize: int, device: Device = "cpu", deterministic: bool = False
 ) -> ModelCost:
-    """Return the cost of a step.
+    """Return the cost of a model's steps, as FLOPs and bytes per token, sampled row and so on of each operator.
 
     Args:
         spec: The model.
         itemsize: Bytes of an activation, and of weights and cached values that are not quantised.
         device: The device whose operators run. A GPU does not quantise activations for int4 weights.
-        deterministic: If False, a GPU may compute K and V from latents for prompts.
+        deterministic: If False, a GPU may decompress latents into K and V for prompts.
     """
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
@@ -112,7 +112,7 @@ def model_cost(
 
 
 def _value_bytes(spec: ModelSpec, itemsize: int) -> float:
-    """Return the bytes per value of the form that has the most weights."""
+    """Return the bytes per weight value, in the form that the most values of linear layers have."""
     values = Counter[float]()
     for linear in spec.linears():
         values[itemsize if linear.form is None else linear.form.value_bytes(itemsize)] += linear.values
@@ -130,10 +130,7 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
 
 
 def _after_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
-    """Yield the costs of the operators after the layers, which compute only the sampled rows.
-
-    An encoder has no head.
-    """
+    """Yield the costs of the operators after the layers, which compute only the sampled rows: norm, head, sampling."""
     norm = spec.final_norm if spec.ends else None
     if norm is not None:
         yield _per_sampled_row("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
@@ -176,7 +173,7 @@ def _layer_operators(layer: LayerSpec, itemsize: int, device: Device) -> Iterato
 
 
 def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
-    """Return the cost of rotating heads and storing K and V, by number of tokens.
+    """Return a function of the number of tokens: the cost of rotating heads and storing K and V in one layer.
 
     A layer that reads another layer's cache stores nothing.
     """
@@ -198,7 +195,7 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
 
 
 def _heads(attention: LatentAttentionSpec, form: WeightForm | None, itemsize: int) -> Callable[[int], Cost]:
-    """Return the cost of the products that map queries into the latent and results out of it, by number of tokens."""
+    """Return a function of the number of tokens: the cost of mapping queries into latents, and results out of them."""
     into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),), form=form), itemsize)
     out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),), form=form), itemsize)
     return lambda n: (into(n) + out(n)) * attention.q_heads
@@ -207,8 +204,8 @@ def _heads(attention: LatentAttentionSpec, form: WeightForm | None, itemsize: in
 def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCost:
     """Return the cost of attention in all layers.
 
-    Pairs and cached tokens are counted over all layers, so each has the mean cost of a layer. With `decompresses`, the
-    cost includes K and V that may be computed from latents.
+    Pairs of query and key, and cached tokens, are counted over all layers, so each has the mean cost of a layer. If
+    `decompresses`, the cost includes K and V that may be computed from latents.
     """
     each = [_attention_of(layer.attention, itemsize) for layer in spec.layers if layer.attention is not None]
     whole = sum(each[1:], each[0])
@@ -218,7 +215,7 @@ def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCo
 
 
 def _decompressing(spec: ModelSpec) -> Decompressing | None:
-    """Return the mean cost of a layer that computes K and V from latents.
+    """Return the mean cost per layer of computing K and V from latents.
 
     None if a layer has no latents, or has quantised `kv_b` weights, from which K and V are never computed.
     """
@@ -261,14 +258,14 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
 
 
 def _copying(spec: ModelSpec, itemsize: int) -> Cost:
-    """Return the cost of copying the K and V of a token in all layers that have a cache of their own."""
+    """Return the cost of copying the K and V of one token between blocks, in all layers that store K and V."""
     each = own_caches(spec.caches).values()
     costs = (copy_parts_cost(1, c.heads, c.dim, itemsize, c.tensors, c.dtype is not None) for c in each)
     return sum(costs, Cost())
 
 
 def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
-    """Return the cost of the activation after a product."""
+    """Return the cost of the activation after a matrix product."""
     if linear.gated:
         width = linear.outputs // 2
         return _per_token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
@@ -276,9 +273,9 @@ def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
 
 
 def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
-    """Return the cost of a product of experts.
+    """Return the cost of one matrix product of all experts of a layer.
 
-    The first product reads each token once. The second one reads a row per token and chosen expert.
+    The first product (gate_up) reads each token once. The second one reads a row per token and chosen expert.
     """
 
     def cost(tokens: int, hit: int) -> Cost:
@@ -300,7 +297,7 @@ def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
 
 
 def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
-    """Return the cost of the norms of a layer.
+    """Return the cost of the norms of a layer for `tokens` tokens.
 
     Norms before a half of the layer also add the residual. Norms of q and k are left out if `rope_store` computes them.
     """
@@ -338,10 +335,20 @@ def _linear(linear: LinearSpec, itemsize: int, device: Device = "cpu") -> Callab
 
 
 def _per_token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Return the cost of an operator that computes every token; it is linear in their number."""
+    """Return the cost of an operator that computes every token of a step.
+
+    Args:
+        name: The name of the operator.
+        cost: Returns the cost for a number of tokens, in which it is linear.
+    """
     return OperatorCost(name, step=cost(0), token=cost(1) - cost(0))
 
 
 def _per_sampled_row(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Return the cost of an operator that computes only the sampled rows."""
+    """Return the cost of an operator that computes only the sampled rows of a step.
+
+    Args:
+        name: The name of the operator.
+        cost: Returns the cost for a number of rows, in which it is linear.
+    """
     return OperatorCost(name, step=cost(0), sampled=cost(1) - cost(0), only_sampled=True)

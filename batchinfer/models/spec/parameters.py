@@ -24,7 +24,7 @@ Joined = TypeVar("Joined")
 
 
 def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
-    """Return the shape of each parameter of a layer by name; weights are (out, in)."""
+    """Return the shape of each parameter of a layer by name, such as "q" or "q.bias"; weights are (out, in)."""
     shapes: dict[str, Shape] = {}
     for name, norm in layer.norms.items():
         shapes |= norm_parameters(name, norm)
@@ -37,12 +37,12 @@ def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
 
 
 def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
-    """Return the shapes of a norm's weight and, if it has one, its bias."""
+    """Return the shapes of the weight and, if it has one, the bias of the norm `name`, by name of the parameter."""
     return {name: norm.shape, name + BIAS: norm.shape} if norm.biased else {name: norm.shape}
 
 
 def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
-    """Return the shapes of the parameters before and after the layers, without a head that is the embedding."""
+    """Return the shape of each parameter before and after the layers, by name. A tied head is left out."""
     table: Shape = (spec.rows, spec.hidden)
     tables = {EMBEDDING: table} if spec.begins else {}
     if spec.ends and not (spec.begins and spec.tied):
@@ -56,7 +56,7 @@ def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _encoder_tables(spec: ModelSpec, encoder: EncoderSpec) -> dict[str, Shape]:
-    """Return the shapes of the tables that only encoders have."""
+    """Return the shapes of the parameters before and after the layers that only encoders have, by name."""
     norm, tables = encoder.embedding_norm, dict[str, Shape]()
     tables |= {} if norm is None else norm_parameters(EMBEDDING_NORM, norm)
     if encoder.token_types:
@@ -76,7 +76,7 @@ def _classifier_tables(classifier: ClassifierSpec, hidden: int) -> dict[str, Sha
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the number of values in all tensors; a tied head counts once."""
+    """Return the number of values in all parameters of a model; embedding and tied head count once."""
     shapes = [*table_parameters(spec).values()]
     for layer in spec.layers:
         shapes += layer_parameters(layer).values()
@@ -86,14 +86,14 @@ def parameter_count(spec: ModelSpec) -> int:
 def fused_parameters(
     layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]
 ) -> Iterator[tuple[str, Joined]]:
-    """Yield the parameters as operators read them, with their names.
+    """Yield name and value of each tensor of a layer that operators read, such as "qkv", "qkv.bias", "input_norm".
 
-    The weights of the parts of a linear layer, and their biases, are concatenated under the name of the layer. Norms
-    and vectors stay separate. Weights that stay quantised are left out.
+    The weights of the parts of a linear layer, and their biases, are concatenated under the name of the linear layer.
+    Norms and vectors stay separate. Weights that stay quantised are left out.
 
     Args:
         layer: The layer.
-        joined: Returns the concatenation of the named parameters.
+        joined: Returns the concatenated tensors of the parameters with these names.
     """
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):

@@ -15,35 +15,49 @@ ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The parameters of a RoPE variant. Parameters that its kind does not use keep their defaults."""
+    """The parameters of a RoPE variant. Parameters that its kind does not use keep their defaults.
+
+    Args:
+        kind: The variant.
+        theta: The base of the angles.
+        factor: The factor by which contexts may be longer than the original length.
+        original_max_positions: The original context length in tokens; 0 if the kind does not use it.
+        low_freq_factor: For llama3.
+        high_freq_factor: For llama3.
+        beta_fast: For yarn.
+        beta_slow: For yarn.
+        truncate: For yarn: round the bounds of the ramp to whole dimensions.
+        attention_factor: Factor of cos and sin, for yarn and longrope.
+        short: For longrope: factors of the periods of all pairs, for sequences within the original length.
+        long: For longrope: the same for longer sequences.
+    """
 
     kind: RopeKind = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_positions: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    attention_factor: float = 1.0  # multiplies cos and sin
-    # longrope: factors of the periods of all pairs, for sequences within the original positions, and for longer ones
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
 
 
 def _stated(raw: Mapping[str, Any]) -> Any:
-    """Return `rope_scaling` or else `rope_parameters` of config.json. This is the precedence of transformers."""
+    """Return `rope_scaling` of config.json, or else `rope_parameters`, or {}; transformers has this precedence."""
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
 def rotary_part(raw: Mapping[str, Any], head_dim: int, mistakes: list[str], absent: float = 1.0) -> int:
-    """Return the number of values of a head that are rotated.
+    """Return the number of rotated values of a head, from `partial_rotary_factor` of config.json.
 
     Args:
         raw: config.json.
         head_dim: Values of a head.
-        mistakes: Receives a message if the stated factor is invalid.
+        mistakes: Receives a message if the factor is invalid.
         absent: The factor if config.json has none.
     """
     source = _stated(raw)
@@ -66,13 +80,13 @@ def parse_rope(
     partial: bool = False,
     absent_theta: float = 10_000.0,
 ) -> RopeConfig:
-    """Read the rope parameters of config.json.
+    """Read the parameters of the rotary embedding in config.json.
 
     Args:
         raw: config.json.
-        max_positions: The model's maximum length.
+        max_positions: The maximum length of a sequence in tokens.
         mistakes: Receives a message for each invalid value.
-        partial: If True, a part of each head may be rotated (see `rotary_part`).
+        partial: If False, a `partial_rotary_factor` other than 1 is a mistake.
         absent_theta: The theta if config.json has none.
     """
     source = _stated(raw)
@@ -129,7 +143,7 @@ def _parse_llama3(fields: Fields, theta: float, original: int, max_positions: in
 
 
 def _parse_longrope(fields: Fields, theta: float, original: int, max_positions: int) -> RopeConfig:
-    """Read the parameters of LongRoPE (Ding et al., 2024)."""
+    """Read the parameters of LongRoPE (Ding et al., 2024); `original` is its original length in tokens."""
     factor = fields.number("factor", max_positions / original)
     usual = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(
@@ -158,7 +172,7 @@ def _parse_yarn(fields: Fields, theta: float, original: int, max_positions: int)
 
 
 def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    """Return the stated factor, or derive it as YaRN (section 3.4) or, with mscale, as DeepSeek does."""
+    """Return YaRN's factor of cos and sin: stated, or by YaRN's rule (3.4), or with mscale by DeepSeek's."""
     stated = fields.optional_number("attention_factor")
     mscale, mscale_all_dim = fields.optional_number("mscale"), fields.optional_number("mscale_all_dim")
     if stated is not None:
@@ -169,7 +183,12 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
 
 
 def yarn_scale(raw: Mapping[str, Any], rope: RopeConfig) -> float:
-    """Return the factor by which DeepSeek scales queries and keys in addition to the rotation (`mscale_all_dim`)."""
+    """Return DeepSeek's factor of queries and of keys in addition to the rotation; 1 without `mscale_all_dim`.
+
+    Args:
+        raw: config.json.
+        rope: The rotary embedding that was read from it.
+    """
     stated = _stated(raw)
     weight = stated.get("mscale_all_dim") if isinstance(stated, Mapping) else None
     return _mscale(rope.factor, weight) if rope.kind != "default" and isinstance(weight, int | float) else 1.0

@@ -40,18 +40,18 @@ class EngineParts:
         """Return the draft sources of the engines."""
         return AUTO_DRAFTS if self.beside is not None else job.draft_sources
 
-    def adapter_places(self, hardware: Hardware, itemsize: int) -> int | None:
+    def adapter_slots(self, hardware: Hardware, itemsize: int) -> int | None:
         """Return the maximum number of adapters on a GPU at a time, or None if all fit."""
         sizes, memory = self.adapter_sizes, hardware.memory_bytes
         if sizes is None or hardware.device == "cpu" or memory is None:
             return None
-        return sizes.places(int(memory * ADAPTERS_SHARE), itemsize)
+        return sizes.slots(int(memory * ADAPTERS_SHARE), itemsize)
 
     def adapter_bytes(self, hardware: Hardware, itemsize: int) -> int:
         """Return the bytes of device memory that adapters take."""
-        sizes, places = self.adapter_sizes, self.adapter_places(hardware, itemsize)
+        sizes, places = self.adapter_sizes, self.adapter_slots(hardware, itemsize)
         if sizes is None:
             return 0
         if hardware.device == "cpu":
             return sizes.values * itemsize
-        return sizes.place_values * ((sizes.count if places is None else places) + 1) * itemsize
+        return sizes.slot_values * ((sizes.count if places is None else places) + 1) * itemsize

@@ -89,7 +89,7 @@ class Setting:
             tiles=numerics.tiles,
             kv_cache=numerics.kv_cache,
             adapters=parts.adapters,
-            adapter_places=parts.adapter_places(placement.hardware, numerics.itemsize),
+            adapter_slots=parts.adapter_slots(placement.hardware, numerics.itemsize),
             draft_model=parts.beside,
             heads=parts.heads_folder(job),
             experts=None if parts.experts is None else parts.experts.placement,

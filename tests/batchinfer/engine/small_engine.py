@@ -308,7 +308,7 @@ def make_runner(
     sampler = Sampler(frozenset(model.spec.eos_token_ids), classifier=decoder.classifier)
     cost = model_cost(model.spec, 4)
     numbers = {"": 0} | {name: number for number, name in enumerate(adapters, 1)}
-    state = StepState(adapters=AdapterPlaces(numbers, decoder.adapter_places, decoder.place_adapter))
+    state = StepState(adapters=AdapterPlaces(numbers, decoder.adapter_slots, decoder.place_adapter))
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device), state=state)
 
 

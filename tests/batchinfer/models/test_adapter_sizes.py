@@ -70,17 +70,17 @@ def test_a_gpu_has_places_for_as_many_adapters_as_a_tenth_of_its_memory_holds() 
     few, many = adapter_sizes(spec, stored), adapter_sizes(spec, stored * 10)
     assert few is not None
     assert many is not None
-    assert (few.place_values, many.count) == (many.place_values, 30)
-    assert few.place_values == sum(p.width * max(16, *p.ranks) for p in few.products)
-    size = many.place_values * 2
-    assert many.places(21 * size, 2) == 20
-    assert many.places(31 * size, 2) is None
-    assert many.places(0, 2) == 8
-    assert few.places(0, 2) is None
+    assert (few.slot_values, many.count) == (many.slot_values, 30)
+    assert few.slot_values == sum(p.width * max(16, *p.ranks) for p in few.products)
+    size = many.slot_values * 2
+    assert many.slots(21 * size, 2) == 20
+    assert many.slots(31 * size, 2) is None
+    assert many.slots(0, 2) == 8
+    assert few.slots(0, 2) is None
     parts = EngineParts(adapter_sizes=many)
     gpu = Hardware("a GPU", "cuda", None, 210 * size)
-    assert (parts.adapter_places(gpu, 2), parts.adapter_bytes(gpu, 2)) == (20, 21 * size)
+    assert (parts.adapter_slots(gpu, 2), parts.adapter_bytes(gpu, 2)) == (20, 21 * size)
     larger = replace(gpu, memory_bytes=1 << 40)
-    assert (parts.adapter_places(larger, 2), parts.adapter_bytes(larger, 2)) == (None, 31 * size)
+    assert (parts.adapter_slots(larger, 2), parts.adapter_bytes(larger, 2)) == (None, 31 * size)
     here = replace(gpu, device="cpu")
-    assert (parts.adapter_places(here, 2), parts.adapter_bytes(here, 2)) == (None, many.values * 2)
+    assert (parts.adapter_slots(here, 2), parts.adapter_bytes(here, 2)) == (None, many.values * 2)
