@@ -16,11 +16,15 @@ from batchinfer.input.rows import Values
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """The maximum size of a chunk of a text file (JSON lines or CSV). A chunk has whole lines, and at least one.
+    """The maximum size of a chunk of a text file (JSON lines or CSV), which one process parses at a time.
 
-    Parsing and rendering a chunk should take much longer than passing it to another process (256 KiB of JSON lines of
-    300 bytes: 40 ms and 0.3 ms), and should be short compared with a job. `lines` bounds the number of prompts where
-    lines are short and the template is long.
+    A chunk has whole lines: at least one line, even if that line exceeds the size. Parsing and rendering a chunk should
+    take much longer than passing it to another process (256 KiB of JSON lines of 300 bytes: 40 ms and 0.3 ms), and
+    should be short compared with a job.
+
+    Attributes:
+        bytes: The maximum number of bytes.
+        lines: The maximum number of lines. It bounds the number of prompts if lines are short and the template is long.
     """
 
     bytes: int = 1 << 18
@@ -32,17 +36,17 @@ DEFAULT_SIZE = ChunkSize()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChunk(ABC):
-    """Consecutive rows of one input file.
+    """Consecutive rows of one input file. Subclasses parse them.
 
     Args:
         file: The file's name in the results.
-        bytes_read: The position of the reader after this chunk, in bytes on disk; of the file, or of all files if a
-            `Reader` made the chunk.
+        bytes_read: How far the input has been read at the end of this chunk, in bytes on disk: in this file, or in all
+            files together if a `Reader` made the chunk.
         most_rows: An upper bound on the number of rows.
-        data: The large part of the chunk. It is sent to other processes separately.
-        first_row: The number of the first row in the file, or None if it is unknown because blank lines are not
-            counted as rows.
-        table: The rows of a typed format. It stays in the process that cut the chunk.
+        data: The unparsed rows. They are large, so they are sent to other processes separately.
+        first_row: The number of the first row in the file, from 0. None if it is unknown, because blank lines do not
+            count as rows.
+        table: The rows of a typed format (Parquet, Arrow). It stays in the process that cut the chunk.
     """
 
     file: str
@@ -56,26 +60,31 @@ class InputChunk(ABC):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Yield the rows from `start` to `stop`; an invalid row is yielded as a RowError.
+        """Parse and yield the rows from `start` to before `stop`, as values by column, or as a RowError if invalid.
 
         Args:
             start: The first row, counted from the start of the chunk.
             stop: The row after the last one, or None for all rows.
-            values: The columns to read, or None for all. A format that supports it only validates the other columns.
+            values: The names of the columns to return, or None for all. A format may return all columns anyway.
         """
 
     def pack(self) -> tuple[Self, bytes]:
-        """Return the chunk without its large data, and the data, to send both to another process."""
+        """Return a copy of the chunk without its large data, and the data. Both are sent to another process."""
         return replace(self, data=b""), self.data
 
     def unpack(self, data: bytes) -> Self:
-        """Return the chunk with its data, on the process that received both."""
+        """Return a copy of the chunk with the data that `pack` removed. The receiving process calls this."""
         return replace(self, data=data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch(InputChunk):
-    """A chunk whose rows are already parsed."""
+    """A chunk whose rows are already parsed.
+
+    Args:
+        first_row: The number of the first row in its file, from 0.
+        rows: Per row, its values by column, or the error of an invalid row.
+    """
 
     first_row: int
     rows: list[Values | RowError]
@@ -83,27 +92,27 @@ class RowBatch(InputChunk):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Yield the rows from `start` to `stop` with all columns."""
+        """Yield the parsed rows from `start` to before `stop`. They have all columns: `values` is ignored."""
         return islice(self.rows, start, stop)
 
     def pack(self) -> tuple[Self, bytes]:
-        """Return the batch without its table, and no data. Its rows are pickled."""
+        """Return a copy of the batch without its Arrow table, and empty bytes: the parsed rows stay in the copy."""
         return replace(self, table=None), b""
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return the rows from `start` to `stop` as a batch."""
+        """Return a batch of the rows from `start` to before `stop`, counted from the start of this batch."""
         rows = self.rows[start:stop]
         table = None if self.table is None else self.table.slice(start, len(rows))
         return replace(self, rows=rows, most_rows=len(rows), first_row=self.first_row + start, table=table)
 
 
 def read_batch(chunk: InputChunk, first_row: int, most: int | None = None) -> RowBatch:
-    """Parse a chunk.
+    """Parse the rows of a chunk and return them as a batch.
 
     Args:
         chunk: The chunk to parse.
-        first_row: The number of the chunk's first row in its file.
-        most: The maximum number of rows, or None for all.
+        first_row: The number of the chunk's first row in its file, from 0.
+        most: The maximum number of rows to parse, or None for all.
     """
     rows = list(chunk.read(0, most))
     table = None if chunk.table is None else chunk.table.slice(0, len(rows))

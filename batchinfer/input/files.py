@@ -16,15 +16,15 @@ from batchinfer.job.file import not_utf8
 
 
 def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "auto") -> list[InputFile]:
-    """Return the input files of a path, folder or glob, or of a list of these.
+    """Return the input files that the paths, folders and globs of `input.path` match.
 
-    Each file is listed once. The files of each entry are sorted. Folders are searched recursively for files with a
-    known suffix; hidden files and folders are skipped.
+    Each file is listed once. The files of each folder or glob are sorted. Folders are searched recursively for files
+    with the suffix of an input format; hidden files and folders are skipped.
 
     Args:
-        patterns: The paths, folders and globs.
-        base: Folder that file names in results are relative to.
-        named_format: The format in the job, or "auto".
+        patterns: One path, folder or glob, or several.
+        base: The folder that the file names in the results are relative to.
+        named_format: The value of `input.format`, or "auto" to detect the format of each file.
 
     Raises:
         InputMissing: A file does not exist or is not a regular file, or a glob or folder has no input file.
@@ -64,13 +64,18 @@ def _expand(entry: Location) -> list[Location]:
 
 
 def _meant(entry: Location) -> str:
-    """Return a hint that names the most similar existing file or folder, or "" if there is none."""
+    """Return a hint for a message: the existing path most similar to `entry`, or "" if there is none."""
     near = entry.nearest()
     return "" if near is None else f" (did you mean {near}?)"
 
 
 def would_read(patterns: Iterable[str], path: Path) -> bool:
-    """Return True if a job with these inputs would read `path`, with links resolved, once that file exists."""
+    """Return True if a job with these values of `input.path` would read the file `path` if the file existed.
+
+    Args:
+        patterns: The paths, folders and globs of the job.
+        path: An absolute path without symbolic links.
+    """
     return any(_would_read(pattern, path) for pattern in patterns)
 
 
@@ -87,7 +92,7 @@ def _would_read(pattern: str, path: Path) -> bool:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Match the parts of a path against the parts of a recursive glob."""
+    """Return True if the parts of a path match the parts of a glob, in which `**` matches any number of folders."""
     if not pattern:
         return not parts
     if pattern[0] == "**":

@@ -22,16 +22,16 @@ TABS = (".tsv", ".tab")  # tab-separated files
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """An input format.
+    """An input format: JSON lines, Parquet, CSV or Arrow.
 
     Args:
         name: The value of `input.format`.
         title: The name in messages.
         suffixes: The suffixes of its files, in lower case.
-        reader: The `FormatReader`, as "module:class" in formats/. It is imported when a file is opened.
-        packed: True if its files may be compressed (.gz, .zst).
-        magic: The first bytes of its files.
-        values_are_text: True if the files have no types, and parameters must be parsed from text.
+        reader: The class that reads the files, as "module:class" in formats/. It is imported when a file is opened.
+        packed: True if the files may be compressed (.gz, .zst).
+        magic: The byte strings that a file of this format can start with. Empty if it has no signature.
+        values_are_text: True if the files have no types, as CSV, so that sampling parameters must be parsed from text.
     """
 
     name: str
@@ -43,11 +43,11 @@ class Format:
     values_are_text: bool = False
 
     def names(self, name: str) -> bool:
-        """Return True if the file name has a suffix of this format."""
+        """Return True if a file with this name has a suffix of this format, possibly followed by `.gz` or `.zst`."""
         return (unpacked_name(name) if self.packed else name.lower()).endswith(self.suffixes)
 
     def open(self, file: InputFile, options: ReadOptions) -> FormatReader:
-        """Return a reader for a file."""
+        """Return a reader of this format for a file."""
         module, _, name = self.reader.partition(":")
         reader: FormatReader = getattr(import_module(f"{_FOLDER}.{module}"), name)(file, options)
         return reader
@@ -67,6 +67,6 @@ FORMATS = (JSONL, PARQUET, CSV, ARROW)
 
 
 def unpacked_name(name: str) -> str:
-    """Return a file name in lower case, without the suffix of its compression."""
+    """Return a file name in lower case, without a suffix of compression (`.gz`, `.zst`, `.zstd`)."""
     small = name.lower()
     return next((small.removesuffix(ending) for ending in CODECS if small.endswith(ending)), small)

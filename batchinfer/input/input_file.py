@@ -14,15 +14,20 @@ QUERY = "sql"  # in the results, the file name of the rows of `input.sql`
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input file with the facts that it had when the job listed it.
+    """An input file with the size, times and inode that it had when the job listed it.
 
-    No program can set ctime, so it reveals an edit that keeps size and mtime. But a copy, chmod or a hard link changes
-    ctime and not the content. If only ctime, mtime or inode differ, the content is compared.
+    These facts reveal later changes. No program can set ctime, so it reveals an edit that keeps size and mtime. But a
+    copy, chmod or a hard link changes ctime and not the content. If only ctime, mtime or inode differ, the content is
+    compared.
 
     Args:
         path: The path or URL.
         name: The file's name in the results.
         format: The name of its format.
+        size: The size in bytes.
+        mtime_ns: The time of the last write, in nanoseconds since 1970.
+        ctime_ns: The time of the last change of content or metadata, in nanoseconds since 1970.
+        inode: The number of the file in its file system.
     """
 
     path: str
@@ -35,12 +40,19 @@ class InputFile:
 
     @classmethod
     def of(cls, location: Location, name: str, form: str, facts: FileFacts) -> Self:
-        """Return the input file at a location with the given facts."""
+        """Return the input file at a location.
+
+        Args:
+            location: The path or URL.
+            name: The file's name in the results.
+            form: The name of its format.
+            facts: Its size, times and inode.
+        """
         return cls(location.text, name, form, facts.size, facts.mtime_ns, facts.ctime_ns, facts.inode)
 
     @property
     def location(self) -> Location:
-        """The location of the file."""
+        """The path or URL of the file as a Location."""
         return Location(self.path)
 
     def now(self) -> InputFile:
@@ -54,11 +66,11 @@ class InputFile:
         return InputFile.of(self.location, self.name, self.format, facts)
 
     def check_unchanged(self, sha256: str | None = None) -> None:
-        """Check that the file is the one that was listed.
+        """Raise InputCorrupt if the file has changed since the job listed it.
 
         Args:
-            sha256: The digest of the bytes that were read, if the whole file was read. A file with the same size and
-                digest counts as unchanged.
+            sha256: The digest of the bytes that were read, if the whole file was read. A file that still has this
+                digest and its old size counts as unchanged.
 
         Raises:
             InputCorrupt: The file has changed.
@@ -77,10 +89,11 @@ class InputFile:
         )
 
     def restat(self) -> InputFile:
-        """Return the file with its current facts, just before it is read and hashed.
+        """Return the file with its current size, times and inode. Called just before the file is read and hashed.
 
         Raises:
             InputCorrupt: Size or mtime have changed since the file was listed.
+            InputMissing: The file is gone.
         """
         now = self.now()
         if (now.size, now.mtime_ns) != (self.size, self.mtime_ns):

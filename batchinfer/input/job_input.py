@@ -40,6 +40,13 @@ def open_input(
 ) -> Reader:
     """Open the input files of a job, and read their schemas.
 
+    Args:
+        job: The job, with the options of its section `input`.
+        files: The files of `input.path`, or the result of `input.sql`.
+        sample: The size of the sample to read from the start of each file, or None for all rows.
+        strata: The ranges of rows to yield, or None for all rows.
+        chunk: The maximum size of a chunk of a text file, or None for the default.
+
     Raises:
         InputCorrupt: A file is not in its format, or the schemas of two files differ.
         JobFileError: The job file sets an option that the format of a file does not support.
@@ -54,7 +61,7 @@ def open_input(
 
 
 def text_options(section: InputSection) -> TextOptions:
-    """Return the options for text files from the input section of a job."""
+    """Return the options for text files (encoding, delimiter, quote, line length) of the section `input` of a job."""
     delimiter = None if section.delimiter == "auto" else section.delimiter
     quote = None if section.quote == "none" else section.quote
     return TextOptions(section.max_line_bytes, section.encoding, delimiter, quote)

@@ -13,7 +13,11 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def json_kind(value: Any) -> str:
-    """Return the member of KINDS that describes a value. The kinds of its values decide the type of a column."""
+    """Return the member of KINDS that describes a value, such as "int" or "json".
+
+    The kinds of all values of a column determine its type in the results. Integers beyond ±2^53 are "large int", beyond
+    64 bits "json".
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -30,7 +34,7 @@ def json_kind(value: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON, with characters outside ASCII unescaped."""
+    """Return a value as JSON text. Characters outside ASCII are not escaped."""
     if type(value) is str:
         return encode_basestring(value)
     return str(value) if type(value) is int else _ENCODER.encode(value)

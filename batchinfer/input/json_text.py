@@ -16,7 +16,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_row(line: bytes, encoding: str = UTF8) -> Values:
-    """Return the JSON object on a line.
+    """Parse a line of JSON lines and return its object: the values of a row by column.
 
     Args:
         line: The line in UTF-8.
@@ -36,7 +36,7 @@ def parse_row(line: bytes, encoding: str = UTF8) -> Values:
 
 
 def parse_value(text: str) -> Any:
-    """Return the JSON value in a field of a file without types, such as CSV. Raises RowProblem."""
+    """Parse a field of a file without types (CSV) as JSON, and return its value. Raises RowProblem."""
     _check_nesting(text)
     try:
         value = _DECODER.decode(text.strip())
@@ -57,13 +57,12 @@ def _parse(text: str) -> Any:
 
 
 def _check_nesting(text: str) -> None:
-    """Reject deep nesting before the text reaches the recursive parser."""
     if nested_beyond(text, MAX_NESTING):
         raise RowProblem("nesting", f"lists and objects are nested more than {MAX_NESTING} deep")
 
 
 def nested_beyond(text: str, most: int) -> bool:
-    """Return True if brackets outside of strings are nested more than `most` deep."""
+    """Return True if the brackets [] and {} of a JSON text are nested more than `most` deep. Strings are skipped."""
     if text.count("[") + text.count("{") <= most:
         return False
     depth = 0

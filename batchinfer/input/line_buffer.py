@@ -10,8 +10,14 @@ _BLOCK = 1 << 18  # bytes that `lines_without` returns at most
 class LineBuffer:
     """The buffered bytes of a text file. All positions are byte offsets in the file.
 
-    `at` is the reading position and `end` the end of the buffered bytes. Between `at` and `whole` there are only whole
-    lines. `number` is the number of the line at `at`. The last line of a file needs no newline.
+    The last line of a file needs no newline.
+
+    Attributes:
+        data: The buffered bytes.
+        base: The position of the first buffered byte.
+        at: The reading position.
+        whole: The end of the last whole line in the buffer: between `at` and `whole` there are only whole lines.
+        number: The number of the line at `at`.
     """
 
     def __init__(self, chunks: Iterator[bytes], number: int = 1) -> None:
@@ -28,7 +34,11 @@ class LineBuffer:
         return self.base + len(self.data)
 
     def fill(self) -> bool:
-        """Discard the bytes before `at` and read another chunk. Return False at the end of the file."""
+        """Discard the bytes before the reading position and read another chunk of the file.
+
+        Returns:
+            False if the file has ended and there is no new line.
+        """
         del self.data[: self.at - self.base]
         self.base = self.at
         if self._exhausted:
@@ -45,10 +55,13 @@ class LineBuffer:
         return True
 
     def line_end(self, most: int) -> int | None:
-        """Return the end of the line at `at`: the position of its newline, or the end of the file.
+        """Return the end of the line at the reading position: the position of its newline, or the end of the file.
+
+        Args:
+            most: The maximum length of the line in bytes.
 
         Returns:
-            -1 if the line has more than `most` bytes, and None at the end of the file.
+            The position; -1 if the line is longer than `most` bytes; None at the end of the file.
         """
         while self.whole <= self.at and self.end - self.at <= most:
             if not self.fill():
@@ -60,15 +73,17 @@ class LineBuffer:
         return end if end - self.at <= most else -1
 
     def look_ahead(self, most: int) -> None:
-        """Read until `most` bytes after `at` are buffered, or to the end of the file."""
+        """Read until `most` bytes after the reading position are buffered, or to the end of the file."""
         while self.end - self.at < most and self.fill():
             pass
 
     def block_end(self, most_bytes: int, most_lines: int) -> int | None:
-        """Return the end of the last buffered line that is within the given numbers of bytes and lines after `at`.
+        """Return the end of the last whole line within `most_bytes` and `most_lines` of the reading position.
+
+        Only buffered lines are considered. If there are too many lines, the block may have fewer than `most_lines`.
 
         Returns:
-            None if the first line has more than `most_bytes` bytes.
+            A position in the file, or None if no whole line fits.
         """
         start, whole = self.at - self.base, self.whole - self.base
         fits = whole - start <= most_bytes
@@ -78,19 +93,19 @@ class LineBuffer:
         return self.base + stop if stop > start else None
 
     def peek(self, stop: int) -> bytes:
-        """Return the bytes from `at` to `stop`."""
+        """Return the bytes from the reading position to the position `stop`, without moving the reading position."""
         with memoryview(self.data) as data:
             return bytes(data[self.at - self.base : stop - self.base])
 
     def take(self, stop: int, until: int) -> bytes:
-        """Return the bytes from `at` to `stop`, and move the reading position to `until`."""
+        """Return the bytes from the reading position to `stop`, and move the reading position to `until`."""
         taken = self.peek(stop)
         self.number += self.data.count(b"\n", self.at - self.base, until - self.base)
         self.at = min(until, self.end)
         return taken
 
     def skip_line(self) -> int:
-        """Skip the line at `at` without buffering it, and return its length in bytes."""
+        """Skip the line at the reading position without buffering it, and return its length in bytes."""
         length, newline = 0, -1
         while (newline := self.data.find(b"\n", self.at - self.base)) < 0:
             length += self.end - self.at
@@ -102,7 +117,16 @@ class LineBuffer:
         return length
 
     def lines_without(self, mark: bytes | None) -> int:
-        """Return the end of the buffered whole lines after `at` that do not contain `mark`, at most 256 KiB."""
+        """Return the end of the whole lines before the first line that contains `mark`.
+
+        Only buffered lines after the reading position are searched, at most 256 KiB.
+
+        Args:
+            mark: The bytes to search for, or None for no search.
+
+        Returns:
+            A position in the file; the reading position if its line contains `mark`.
+        """
         start, most = self.at - self.base, min(self.whole - self.base, self.at - self.base + _BLOCK)
         found = -1 if mark is None else self.data.find(mark, start, most)
         stop = most if found < 0 else found

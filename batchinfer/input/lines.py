@@ -22,7 +22,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class HashingFile(io.RawIOBase):
-    """A file that hashes the bytes that are read, to read and identify a file in one pass."""
+    """A file that hashes the bytes that are read through it, so that a file is read and identified in one pass."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -34,7 +34,7 @@ class HashingFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
-        """Read into a buffer, and return the number of bytes."""
+        """Read up to the length of `buffer` bytes into it, and return the number of bytes read."""
         data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         self._digest.update(data)
@@ -42,7 +42,7 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def hexdigest(self) -> str:
-        """Return the digest of the whole file. Bytes that a decompressor left unread are read here."""
+        """Return the SHA-256 of the whole file. Reads the bytes at its end that a decompressor did not read."""
         while chunk := self._file.read(_CHUNK):
             self._digest.update(chunk)
             self.bytes_read += len(chunk)
@@ -52,7 +52,14 @@ class HashingFile(io.RawIOBase):
 def unpacked_chunks(
     file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: str = UTF8
 ) -> Iterator[bytes]:
-    """Yield the decompressed text as UTF-8 without a byte order mark, in chunks of about 256 KiB."""
+    """Yield the decompressed text of a file as UTF-8 without a byte order mark, in chunks of about 256 KiB.
+
+    Args:
+        file: The file, for its size and for messages.
+        raw: The opened file, to look at its first bytes.
+        hashing: The same opened file, which is read to the end and hashed.
+        encoding: The encoding of the text in the file.
+    """
     chunks = as_utf8(file.path, _unpacked(file, raw, hashing, encoding), encoding)
     head = next(chunks, b"")
     yield head[len(_BOM) :] if head.startswith(_BOM) else head
@@ -72,7 +79,7 @@ def _unpacked(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: st
 
 
 class _Decompressing:
-    """Reads a compressed stream, which may have several members. Damaged data raises InputCorrupt."""
+    """Decompresses a stream, which may have several members. Damaged data raises InputCorrupt."""
 
     def __init__(self, file: InputFile, hashing: HashingFile, codec: str) -> None:
         self._path, self._packed = file.path, file.size
@@ -95,7 +102,11 @@ class _Decompressing:
 
 
 def _codec(path: str, head: bytes) -> str | None:
-    """Return the compression of a file from its first bytes. Raises InputCorrupt if the suffix contradicts them."""
+    """Return "gzip", "zstd" or None for an uncompressed file, by its first bytes.
+
+    Raises:
+        InputCorrupt: The suffix names a compression that the content does not have.
+    """
     for magic, codec in MAGIC.items():
         if head.startswith(magic):
             return codec
@@ -117,7 +128,11 @@ def _refuse_utf16(path: str, head: bytes) -> None:
 
 
 class WholeLines:
-    """The chunks of a file up to about `most` bytes, with whole lines only. `cut` is True if the file has more."""
+    """Iterates over the first `most` bytes (about) of a text file, in chunks of whole lines; None for the whole file.
+
+    Attributes:
+        cut: True if the file had more bytes than were yielded.
+    """
 
     def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:
         self._chunks = chunks
@@ -142,12 +157,14 @@ class WholeLines:
 
 
 def line_blocks(lines: LineBuffer, cap: int, size: ChunkSize) -> Iterator[tuple[int, bytes | int]]:
-    """Yield blocks of whole lines as (number of the first line, bytes).
+    """Yield blocks of whole lines as (number of the block's first line, bytes of the block).
+
+    For a line that is too long, (its number, its length in bytes) is yielded, and the line is skipped.
 
     Args:
         lines: The buffered file.
-        cap: The maximum length of a line in bytes. A longer line is skipped, and yields (its number, its length).
-        size: The size of a block.
+        cap: The maximum length of a line in bytes.
+        size: The maximum size of a block.
     """
     while (end := lines.line_end(cap + 1)) is not None:
         number = lines.number

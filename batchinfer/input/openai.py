@@ -23,27 +23,32 @@ TEXT_MAX_TOKENS = 16  # default of max_tokens for /v1/completions, from OpenAI's
 
 
 def looks_like_openai(row: Values) -> bool:
-    """Return True if a row has the four keys of a batch request."""
+    """Return True if a row has the keys custom_id, method, url and body of a batch request, and body is an object."""
     return set(row) >= _KEYS and isinstance(row["body"], dict)
 
 
 def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> SamplingParams:
-    """Return the default sampling parameters of a request: the job's parameters, then the defaults of OpenAI's API.
+    """Return the sampling parameters of a batch request that sets none itself.
 
-    The API defaults are temperature 1, top_p 1, no penalties and no stop strings. A chat answer is limited only by the
-    model's context, a text completion by 16 tokens.
+    The parameters of the job take precedence over the defaults of OpenAI's API: temperature 1, top_p 1, no penalties,
+    no stop strings. A chat answer is limited only by the model's context, a text completion to 16 tokens.
+
+    Args:
+        url: The endpoint of the request, such as "/v1/chat/completions".
+        given: The sampling parameters that the job file sets.
+        max_model_len: The model's maximum number of tokens per sequence.
     """
     most = max_model_len if url == CHAT_URL else TEXT_MAX_TOKENS
     return SamplingParams(**{"temperature": 1.0, "max_tokens": most, **given})
 
 
 def openai_request(row: Values, urls: Collection[str], no_vectors: str = "") -> tuple[str, Values]:
-    """Return the url and the body of a batch request.
+    """Check a row that is a batch request, and return its url and its body.
 
     Args:
-        row: The row with the request.
+        row: The row: an object with custom_id, method, url and body.
         urls: The supported endpoints.
-        no_vectors: Why the model makes no vectors, for the error message.
+        no_vectors: The reason why the model makes no vectors, for the error message, or "".
 
     Raises:
         RowProblem: A field is wrong; the message names it.

@@ -15,29 +15,34 @@ BATCH_ROWS = 512  # maximum number of rows in a chunk of a typed format
 
 
 class FormatReader(Protocol):
-    """A reader of one file. When `chunks()` has ended, `sha256` is the digest of the bytes that were read."""
+    """A reader of one file.
+
+    Attributes:
+        sha256: The hex digest of the bytes that were read, once `chunks()` has ended. "" if the file was not read to
+            its end.
+    """
 
     sha256: str
 
     def schema(self) -> pa.Schema | None:
-        """Return the columns and their types, or None if the format has none. Raises InputCorrupt."""
+        """Return the columns of the file and their types, or None if the format has none. Raises InputCorrupt."""
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Yield unparsed rows in file order, in memory that does not depend on the size of the file.
+        """Yield all rows of the file in order, unparsed. The memory does not depend on the size of the file.
 
         Raises:
             InputCorrupt: The file is damaged, or changes while it is read.
             StorageError: The file cannot be read.
-            OutOfMemory: A part that must be read as a whole does not fit in memory.
+            OutOfMemory: A part of the file that must be read as a whole does not fit in memory.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How text files (JSON lines, CSV) are written.
+    """The encoding and syntax of text files (JSON lines, CSV).
 
     Args:
-        max_line_bytes: The maximum length of a line or record.
+        max_line_bytes: The maximum length of a line or CSV record in bytes.
         encoding: The encoding of the text.
         delimiter: The delimiter of CSV fields, or None to detect it from the file name or the header.
         quote: The quote character of CSV, or None if fields are not quoted.
@@ -59,11 +64,12 @@ class ReadOptions:
     """Options for reading one file.
 
     Args:
-        text: How text files are written.
-        columns: The columns to read, or None for all. A format that cannot skip columns ignores it.
+        text: The encoding and syntax of text files.
+        columns: The names of the columns to read, or None for all. A format that cannot skip columns ignores it.
         sample_bytes: Stop after about this number of decompressed bytes of a text file; None reads all.
-        chunk: The size of the chunks of text files.
-        wide: The wide columns found so far. All readers of a run share it, and examine each file once.
+        chunk: The maximum size of the chunks of text files.
+        wide: Per file, the columns with such large values that only a few rows may be unpacked at a time. All readers
+            of a run share this dict, so each file is examined once.
     """
 
     text: TextOptions = DEFAULT_TEXT

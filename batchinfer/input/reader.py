@@ -21,7 +21,12 @@ Shape = Literal["table", "openai"]
 
 @dataclass(frozen=True, slots=True)
 class SampleSize:
-    """The size of a sample per file: its first `rows` rows, and about `bytes` bytes if it is a text file."""
+    """The maximum size of a sample from the start of each file.
+
+    Attributes:
+        rows: The number of rows per file.
+        bytes: The approximate number of decompressed bytes per text file.
+    """
 
     rows: int
     bytes: int = 8 << 20
@@ -29,15 +34,20 @@ class SampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Strata:
-    """A sample of the `rows` middle rows of every `stride` rows, counted over all files."""
+    """A sample of the middle rows of every `stride` rows, counted over all files.
+
+    Attributes:
+        stride: The number of rows in each group.
+        rows: The number of rows sampled from the middle of each group.
+    """
 
     stride: int
     rows: int
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the sampled ranges of `count` rows that begin at row `first` of the input.
+        """Yield the sampled ranges (start, end) among `count` rows that begin at row `first` of the input.
 
-        Ranges are half-open and counted from `first`.
+        The start is included, the end is not. Rows are counted from `first`.
         """
         begin = (self.stride - self.rows) // 2
         for stratum in range(first // self.stride, (first + count - 1) // self.stride + 1):
@@ -49,10 +59,16 @@ class Strata:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads files in order, as parsed rows (`batches()`) or as chunks that other processes parse (`chunks()`).
+    """Reads input files in order, as parsed rows (`batches()`) or as chunks that other processes parse (`chunks()`).
 
-    `sha256` gets the digest of each file that was read to its end. After reading, `complete` is True if no sample has
-    left out rows.
+    Attributes:
+        files: The files.
+        text: The encoding and syntax of text files.
+        sha256: The hex digest of each file that was read to its end, by path.
+        sample: The sample to read from the start of each file, or None for all rows.
+        complete: After reading, True if all rows were yielded, False if a sample left out rows.
+        strata: The ranges of rows to yield, or None for all. All rows are read to count them.
+        chunk: The maximum size of the chunks of text files.
     """
 
     files: tuple[InputFile, ...]
@@ -74,7 +90,14 @@ class Reader:
         strata: Strata | None = None,
         chunk: ChunkSize | None = None,
     ) -> Reader:
-        """Return a reader of these files, after reading their schemas.
+        """Return a reader of the files, after reading their schemas.
+
+        Args:
+            files: The files.
+            text: The encoding and syntax of text files.
+            sample: The sample to read from the start of each file, or None for all rows.
+            strata: The ranges of rows to yield, or None for all rows.
+            chunk: The maximum size of the chunks of text files, or None for the default.
 
         Raises:
             InputCorrupt: A file is not in its format, or the schemas of two files differ.
@@ -84,7 +107,7 @@ class Reader:
         return reader
 
     def count(self, limit: int | None = None) -> int:
-        """Return the number of rows, at most `limit`, by reading them."""
+        """Read the input and return its number of rows. Stop at `limit` rows."""
         schema = self.schema()
         narrow = None if schema is None else schema.names[:1]
         return sum(len(batch.rows) for batch in replace(self, strata=None).batches(narrow, limit))
@@ -108,8 +131,14 @@ class Reader:
     ) -> Reader | None:
         """Return a reader of the same files with other options, without reading headers and footers again.
 
+        Args:
+            files: The files to read.
+            sample: The sample to read from the start of each file, or None for all rows.
+            strata: The ranges of rows to yield, or None for all rows.
+            chunk: The maximum size of the chunks of text files.
+
         Returns:
-            None if a file has changed.
+            None if `files` are not the files of this reader, unchanged since they were listed.
         """
         if (*files,) != self.files:
             return None
@@ -137,14 +166,17 @@ class Reader:
 
     @property
     def is_sampled(self) -> bool:
-        """True if a sample is taken. Chunks are then parsed here, since the rows before a sample must be counted."""
+        """True if only a sample of the rows is yielded.
+
+        The driver parses the chunks of a sample itself, because it must count the rows before the sampled rows.
+        """
         return self.sample is not None or self.strata is not None
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[InputChunk]:
-        """Yield the rows of all files in order. Chunks of a sample are already parsed.
+        """Yield the rows of all files in order, as chunks. Chunks of a sample are already parsed.
 
         Args:
-            columns: The columns to read, or None for all. It saves decoding the others in typed formats.
+            columns: The names of the columns to read, or None for all. Typed formats do not decode the other columns.
         """
         if self.is_sampled:
             yield from self.batches(columns)
@@ -161,8 +193,8 @@ class Reader:
         """Yield the parsed rows of all files in order.
 
         Args:
-            columns: The columns to read, or None for all. It saves decoding the others in typed formats.
-            limit: The maximum number of rows, or None for all.
+            columns: The names of the columns to read, or None for all. Typed formats do not decode the other columns.
+            limit: The maximum number of rows to read, or None for all.
         """
         left = limit
         before = seen = 0
@@ -177,7 +209,12 @@ class Reader:
             before += file.size
 
     def _sampled(self, batch: RowBatch, first: int) -> Iterator[RowBatch]:
-        """Yield the sampled parts of a batch; `first` is the number of its first row in the input."""
+        """Yield the parts of a batch that the strata sample.
+
+        Args:
+            batch: Rows of the input.
+            first: The number of the batch's first row in the input.
+        """
         if self.strata is None:
             yield batch
             return
@@ -187,7 +224,7 @@ class Reader:
     def _batches_of(
         self, file: InputFile, columns: Sequence[str] | None, limit: int | None
     ) -> Iterator[RowBatch]:
-        """Yield the rows of a file, at most `limit`, and only the sampled rows."""
+        """Yield the parsed rows of one file, at most `limit` (None: no limit) and at most the rows of the sample."""
         reader, first = self._open(file, columns), 0
         most = self.sample.rows if self.sample is not None else None
         for chunk in reader.chunks():
@@ -215,7 +252,7 @@ class Reader:
     def shape(self) -> Shape:
         """Return "openai" if the first valid row among the first 512 rows is an OpenAI batch request, else "table".
 
-        The sample is ignored, since one row may be longer than a sample.
+        The sample size is ignored, since one row may be longer than a sample.
         """
         whole = replace(self, sample=None, sha256={})
         for batch in whole.batches(limit=512):

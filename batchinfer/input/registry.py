@@ -30,12 +30,12 @@ def all_formats() -> str:
 
 
 def packed_formats() -> str:
-    """Return the formats that may be compressed, for messages: `JSON lines and CSV also with .gz, .zst`."""
+    """Return the formats that may be compressed, for messages: `JSON lines and CSV also with .gz, .zst, .zstd`."""
     return f"{' and '.join(one.title for one in FORMATS if one.packed)} also with {', '.join(CODECS)}"
 
 
 def by_name(name: str) -> Format:
-    """Return the format with the given name."""
+    """Return the input format with a name of `input.format`, such as "csv". The name must exist."""
     return next(one for one in FORMATS if one.name == name)
 
 
@@ -45,12 +45,18 @@ def known_suffixes() -> str:
 
 
 def named_by(name: str) -> Format | None:
-    """Return the format that the suffix of a file name implies, or None."""
+    """Return the input format that the suffix of a file name implies, or None if the suffix is unknown."""
     return next((one for one in FORMATS if one.names(name)), None)
 
 
 def format_of(location: Location, named: str) -> str:
-    """Return the name of a file's format from the job, the file's suffix, or its content, in this order.
+    """Return the name of a file's format, such as "csv".
+
+    The job decides, else the file's suffix, else its first bytes.
+
+    Args:
+        location: The path or URL of the file.
+        named: The value of `input.format`; "auto" if the job names no format.
 
     Raises:
         InputCorrupt: The format is unsupported.
@@ -76,7 +82,10 @@ def _refuse_array(location: Location, head: bytes) -> None:
 
 
 def _sniff(location: Location, head: bytes) -> str:
-    """Return the format that the first bytes imply. An empty file and one that starts with "{" are JSON lines."""
+    """Return the name of the format that the first bytes of a file imply. Raises InputCorrupt if they imply none.
+
+    An empty file, a compressed file and a file that starts with "{" are JSON lines.
+    """
     for one in FORMATS:
         if head.startswith(one.magic):
             return one.name

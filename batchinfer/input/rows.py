@@ -12,7 +12,7 @@ MESSAGE_BYTES = 2048  # maximum length of an error message in UTF-8
 
 
 class RowProblem(Exception):
-    """Raised while a row is prepared. The row becomes an error row, and the job continues."""
+    """Raised if a row cannot be prepared. The row becomes an error row, and the job continues."""
 
     def __init__(self, code: str, message: str, error_class: ErrorClass = "input") -> None:
         super().__init__(message)
@@ -20,7 +20,13 @@ class RowProblem(Exception):
 
 
 def row_error(code: str, message: str, error_class: ErrorClass = "input") -> RowError:
-    """Return a RowError with its message cut to 2 KiB of UTF-8."""
+    """Return a RowError with its message cut to 2 KiB of UTF-8.
+
+    Args:
+        code: The machine-readable cause, such as "bad_json".
+        message: The text for users.
+        error_class: The class of the error; "input" if the input row is wrong.
+    """
     data = message.encode("utf-8", "replace")
     if len(data) > MESSAGE_BYTES:
         message = data[: MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "…"
@@ -28,7 +34,7 @@ def row_error(code: str, message: str, error_class: ErrorClass = "input") -> Row
 
 
 def first_repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that occurs a second time, or None."""
+    """Return the first name that is equal to an earlier one, or None if all names differ."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -38,7 +44,7 @@ def first_repeated(names: Iterable[str]) -> str | None:
 
 
 def kind_of(value: object) -> str:
-    """Return the kind of a value in the words of a data file, for messages that must not show the value."""
+    """Return the type of a value in words for messages, such as "a number". Messages must not show the value itself."""
     if value is None:
         return "null"
     if isinstance(value, bool):

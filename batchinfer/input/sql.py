@@ -21,12 +21,17 @@ _LEAST = 1 << 30
 
 
 def default_memory() -> int:
-    """Return the memory limit of a query in bytes if the job sets none."""
+    """Return the memory limit of an SQL query in bytes, for a job that sets none: half of the available memory."""
     return max(available_memory() // _SHARE, _LEAST)
 
 
 def query_columns(sql: str, job: Path) -> list[str]:
-    """Return the column names of a query without running it. Raises JobFileError with DuckDB's message."""
+    """Return the column names of an SQL query without running it. Raises JobFileError with DuckDB's message.
+
+    Args:
+        sql: The query.
+        job: The job file. Relative paths in the query are relative to its folder.
+    """
     config = {
         name: value for name, value in _config(job, job, default_memory()).items() if name != "temp_directory"
     }
@@ -39,7 +44,7 @@ def query_columns(sql: str, job: Path) -> list[str]:
 
 
 def materialise(sql: str, job: Path, target: Path, memory: int | None = None) -> InputFile:
-    """Run a query and write its rows, in the order of the query, to a Parquet file.
+    """Run an SQL query, write its rows in their order to a Parquet file, and return that file.
 
     Only the extensions that come with DuckDB can be used. 128-bit integers become decimal(38, 0).
 
@@ -71,7 +76,16 @@ _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"
 
 
 def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> BatchInferError:
-    """Return the error for a failed query. DuckDB's advice on memory is left out: a job cannot set its settings."""
+    """Return the error to raise for an error of DuckDB.
+
+    DuckDB's advice on memory is left out: a job cannot set DuckDB's settings.
+
+    Args:
+        error: DuckDB's error.
+        job: The job file.
+        spill: The folder for spilled data, next to the file that the query writes.
+        allowed: The memory limit of the query in bytes.
+    """
     message = str(error)
     if isinstance(error, duckdb.OutOfMemoryException):
         return OutOfMemory(
@@ -88,7 +102,7 @@ def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> Batch
 
 
 def _suggested(allowed: int) -> str:
-    """Return twice the memory limit in the notation of the job file."""
+    """Return twice the memory limit `allowed` (bytes) in the notation of the job file, such as "4GiB"."""
     return f"{max(1, -(-2 * allowed // 2**30))}GiB"
 
 
@@ -107,7 +121,11 @@ def _config(job: Path, spill: Path, memory: int) -> dict[str, str | bool | int |
 
 
 def _single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) -> str:
-    """Return the SELECT statement of the text without the comments and the semicolon after it."""
+    """Return the only statement of an SQL text, a SELECT, without the semicolon and the comments after it.
+
+    Raises:
+        JobFileError: The text has several statements, or one that is not a SELECT.
+    """
     statements = connection.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise _mistake(job, f"one SELECT is needed; found {len(statements)} statement(s), or something else")
@@ -121,12 +139,12 @@ def _single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) ->
 
 
 def _described(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[str, str]]:
-    """Return the names and types of a query's columns."""
+    """Return the columns of a query as (name, DuckDB type) without running it."""
     return [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {query}").fetchall()]
 
 
 def _distinct(columns: list[tuple[str, str]], job: Path) -> dict[str, str]:
-    """Return the column types by name. Raises JobFileError for names that DuckDB considers equal, ignoring case."""
+    """Return the type of each column by name. Raises JobFileError for names that differ at most in case."""
     twice = first_repeated(name.lower() for name, _ in columns)
     if twice is not None:
         alike = [name for name, _ in columns if name.lower() == twice]
@@ -138,7 +156,12 @@ def _distinct(columns: list[tuple[str, str]], job: Path) -> dict[str, str]:
 
 
 def _exact(query: str, columns: dict[str, str]) -> str:
-    """Cast 128-bit integers to decimals, since Parquet has no such integers and DuckDB would write floats."""
+    """Add casts of 128-bit integers to decimals to a query, because DuckDB would write them to Parquet as floats.
+
+    Args:
+        query: A SELECT statement.
+        columns: The DuckDB type of each of its columns.
+    """
     wide = [name for name, kind in columns.items() if kind in _WIDE]
     if not wide:
         return query

@@ -13,12 +13,17 @@ UTF16 = frozenset({"utf-16", "utf-16-le", "utf-16-be"})
 
 
 def as_utf8(path: str, chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
-    """Yield the text as UTF-8.
+    """Decode chunks of a text file from `encoding` and yield them as UTF-8.
 
     An undecodable byte becomes a surrogate, which is invalid in UTF-8, so only its row becomes an error.
 
+    Args:
+        path: The path of the file, for messages.
+        chunks: The bytes of the file.
+        encoding: The encoding of the file. UTF-8 is passed on unchecked.
+
     Raises:
-        InputCorrupt: The file ends in the middle of a character.
+        InputCorrupt: The file ends in the middle of a character, or is not in the encoding.
     """
     if encoding == UTF8:
         yield from chunks
@@ -38,15 +43,15 @@ def as_utf8(path: str, chunks: Iterator[bytes], encoding: str) -> Iterator[bytes
 
 
 def decode_record(data: bytes, encoding: str, first_line: int | None = None) -> str:
-    """Return a record as text.
+    """Decode the bytes of a row, which are in UTF-8, and return the text.
 
     Args:
-        data: The record as `as_utf8` yielded it.
+        data: The line or CSV record, as `as_utf8` yielded it.
         encoding: The encoding of the file, for messages.
         first_line: The number of the record's first line, for messages about records with several lines.
 
     Raises:
-        RowProblem: A byte is invalid; the message names it and its line.
+        RowProblem: A byte is invalid; the message names the byte and its line.
     """
     try:
         return data.decode(UTF8)

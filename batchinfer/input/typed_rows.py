@@ -20,10 +20,14 @@ _SLICE_BYTES = 4 << 20  # maximum unpacked size of a chunk with more than one ro
 
 
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
-    """Return the schema that results use, without metadata.
+    """Return the schema that the results use for the columns of an input file, without metadata.
 
     View types become the plain types. Dictionaries of texts get 32-bit indices without an order, as Parquet reads them.
     Other dictionaries become the type of their values.
+
+    Args:
+        path: The path of the file, for messages.
+        schema: The schema of the file.
 
     Raises:
         InputCorrupt: Two columns, or two fields of a struct, have the same name, or a name is not UTF-8.
@@ -35,7 +39,11 @@ def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
 
 @contextmanager
 def names_in_utf8(path: str) -> Iterator[None]:
-    """Turn a decoding error inside the `with` block into InputCorrupt for a column name that is not UTF-8."""
+    """Turn a decoding error inside the `with` block into InputCorrupt for a column name that is not UTF-8.
+
+    Args:
+        path: The path of the file, for the message.
+    """
     try:
         yield
     except UnicodeDecodeError as error:
@@ -58,9 +66,9 @@ def _check_names(path: str, what: str, fields: list[pa.Field]) -> None:
 
 
 def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Return the schema of two files with the same columns (see `check_same_schema`).
+    """Return one schema for two files with the same columns (see `check_same_schema`).
 
-    A column is a dictionary if it is the same dictionary in both files, else it has the type of the values.
+    A column stays dictionary-encoded if both files encode it in the same way; else it has the type of its values.
     """
     kinds = {field.name: field.type for field in other}
     fields = [f if f.type == kinds[f.name] else pa.field(f.name, _plain(f.type)) for f in one]
@@ -71,6 +79,12 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
     """Raise InputCorrupt for the first column whose name or type differs between two files.
 
     The order of columns and dictionary encoding are ignored.
+
+    Args:
+        first: One file, for the message.
+        schema: The schema of `first`.
+        other: Another file, for the message.
+        found: The schema of `other`.
     """
     wanted, had = ({field.name: _plain(field.type) for field in one} for one in (schema, found))
     for name in wanted | had:
@@ -83,17 +97,24 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
 
 
 def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> TypedRows:
-    """Return a part as a chunk. A row with text that is not UTF-8 becomes an error row when it is read."""
+    """Return a part of a typed file as a chunk. A row with text that is not UTF-8 becomes an error row when it is read.
+
+    Args:
+        file: The file's name in the results.
+        part: The rows.
+        first: The number of the first row in the file, from 0.
+        bytes_read: How far the file has been read at the end of the part, in bytes on disk.
+    """
     table = _unpacked(part)
     return TypedRows(file=file, bytes_read=bytes_read, most_rows=table.num_rows, first_row=first, table=table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedRows(InputChunk):
-    """Rows of a typed format: a table, or an Arrow stream of it while they are sent to another process."""
+    """A chunk of a typed format (Parquet, Arrow): an Arrow table, or its stream while it is sent to another process."""
 
     def pack(self) -> tuple[Self, bytes]:
-        """Return the chunk without its table, and the table as an Arrow stream."""
+        """Return a copy of the chunk without its table, and the table as an Arrow stream."""
         if self.table is None:
             raise ValueError("rows that are packed already")
         sink = pa.BufferOutputStream()
@@ -102,14 +123,20 @@ class TypedRows(InputChunk):
         return replace(self, table=None), sink.getvalue().to_pybytes()
 
     def unpack(self, data: bytes) -> Self:
-        """Return the chunk with the table of an Arrow stream."""
+        """Return a copy of the chunk with the table read from an Arrow stream."""
         with pa.ipc.open_stream(data) as stream:
             return replace(self, table=stream.read_next_batch())
 
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Yield the rows from `start` to `stop`; a row that is not UTF-8 is yielded as a RowError."""
+        """Yield the rows from `start` to before `stop`, as values by column, or as a RowError if a text is not UTF-8.
+
+        Args:
+            start: The first row, counted from the start of the chunk.
+            stop: The row after the last one, or None for all rows.
+            values: The names of the columns to return, or None for all. The other columns are only validated.
+        """
         if self.table is None:
             raise ValueError("rows that are packed")
         part = self.table.slice(start, None if stop is None else stop - start)
@@ -119,7 +146,10 @@ class TypedRows(InputChunk):
 def _checked_rows(
     file: str, part: pa.RecordBatch, values: Collection[str] | None
 ) -> Sequence[Values | RowError]:
-    """Return the rows with the given columns, or with all if `values` is None. The other columns are validated."""
+    """Convert the rows of a table to dicts with the columns `values` (None: all). The other columns are only validated.
+
+    A row with text that is not UTF-8 in any column becomes a RowError.
+    """
     wanted = [name for name in part.schema.names if values is None or name in values]
     others = [name for name in part.schema.names if name not in wanted]
     try:
@@ -141,19 +171,19 @@ def _rows(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
 
 
 def _rows_one_by_one(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
-    """Convert rows one at a time. Only the rows that are not UTF-8 become errors."""
+    """Convert the rows of a table one at a time, so that only rows with text that is not UTF-8 become errors."""
     if part.num_rows > 1:
         return [row for i in range(part.num_rows) for row in _rows(file, part.slice(i, 1))]
     return [row_error("bad_utf8", f"{file}: a text column of this row is not UTF-8")]
 
 
 def blank_rows(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
-    """Return the same rows with nulls in all columns of the rows in `bad`."""
+    """Return the same rows with nulls in all columns of the rows with the numbers `bad`."""
     return part.take(pa.array([None if at in bad else at for at in range(part.num_rows)], pa.int64()))
 
 
 def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield the batch in halves until each part is small when unpacked, or has a single row."""
+    """Cut a batch in halves repeatedly, until each part has one row or at most 4 MiB when unpacked. Yield the parts."""
     if batch.num_rows == 0:
         return
     if batch.num_rows == 1 or unpacked_size(batch) <= _SLICE_BYTES:
@@ -165,7 +195,7 @@ def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def join_small_parts(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
-    """Join consecutive small parts while the result stays small and has at most `most` rows."""
+    """Join consecutive parts, up to `most` rows and 4 MiB when unpacked, and yield the results."""
     held, rows, held_bytes = list[pa.RecordBatch](), 0, 0
     for part in parts:
         part_bytes = unpacked_size(part)

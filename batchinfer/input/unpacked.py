@@ -18,12 +18,23 @@ _BOMB_RATIO = 1000  # columns of text reach a ratio of 50
 
 
 def is_bomb(packed: int, unpacked: int) -> bool:
-    """Return True if the unpacked size is large, and more than 1000 times the packed size."""
+    """Return True if data unpacks to more than 256 MiB and to more than 1000 times its packed size.
+
+    Args:
+        packed: The packed size in bytes.
+        unpacked: The unpacked size in bytes.
+    """
     return unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed
 
 
 def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
-    """Raise InputCorrupt if the unpacked size suggests a decompression bomb; `place` names the file or part."""
+    """Raise InputCorrupt if the unpacked size of a file suggests a decompression bomb.
+
+    Args:
+        place: The name of the file or its part, for the message.
+        packed: The packed size in bytes.
+        unpacked: The unpacked size in bytes.
+    """
     if is_bomb(packed, unpacked):
         raise InputCorrupt(
             f"{place}: {packed:,} bytes would unpack to {unpacked:,} or more; that looks like a decompression bomb. If "
@@ -32,26 +43,31 @@ def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
 
 
 class BombGuard:
-    """Adds up the unpacked size of a file's batches. `packed` is the size of the file, or None to trust it."""
+    """Adds up the unpacked size of the batches of one file, to detect a decompression bomb.
+
+    Args:
+        path: The path of the file, for messages.
+        packed: The size of the file in bytes, or None to check nothing.
+    """
 
     def __init__(self, path: str, packed: int | None) -> None:
         self._path, self._packed = path, packed
         self._unpacked = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Add a batch. Raises InputCorrupt if the sum suggests a decompression bomb."""
+        """Add the unpacked size of a batch. Raises InputCorrupt if the file now looks like a decompression bomb."""
         if self._packed is not None:
             self._unpacked += batch.num_rows * ROW_BYTES + unpacked_size(batch)
             refuse_bomb(self._path, self._packed, self._unpacked)
 
 
 def unpacked_size(batch: pa.RecordBatch) -> int:
-    """Return the bytes of a batch with its dictionaries and views unpacked."""
+    """Return the size of a batch in bytes, with its dictionaries and views unpacked."""
     return sum(column_size(column) for column in batch.columns)
 
 
 def column_size(column: pa.Array) -> int:
-    """Return the bytes of an array with its dictionaries and views unpacked."""
+    """Return the size of an array in bytes, with its dictionaries and views unpacked."""
     kind = column.type
     if isinstance(kind, pa.ExtensionType | pa.BaseExtensionType):
         return column_size(column.storage)
@@ -71,7 +87,7 @@ def column_size(column: pa.Array) -> int:
 
 
 def longest_value(column: pa.Array) -> int:
-    """Return the bytes of the longest text or binary value; for other types, an upper bound."""
+    """Return the length of the longest text or binary value in bytes; for other types, the size of the whole column."""
     values = column.dictionary if pa.types.is_dictionary(column.type) else column
     return (
         int(pc.max(pc.binary_length(values)).as_py() or 0) if _is_text(values.type) else column_size(values)
@@ -79,7 +95,7 @@ def longest_value(column: pa.Array) -> int:
 
 
 def _dictionary_size(column: pa.Array) -> int:
-    """Return the unpacked size of a dictionary array without unpacking it."""
+    """Return the size of a dictionary array in bytes when it is unpacked, without unpacking it."""
     kind = column.type.value_type
     if not _is_text(kind):
         return int(column.dictionary_decode().nbytes)
@@ -96,7 +112,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def fixed_width(kind: pa.DataType) -> int:
-    """Return the bytes that each value takes even if it is null, or 0 if the type has no fixed width."""
+    """Return the bytes that each value of a type takes even if it is null, or 0 if the type has no fixed width."""
     if isinstance(kind, pa.BaseExtensionType):
         return fixed_width(kind.storage_type)
     if pa.types.is_fixed_size_binary(kind):

@@ -17,7 +17,7 @@ BITS = 32  # bits per word of a mask, see batchinfer_kernels.mask
 
 
 class Phase(Enum):
-    """The phase of an answer."""
+    """The phase of an answer that may reason before it follows a constraint."""
 
     BEGINNING = auto()  # the first tokens, which show if the answer reasons
     REASONING = auto()
@@ -26,7 +26,12 @@ class Phase(Enum):
 
 
 class FreeMasks:
-    """Masks that allow all tokens of a model, or all tokens except its end tokens."""
+    """Masks without a constraint: one bit per token id of a model, in 32-bit words.
+
+    Args:
+        vocab: The number of token ids of the model.
+        eos: The ids of its end tokens.
+    """
 
     def __init__(self, vocab: int, eos: Collection[int]) -> None:
         self.eos = frozenset(eos)
@@ -78,27 +83,27 @@ class ReasonedConstraint:
 
     @property
     def ended(self) -> bool:
-        """True if the answer is complete."""
+        """True if the constrained answer after the reasoning is complete."""
         return self._reached is not None and self._reached.ended
 
     @property
     def failure(self) -> RowError | None:
-        """The reason why the constraint cannot be followed, or None."""
+        """The error of a row whose constraint cannot be followed, or None."""
         return None if self._reached is None else self._reached.failure
 
     @property
     def needs_end(self) -> bool:
-        """True if an answer that ends early, at its token limit, is incomplete."""
+        """True if an answer that reaches its token limit before the end of the constraint is incomplete."""
         return self._inner is not None
 
     @property
     def over(self) -> bool:
-        """True if all tokens may follow from here on."""
+        """True if all tokens may follow until the end of the answer."""
         return self._phase is Phase.ANSWER and self._inner is None
 
     @property
     def followed(self) -> GrammarConstraint | None:
-        """The constraint that determines the current mask, or None."""
+        """The constraint that determines the mask of the next token, or None if no constraint applies there."""
         direct = self._phase is Phase.BEGINNING and not self._marks.answer and not self._taken
         return self._inner if direct or self._phase is Phase.ANSWER else None
 
@@ -121,7 +126,7 @@ class ReasonedConstraint:
             self._enter(Phase.ANSWER)
 
     def allows(self, token: int) -> bool:
-        """Return True if a token may come next."""
+        """Return True if the token may come next."""
         forced = self._forced()
         if forced:
             return token == forced[0]
@@ -133,14 +138,14 @@ class ReasonedConstraint:
         return self._inner is None if followed is None else followed.allows(token)
 
     def fork(self) -> ReasonedConstraint:
-        """Return a copy of the state."""
+        """Return an independent copy of the state."""
         inner = None if self._inner is None else self._inner.fork()
         own = ReasonedConstraint(self._marks, inner, self._free, self._budget)
         own._phase, own._count, own._taken = self._phase, self._count, [*self._taken]
         return own
 
     def jump_forward(self) -> Sequence[int]:
-        """Return the tokens that must come next, without adding them."""
+        """Return the tokens that must come next, without adding them to the answer."""
         forced = self._forced()
         if self._inner is None or (self._phase is Phase.BEGINNING and not self._answers(forced)):
             return forced
@@ -150,7 +155,11 @@ class ReasonedConstraint:
         return (*forced, *gap, *self._inner.jump_forward())
 
     def write(self, bits: NDArray[np.int32]) -> None:
-        """Complete the row of a mask, after `followed` has written its mask if there is one."""
+        """Complete the mask of the next token. The constraint `followed`, if any, has already written its mask.
+
+        Args:
+            bits: The mask of this answer: one bit per token id, in 32-bit words.
+        """
         forced = self._forced()
         if self._phase is Phase.ANSWER and self._inner is not None:
             return
@@ -166,7 +175,7 @@ class ReasonedConstraint:
             bits.view(np.uint32)[token // BITS] |= np.uint32(1 << token % BITS)
 
     def _forced(self) -> Ids:
-        """Return the tokens that must come next, up to the end of the phase."""
+        """Return the tokens that must come next until the phase ends. Empty if there is a choice."""
         if self._phase is Phase.GAP:
             return self._marks.gap[len(self._taken) :]
         if self._phase is Phase.REASONING and self._budget is not None and self._count >= self._budget:
@@ -177,20 +186,20 @@ class ReasonedConstraint:
         return ()
 
     def _possible(self) -> list[Ids]:
-        """Return the markers that the answer may have started to write."""
+        """Return the markers that begin with the tokens of the answer: of the reasoning, or of a direct answer."""
         given = tuple(self._taken)
         return [
             mark for mark in (self._marks.begin, self._marks.answer) if mark and mark[: len(given)] == given
         ]
 
     def _next_marks(self) -> set[int]:
-        """Return the next tokens of the possible markers."""
+        """Return the tokens with which the possible markers continue. Empty after the first phase."""
         if self._phase is not Phase.BEGINNING:
             return set()
         return {mark[len(self._taken)] for mark in self._possible()}
 
     def _answers(self, forced: Ids) -> bool:
-        """Return True if the answer begins after these tokens."""
+        """Return True if these forced tokens complete the marker of an answer without reasoning."""
         return bool(forced) and (*self._taken, *forced) == self._marks.answer
 
     def _begin(self, token: int) -> None:
@@ -219,6 +228,6 @@ class ReasonedConstraint:
 
 
 def _common(marks: Sequence[Ids]) -> Ids:
-    """Return the longest common prefix."""
+    """Return the longest common prefix of the markers."""
     first, last = min(marks), max(marks)
     return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]

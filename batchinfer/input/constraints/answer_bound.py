@@ -29,7 +29,7 @@ _UNESCAPED = frozenset((*_FORMATS, "date-time", "time", "duration", "hostname"))
 
 
 class Unbounded(ValueError):
-    """The length of an answer is unbounded. The message names the part, and how to bound it."""
+    """Raised if the length of an answer is unbounded. The message names the part without a bound, with advice."""
 
 
 def most_tokens(params: SamplingParams) -> int:
@@ -88,7 +88,10 @@ _BOUNDS: Mapping[str, Callable[[Any], int]] = {
 
 
 class _SchemaBound:
-    """Bounds for the parts of a schema. All keywords of a schema apply to a value, so the smallest bound counts."""
+    """Computes the maximum number of bytes of a JSON value that matches a schema.
+
+    All keywords of a schema apply to a value, so the smallest bound of all keywords is the bound of the schema.
+    """
 
     def __init__(self, root: Any) -> None:
         self._references = References(root)
@@ -96,7 +99,12 @@ class _SchemaBound:
         self._open: list[int] = []
 
     def most(self, schema: Any, place: str) -> int:
-        """Return the maximum number of bytes of a value that matches the schema at `place`. Raises Unbounded."""
+        """Return the maximum number of bytes of a value that matches a schema. Raises Unbounded if there is no maximum.
+
+        Args:
+            schema: The schema or subschema, parsed.
+            place: Its place in the whole schema, for messages.
+        """
         if not isinstance(schema, dict):
             if schema is False:
                 return 0
@@ -124,7 +132,7 @@ class _SchemaBound:
         return min(bounds) if bounds else problem or _unbounded(place, "give its type")
 
     def _bounds(self, schema: dict[str, Any], place: str) -> Iterator[Callable[[], int]]:
-        """Yield a function for each keyword that restricts values, which returns the bound of the keyword."""
+        """Yield one function per keyword that restricts values. It returns the maximum bytes under that keyword."""
         if "const" in schema:
             yield lambda: _longest([schema["const"]])
         if isinstance(schema.get("enum"), list):
@@ -201,7 +209,7 @@ def _of_integer(schema: dict[str, Any], place: str) -> int:
 
 
 def _of_number(schema: dict[str, Any], place: str) -> int:
-    """Return the maximum number of characters of a number, whose decimals `multipleOf` limits."""
+    """Return the maximum number of characters of a JSON number. The keyword `multipleOf` limits its decimals."""
     low, high = _limits(schema)
     step = schema.get("multipleOf")
     if low is None or high is None or not _is_number(step):

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int], int], GrammarConstraints]:
-    """Return a function that makes the constraints of models with this tokenizer.
+    """Return a function that makes the GrammarConstraints of a model with this tokenizer.
 
-    End tokens outside the tokenizer's vocabulary are ignored, since llguidance rejects them.
+    The function's arguments are the ids of the model's end tokens and its number of logits per token. End tokens
+    outside the tokenizer's vocabulary are ignored, since llguidance rejects them.
     """
     definition, tokens = tokenizer.definition, tokenizer.rust.get_vocab_size(with_added_tokens=True)
     return lambda eos, vocab: GrammarConstraints(
@@ -48,8 +49,8 @@ class GrammarConstraints:
 
     Args:
         definition: The tokenizer as the text of a tokenizer.json.
-        eos: The tokens that end an answer.
-        vocab: The number of tokens of the model.
+        eos: The ids of the tokens that end an answer.
+        vocab: The number of token ids of the model.
         threads: The number of threads that compute masks.
     """
 
@@ -72,7 +73,11 @@ class GrammarConstraints:
         return LLExecutor(self._threads)
 
     def start(self, params: SamplingParams) -> RowConstraint:
-        """Return the state of a new answer. Raises ConstraintFailed if its constraint cannot be compiled."""
+        """Return the state of a new answer under the constraint of `params`, before its first token.
+
+        Raises:
+            ConstraintFailed: The constraint cannot be compiled.
+        """
         began = time.perf_counter()
         marks, budget, grammar = params.reasoning, params.thinking_budget, None
         if params.constraint is not None or marks is None:
@@ -83,7 +88,12 @@ class GrammarConstraints:
         return ReasonedConstraint(marks, grammar, self._free, budget)
 
     def fill(self, constraints: Seq[RowConstraint], bits: NDArray[np.int32]) -> None:
-        """Write the masks of the next tokens into the rows of `bits`, shape (answers, words)."""
+        """Write one mask per answer: the tokens that may come next.
+
+        Args:
+            constraints: The states of the answers.
+            bits: The masks, shape (answers, words). Each bit of a 32-bit word allows one token id.
+        """
         began = time.perf_counter()
         followed = [
             (row, found) for row, one in enumerate(constraints) if (found := one.followed) is not None
@@ -97,7 +107,7 @@ class GrammarConstraints:
         self.work.mask_s += time.perf_counter() - began
 
     def _masks(self, constraints: Seq[GrammarConstraint], words: int) -> NDArray[np.int32]:
-        """Return the masks of constraints, shape (constraints, words)."""
+        """Return the masks of the tokens that may come next, as 32-bit words, shape (constraints, words)."""
         # A model may have more logits than its tokenizer has tokens
         own_words = self._tokenizer.words
         masks = np.zeros((len(constraints), own_words), np.int32)
@@ -110,7 +120,10 @@ class GrammarConstraints:
         return masks[:, :words] if own_words >= words else np.pad(masks, ((0, 0), (0, words - own_words)))
 
     def _narrow(self, constraints: Seq[GrammarConstraint], masks: NDArray[np.int32]) -> None:
-        """Clear the tokens that the model cannot generate, and first tokens that would be decoded differently."""
+        """Clear the tokens that the model cannot generate, and first tokens that lose their space in decoding.
+
+        An answer whose mask is empty then fails.
+        """
         given, first = self._tokenizer.given, self._tokenizer.first
         if given is not None:
             masks &= given
@@ -121,7 +134,7 @@ class GrammarConstraints:
             constraints[row].end_here()
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
-        """Return the compiled grammar, which rows with the same parameters share."""
+        """Return the compiled constraint of `params`. Requests with equal constraints share it in a cache."""
         from batchinfer.input.constraints.grammar import BadConstraint, compile_constraint
 
         found = self._kept.find(params)

@@ -32,14 +32,14 @@ CONTINUES = "run the same command again"
 
 
 class ConstraintChecker:
-    """Checks if constraints can be followed, in a child process.
+    """Checks in a child process if constraints can be followed.
 
     The process starts with the first constraint and is replaced when it dies. It exits with its parent.
 
     Args:
-        definition: The tokenizer as the text of a tokenizer.json, or None to check without one. Compiling for a
-            tokenizer may take far longer.
-        within_s: The limit on CPU time per constraint.
+        definition: The tokenizer as the text of a tokenizer.json, or None to check constraints without one. Compiling
+            for a tokenizer may take far longer.
+        within_s: The limit on CPU time per constraint in seconds.
     """
 
     def __init__(self, definition: str | None, within_s: float = WITHIN_S) -> None:
@@ -66,9 +66,15 @@ class ConstraintChecker:
         return result
 
     def _ask(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
-        """Return the problem of a constraint, None if it has none, or how the process ended.
+        """Send a constraint to the child process and wait for its reply.
 
-        A process that does not answer counts as ended; with `again`, Unavailable is raised instead.
+        Args:
+            params: The parameters with the constraint.
+            again: If True, raise Unavailable when the process does not reply. If False, that counts as the end of the
+                process.
+
+        Returns:
+            The problem of the constraint, None if it has none, or how the process ended.
         """
         child = self._child = self._child or self._start()
         with suppress(BrokenPipeError, ConnectionResetError):  # the process died, which `recv` reports
@@ -89,13 +95,13 @@ class ConstraintChecker:
         return ended or Ended(None)
 
     def close(self) -> None:
-        """End the process. Safe to call twice."""
+        """End the child process. Safe to call twice."""
         if self._child is not None:
             self._child.close()
             self._child = None
 
     def _start(self) -> Child:
-        """Start a process and wait until it is ready. Try twice."""
+        """Start a child process and return it when it is ready. Try twice, then raise Unavailable."""
         for _ in range(2):
             child = Child(_ENTRY, self._definition, self._within_s)
             how = self._not_ready(child)
@@ -105,7 +111,7 @@ class ConstraintChecker:
         raise Unavailable(f"the process that checks constraints {how}; {CONTINUES}")
 
     def _not_ready(self, child: Child) -> str | None:
-        """Return why a process did not become ready, or None if it did."""
+        """Wait until a child process is ready. Return why it did not become ready, or None if it did."""
         try:
             with receiving():
                 if wait_for_message(child.connection, _START_S):
@@ -128,13 +134,27 @@ class ConstraintChecker:
 def constraint_problem(
     params: SamplingParams, definition: str | None = None, within_s: float = WITHIN_S
 ) -> str | None:
-    """Return why the constraint of `params` cannot be followed, or None if it can or there is no constraint."""
+    """Return why the constraint of `params` cannot be followed, or None if it can or there is no constraint.
+
+    Args:
+        params: The parameters with the constraint.
+        definition: The tokenizer as the text of a tokenizer.json, or None to check without one.
+        within_s: The limit on CPU time in seconds.
+    """
     with ConstraintChecker(definition, within_s) as checker:
         return checker.problem(params)
 
 
 def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -> None:
-    """Run the child process: receive parameters, and send the problem of their constraint or None."""
+    """Run the child process that checks constraints.
+
+    For each SamplingParams that it receives, it sends the problem of their constraint, or None.
+
+    Args:
+        definition: The tokenizer as the text of a tokenizer.json, or None to check without one.
+        within_s: The limit on CPU time per constraint in seconds.
+        pipe: The connection to the parent.
+    """
     lift_memory_limit()  # a large vocabulary may need more than the limit inherited from a render worker
     check = _check_of(definition)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -156,7 +176,10 @@ def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -
 
 
 def _check_of(definition: str | None) -> Callable[[SamplingParams], str | None]:
-    """Return the function that finds the problem of a constraint in this process."""
+    """Return a function that returns the problem of the constraint of given parameters, or None.
+
+    `definition` is the tokenizer as the text of a tokenizer.json, or None to check without one.
+    """
     from batchinfer.input.constraints.grammar import BadConstraint, check_grammar
     from batchinfer.input.constraints.grammar_tokenizer import GrammarTokenizer, grammar_problem
 
@@ -176,7 +199,7 @@ def _check_of(definition: str | None) -> Callable[[SamplingParams], str | None]:
 
 @contextmanager
 def _cpu_time(within_s: float) -> Iterator[None]:
-    """Have the kernel kill this process after this CPU time, even inside a library call."""
+    """Let the kernel kill this process if the `with` block takes more CPU time, even inside a library call."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, within_s)
     try:
@@ -187,7 +210,7 @@ def _cpu_time(within_s: float) -> Iterator[None]:
 
 @contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Redirect stderr to /dev/null. A library that crashes must not print on the user's terminal."""
+    """Redirect stderr to /dev/null, because a library that crashes must not print on the user's terminal."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

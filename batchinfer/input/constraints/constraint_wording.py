@@ -72,7 +72,7 @@ _REWORDINGS: tuple[tuple[str, str], ...] = (
 
 
 def shown(problem: str) -> str:
-    """Return llguidance's message reworded, in one line of at most 300 characters."""
+    """Return a message of llguidance in our wording, in one line of at most 300 characters."""
     lines = [line.strip() for line in problem.replace("<non-verbose/>", "").splitlines() if line.strip()]
     # The message about a regex first quotes it, then has a line with the error
     error = next((line for line in lines[1:] if line.startswith("error: ")), None)
@@ -96,10 +96,10 @@ def _with_types(text: str) -> str:
 
 
 def faulty_place(schema: Any, problem_of: Callable[[Any], str | None]) -> str:
-    """Return the place of the smallest subschema that has the problem on its own, or "" for the whole schema.
+    """Return the place of the smallest subschema that has the same problem on its own, or "" for the whole schema.
 
     Args:
-        schema: The parsed schema.
+        schema: The parsed schema, which has a problem.
         problem_of: Returns the problem of a schema, or None.
     """
     if not isinstance(schema, Mapping):
@@ -115,7 +115,7 @@ def faulty_place(schema: Any, problem_of: Callable[[Any], str | None]) -> str:
 
 
 def _parts(schema: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield all subschemas of a schema with their places."""
+    """Yield each subschema of a schema as (place, subschema). `place` is the prefix of all places."""
     if not isinstance(schema, Mapping):
         return
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):

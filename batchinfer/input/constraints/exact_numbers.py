@@ -46,21 +46,21 @@ def is_exact(value: Number) -> bool:
 
 
 def plain(value: Number) -> int | float:
-    """Return an exact number such that json writes it exactly: integers without a decimal point."""
+    """Return an exact number as an int if it is whole, else as a float, so that json writes it exactly."""
     return int(value) if value == int(value) else float(value)
 
 
 def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | None = None) -> int | float:
-    """Return the exact number nearest to a bound on its inner side, for use as an inclusive bound.
+    """Return the nearest number inside a bound that llguidance follows exactly, for use as an inclusive bound.
 
     Args:
-        bound: The bound.
+        bound: The bound of the schema.
         up: True for a lower bound, False for an upper bound.
         excluded: True if the bound itself is not allowed.
-        other: The bound on the other side, if there is one.
+        other: The bound on the other side, or None.
 
     Raises:
-        BadSchema: No exact number is on the inner side.
+        BadSchema: There is no such number.
     """
     value, sign = _decimal(bound), 1 if up else -1
     reach = value if up else value.copy_negate()
@@ -80,7 +80,13 @@ def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | N
 
 
 def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
-    """Return the exact integer nearest to a bound of integers on its inner side. Raises BadSchema."""
+    """Return the nearest integer inside a bound of integers that llguidance follows exactly. Raises BadSchema.
+
+    Args:
+        bound: The bound of the schema.
+        up: True for a lower bound, False for an upper bound.
+        excluded: True if the bound itself is not allowed.
+    """
     if not _decimal(bound).is_finite() or _decimal(bound).copy_abs() > LARGEST:
         return int(inward(bound, up))
     whole = math.ceil(bound) if up else math.floor(bound)
@@ -90,7 +96,7 @@ def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
 
 
 def check_multiple(value: Number) -> None:
-    """Raise BadSchema for a `multipleOf` that llguidance does not read exactly."""
+    """Raise BadSchema for a value of `multipleOf` that llguidance does not read exactly."""
     if value <= 0:
         raise BadSchema("multipleOf must be more than 0")
     if not is_exact(value) or _read_multiple(float(value)) != _decimal(value):
@@ -100,7 +106,7 @@ def check_multiple(value: Number) -> None:
 
 
 def check_multiples(values: Iterable[Number]) -> None:
-    """Raise BadSchema if llguidance cannot represent the least common multiple of the values, in 32 bits."""
+    """Raise BadSchema if the least common multiple of values of `multipleOf` is too large for llguidance (32 bits)."""
     exact = [_decimal(value) for value in {*values}]
     scale = max((0, *(-int(one.as_tuple().exponent) for one in exact)))
     whole = [int(one.scaleb(scale)) for one in exact]
@@ -118,9 +124,9 @@ def _whole_inward(whole: int, up: bool) -> int:
 
 
 def _step(value: Decimal, other: Number | None) -> Decimal:
-    """Return the distance between neighbouring numbers with 15 digits.
+    """Return the distance from a number to its neighbours with 15 digits.
 
-    Next to zero, it is at most a thousandth of the range up to `other`.
+    At zero, it is at most a thousandth of the range from zero to the bound `other`.
     """
     if value:
         return Decimal(1).scaleb(max(value.adjusted() + 1 - _DIGITS, _FINEST))
@@ -129,7 +135,7 @@ def _step(value: Decimal, other: Number | None) -> Decimal:
 
 
 def _read_multiple(value: float) -> Decimal | None:
-    """Return a `multipleOf` as llguidance reads it, by multiplying by ten until it is an integer."""
+    """Return a `multipleOf` as llguidance reads it: multiplied by ten until it is whole. None if it is too large."""
     exponent = 0
     while value != int(value) and value <= _MOST_MULTIPLE:
         value, exponent = value * 10, exponent + 1
@@ -137,5 +143,5 @@ def _read_multiple(value: float) -> Decimal | None:
 
 
 def _decimal(value: Number) -> Decimal:
-    """Return the number exactly as json writes it."""
+    """Return the number as a Decimal with exactly the digits that json writes."""
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)

@@ -43,7 +43,7 @@ _SINGLE = ("items", "additionalProperties")
 
 
 def parsed_schema(text: str) -> Any:
-    """Return the parsed JSON Schema: an object, true or false. Numbers that are not exact as floats are Decimals.
+    """Parse a JSON Schema: an object, true or false. Numbers that no float represents exactly become Decimals.
 
     Raises:
         BadSchema: The text is not a JSON Schema, or exceeds a limit.
@@ -69,7 +69,13 @@ def parsed_schema(text: str) -> Any:
 
 
 def generated_schema(schema: Any) -> Any:
-    """Return the schema for generation, as a copy. Raises BadSchema if the schema cannot be followed exactly."""
+    """Return the schema that constrains generation, derived from a parsed user's schema, which is not changed.
+
+    Each value that it allows is valid under the user's schema, not vice versa.
+
+    Raises:
+        BadSchema: The schema cannot be followed exactly.
+    """
     narrow = followed_schema(schema)
     schemas, references = list(subschemas(narrow)), References(narrow)
     combined = combined_schemas(schemas, references)
@@ -90,7 +96,7 @@ def generated_schema(schema: Any) -> Any:
 
 
 def _check_spelling(schemas: Sequence[dict[str, Any]]) -> None:
-    r"""Raise BadSchema for a literal that needs a \\u escape in a schema whose property names must not use it."""
+    r"""Raise BadSchema for a literal that needs a \u escape if an object of the schemas may have unnamed properties."""
     listed = [one[keyword] for one in schemas for keyword in ("const", "enum") if keyword in one]
     if any(map(has_further_names, schemas)) and _UNWRITTEN.search(json.dumps(listed)):
         raise BadSchema(
@@ -100,7 +106,7 @@ def _check_spelling(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all its subschemas that are objects, each once."""
+    """Yield a parsed schema and its subschemas at any depth. Subschemas that are true or false are skipped."""
     pending = [schema]
     while pending:
         one = pending.pop()
@@ -124,7 +130,7 @@ def _check_multiples(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 def _number(digits: str) -> float | Decimal:
-    """Return a float if it is exactly the written number, else a Decimal."""
+    """Parse a number: to a float if it is exactly the written number, else to a Decimal."""
     try:
         read, exact = float(digits), Decimal(digits)
     except InvalidOperation:

@@ -55,11 +55,13 @@ _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class BadConstraint(ValueError):
-    """A constraint that cannot be compiled. The message names its kind and the problem."""
+    """Raised if a constraint cannot be compiled. The message names its kind and the problem."""
 
 
 def grammar_of(params: SamplingParams) -> str:
-    """Return the grammar of the constraint of `params`. Most mistakes only show when it is compiled.
+    """Return the constraint of `params` as a grammar in llguidance's JSON format.
+
+    Most mistakes of a constraint only show when the grammar is compiled.
 
     Raises:
         BadConstraint: The constraint is too long or malformed.
@@ -71,7 +73,7 @@ def grammar_of(params: SamplingParams) -> str:
 
 
 def _make(params: SamplingParams) -> str:
-    """Return the grammar. Raises BadConstraint without the name of the constraint."""
+    """Return the constraint of `params` as a grammar. Raises BadConstraint without the kind of constraint."""
     name = params.constraint
     if name is None:
         raise ValueError("these parameters have no constraint")
@@ -82,14 +84,20 @@ def _make(params: SamplingParams) -> str:
 
 
 def limits_of(params: SamplingParams) -> LLParserLimits:
-    """Return the limits on work for the constraint of `params`."""
+    """Return llguidance's limits on size and work for the constraint of `params`."""
     return LIMITS if params.grammar is None else _AMBIGUOUS
 
 
 def compile_constraint(
     params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES
 ) -> LLMatcher:
-    """Compile the constraint of `params` on a stack of the given size. Raises BadConstraint."""
+    """Compile the constraint of `params` for a tokenizer. Raises BadConstraint.
+
+    Args:
+        params: The parameters with the constraint.
+        tokenizer: llguidance's tokenizer.
+        stack_bytes: The size of the stack of the thread that compiles. A deeply nested constraint needs a large stack.
+    """
     grammar, limits = grammar_of(params), limits_of(params)
     made: LLMatcher = _on_stack(
         stack_bytes, lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -101,8 +109,12 @@ def compile_constraint(
 def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) -> None:
     """Raise BadConstraint if the constraint of `params` cannot be compiled, or cannot be followed from the start.
 
-    A schema or grammar that is nested too deeply crashes the process. Engines compile with four times this stack, so
-    they survive every constraint that passes.
+    A schema or grammar that is nested too deeply for the stack crashes the process. Engines compile with four times the
+    stack of this check, so they survive every constraint that passes.
+
+    Args:
+        params: The parameters with the constraint.
+        tokenizer: llguidance's tokenizer, or None to check without one.
     """
     if (problem := _problem(params)) is not None:
         raise BadConstraint(f"{params.constraint}: {_place(params)}{problem}")
@@ -126,7 +138,7 @@ def _problem(params: SamplingParams) -> str | None:
 
 
 def _place(params: SamplingParams) -> str:
-    """Return the place of the problem in a schema, followed by a colon, or ""."""
+    """Return the place of the faulty subschema, followed by a colon. "" without a schema or for the whole schema."""
     if params.json_schema is None:
         return ""
     try:
@@ -146,7 +158,7 @@ def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
 
 
 def _on_stack(size: int, call: Callable[[], Any]) -> Any:
-    """Return the result of `call` in a thread with a stack of `size` bytes."""
+    """Return the result of `call`, run in a thread with a stack of `size` bytes."""
     before = threading.stack_size(size)
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -161,7 +173,11 @@ def _of_schema(text: str) -> str:
 
 
 def _of_calls(text: str) -> str:
-    """Return the grammar of tool calls, in which the rules a0, a1 … are the arguments of each tool."""
+    """Return the grammar of tool calls. Its rules a0, a1 … are the arguments of each tool.
+
+    `text` is a JSON object with `lark`, the syntax of the calls, and `schemas`, the JSON Schema of each tool's
+    arguments.
+    """
     source = json.loads(text)
     rules = [source["lark"]]
     for number, one in enumerate(source["schemas"]):
@@ -171,7 +187,7 @@ def _of_calls(text: str) -> str:
 
 
 def _generated(text: str) -> tuple[Any, Any]:
-    """Return the schema for generation, and the options that determine the format of the JSON. Raises BadSchema."""
+    """Return the schema for generation, and llguidance's options for the format of the JSON text. Raises BadSchema."""
     schema = parsed_schema(text)
     if schema is False:
         raise BadSchema("the schema is false, which no answer can follow; write what answers look like")

@@ -22,7 +22,11 @@ _BYTES_A_CHAR_OF_LARK = 150
 
 
 class GrammarCache:
-    """A least-recently-used cache of compiled constraints. Sizes are estimated, since llguidance reports none."""
+    """A least-recently-used cache of compiled constraints. Sizes are estimated, since llguidance reports none.
+
+    Args:
+        most: The maximum size in bytes. The newest constraint is kept even if it is larger.
+    """
 
     def __init__(self, most: int = CACHE_BYTES) -> None:
         self._most = most
@@ -33,7 +37,7 @@ class GrammarCache:
         return len(self._kept)
 
     def find(self, params: SamplingParams) -> LLMatcher | None:
-        """Return the compiled constraint of `params` if it is cached."""
+        """Return the compiled constraint of `params`, or None if it is not cached."""
         digest = params.constraint_digest
         if digest not in self._kept:
             return None
@@ -41,7 +45,7 @@ class GrammarCache:
         return self._kept[digest][0]
 
     def add(self, params: SamplingParams, compiled: LLMatcher) -> None:
-        """Cache a compiled constraint, and evict the least recently used ones."""
+        """Cache the compiled constraint of `params`, and evict the least recently used ones if the cache is full."""
         size = estimated_bytes(params)
         self._kept[params.constraint_digest] = compiled, size
         self.bytes += size
@@ -51,7 +55,7 @@ class GrammarCache:
 
 
 def estimated_bytes(params: SamplingParams) -> int:
-    """Return an estimate of a compiled constraint's memory, including its masks; it is usually too high."""
+    """Return an estimate of the bytes of the compiled constraint of `params` and its masks. Usually too high."""
     if params.grammar is not None:
         return GRAMMAR_BYTES + _BYTES_A_CHAR_OF_LARK * len(params.grammar)
     text = params.json_schema or params.tool_call or params.regex or "".join(params.choice)

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
 
 class GrammarConstraint:
-    """The state of one answer. It copies the compiled grammar at the first token, since many rows may wait."""
+    """The state of one answer under a compiled grammar.
+
+    The compiled grammar is shared. It is copied at the first token, since many requests may wait.
+
+    Attributes:
+        needs_end: True: an answer that reaches its token limit before the grammar ends is incomplete.
+        over: False: the constraint applies to the whole answer.
+        begun: True after the first token.
+    """
 
     __slots__ = ("_matcher", "_own", "_problem", "_tokenizer", "begun")
 
@@ -34,42 +42,45 @@ class GrammarConstraint:
 
     @property
     def followed(self) -> GrammarConstraint:
-        """The constraint that determines the current mask: this one."""
+        """The constraint that determines the mask of the next token: this one."""
         return self
 
     @property
     def failure(self) -> RowError | None:
-        """The reason why the constraint cannot be followed, or None."""
+        """The error of a row whose constraint cannot be followed, or None."""
         if self._matcher.is_error():
             return row_error(self._matcher.get_error())
         return row_error(self._problem) if self._problem is not None else None
 
     def take(self, token: int) -> None:
-        """Add the next token of the answer. Raises ConstraintFailed if it does not match."""
+        """Add the next token of the answer. Raises ConstraintFailed if the token does not match the grammar."""
         if not self.matcher.consume_token(token):
             raise ConstraintFailed(self.failure or row_error("a token came that may not come next"))
         self.begun = True
 
     def allows(self, token: int) -> bool:
-        """Return True if a token may come next. False is also returned if only the mask has the answer."""
+        """Return True if the token may come next according to the grammar.
+
+        False can mean that only the mask of the next token can decide it.
+        """
         # Querying a token outside the tokenizer's vocabulary would put llguidance into an error state
         return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
 
     def fork(self) -> GrammarConstraint:
-        """Return a copy of the state."""
+        """Return an independent copy of the state."""
         own = GrammarConstraint(self._matcher.deep_copy() if self._own else self._matcher, self._tokenizer)
         own._own, own._problem, own.begun = self._own, self._problem, self.begun
         return own
 
     def jump_forward(self) -> Seq[int]:
-        """Return the tokens that must come next, without adding them."""
+        """Return the tokens that the grammar forces next, without adding them to the answer."""
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
             return ()
         return list(takewhile(self._tokenizer.gives, tokens))
 
     def end_here(self) -> None:
-        """Fail the answer, because the model has no token that may come next."""
+        """Mark the answer as failed, because the model has no token that may come next."""
         self._problem = "no token of the model can continue the answer"
         if not self.begun and self._tokenizer.drops_space:
             self._problem += (
@@ -78,14 +89,14 @@ class GrammarConstraint:
 
     @property
     def matcher(self) -> LLMatcher:
-        """The answer's own copy of the grammar, which may be changed."""
+        """The answer's own copy of the compiled grammar, which the tokens of the answer change."""
         if not self._own:
             self._matcher, self._own = self._matcher.deep_copy(), True
         return self._matcher
 
 
 def row_error(problem: str) -> RowError:
-    """Return the error of a row whose constraint cannot be followed."""
+    """Return the error of a row whose constraint cannot be followed. `problem` is a message of llguidance."""
     from batchinfer.input.constraints.constraint_wording import shown
 
     return RowError("constraint_failed", "policy", f"the constraint cannot be followed: {shown(problem)}")

@@ -19,7 +19,7 @@ _BYTE = "<0x41>"  # the token of the byte "A" in vocabularies with byte fallback
 
 
 class NoGrammars(ValueError):
-    """A tokenizer that does not support constraints, since its tokens cannot be read as bytes."""
+    """Raised for a tokenizer that does not support constraints, because its tokens cannot be read as bytes."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class GrammarTokenizer:
     Args:
         library: llguidance's tokenizer.
         vocab: The number of token ids of the model. The tokenizer may have more or fewer.
-        end: An added token that means the end of an answer if the model has no end token, else None. The model never
-            generates it.
+        end: The id of an added token that means the end of an answer if the model has no end token, else None. The
+            model never generates it.
         drops_space: True if decoding removes a space at the start of an answer.
     """
 
@@ -41,7 +41,13 @@ class GrammarTokenizer:
 
     @classmethod
     def of(cls, definition: str, eos: Collection[int], vocab: int) -> GrammarTokenizer:
-        """Return the tokenizer for a model with the end tokens `eos`, which may be empty. Raises NoGrammars."""
+        """Return the tokenizer for a model. Raises NoGrammars.
+
+        Args:
+            definition: The tokenizer as the text of a tokenizer.json.
+            eos: The ids of the model's end tokens; may be empty.
+            vocab: The number of token ids of the model.
+        """
         made, ends = _prepare(definition), sorted(eos)
         if not ends:  # llguidance would choose a token of text
             ends = [tokenizers.Tokenizer.from_str(definition).get_vocab_size(with_added_tokens=True)]
@@ -54,7 +60,7 @@ class GrammarTokenizer:
 
     @property
     def words(self) -> int:
-        """The number of words in a mask."""
+        """The number of 32-bit words in a mask, with one bit per token id."""
         return -(-self.library.vocab_size // BITS)
 
     @cached_property
@@ -79,11 +85,16 @@ class GrammarTokenizer:
         return token < self.vocab and token != self.end
 
     def asks_one(self, token: int, begun: bool) -> bool:
-        """Return True if llguidance can decide if the token may come next; otherwise the narrowed mask decides."""
+        """Return True if llguidance can decide if a token may come next. Otherwise the narrowed mask must decide.
+
+        Args:
+            token: The token id.
+            begun: True if the answer already has a token.
+        """
         return token < self.library.vocab_size and self.given is None and (begun or not self.drops_space)
 
     def begins(self, token: int) -> bool:
-        """Return True if an answer may begin with the token."""
+        """Return True if an answer may begin with the token. False if decoding would remove the token's space."""
         return not (self.drops_space and self._spaced(token))
 
     def _spaced(self, token: int) -> bool:
@@ -98,7 +109,9 @@ class GrammarTokenizer:
 def grammar_problem(definition: str) -> str | None:
     """Return why no constraint can be followed with a tokenizer, or None.
 
-    The vocabulary is replaced by a small one, since it does not matter here and takes time to read.
+    Args:
+        definition: The tokenizer as the text of a tokenizer.json. Its vocabulary is replaced by a small one, since it
+            does not matter here and takes time to read.
     """
     try:
         made = _prepare(definition)
@@ -112,9 +125,10 @@ def grammar_problem(definition: str) -> str | None:
 
 
 def _prepare(definition: str) -> dict[str, Any]:
-    """Return the definition of a tokenizer that encodes text unchanged, with a decoder that llguidance supports.
+    """Return a parsed tokenizer.json that encodes text unchanged, with a decoder that llguidance supports.
 
-    Forced text is encoded. Normalising, truncating, padding or prefixing it with a space would change the answer.
+    llguidance encodes the text that a grammar forces. Normalising, truncating, padding or prefixing it with a space
+    would change the answer.
     """
     made: dict[str, Any] = json.loads(definition)
     decoder, pieces = made.get("decoder") or {}, made["model"].get("vocab") or {}
@@ -133,7 +147,7 @@ def _prepare(definition: str) -> dict[str, Any]:
 
 
 def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer that only replace spaces by another character."""
+    """Return the steps of a tokenizer's normalizer that only replace spaces by another character."""
     if normalizer.get("type") == "Sequence":
         return [step for part in normalizer["normalizers"] for step in _spaces(part)]
     kept = normalizer.get("type") == "Replace" and normalizer["pattern"] == {"String": " "}
@@ -141,7 +155,10 @@ def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_prefix(pre_tokenizer: Any) -> Any:
-    """Return the pre-tokenizer without the space that it adds before a text. llguidance does so for Metaspace."""
+    """Return a pre-tokenizer of a tokenizer.json without the option to add a space before a text.
+
+    llguidance removes this option of Metaspace itself.
+    """
     if not isinstance(pre_tokenizer, dict):
         return pre_tokenizer
     inner = [_without_prefix(part) for part in pre_tokenizer.get("pretokenizers", [])]
@@ -153,7 +170,7 @@ def _without_prefix(pre_tokenizer: Any) -> Any:
 
 
 def _supported_decoder(decoder: dict[str, Any]) -> dict[str, Any]:
-    """Return the decoder with Metaspace replaced by equivalent steps that llguidance supports."""
+    """Return a decoder of a tokenizer.json with Metaspace replaced by equivalent steps that llguidance supports."""
     if decoder.get("type") == "Sequence":
         return {**decoder, "decoders": [_supported_decoder(part) for part in decoder["decoders"]]}
     if decoder.get("type") != "Metaspace":

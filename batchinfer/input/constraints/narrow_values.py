@@ -28,7 +28,10 @@ _LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 def narrow_value(schema: dict[str, Any]) -> None:
-    """Restrict the values of a schema in place, without its subschemas. Raises BadSchema."""
+    """Restrict the numbers and formats of a schema to values that llguidance follows exactly. Raises BadSchema.
+
+    Changes the schema, not its subschemas.
+    """
     _check_listed(schema)
     _check_least(schema)
     _narrow_bounds(schema)
@@ -45,7 +48,12 @@ def _check_listed(schema: dict[str, Any]) -> None:
 
 
 def _exact_literal(value: Any, keyword: str) -> Any:
-    """Return a literal of a schema with its numbers as llguidance reads them. Raises BadSchema."""
+    """Return a literal of a schema with its numbers as llguidance reads them. Raises BadSchema.
+
+    Args:
+        value: The value of "enum" or "const".
+        keyword: The keyword, for the message.
+    """
     if isinstance(value, dict):
         return {name: _exact_literal(one, keyword) for name, one in value.items()}
     if isinstance(value, list):
@@ -60,14 +68,17 @@ def _exact_literal(value: Any, keyword: str) -> Any:
 
 
 def _check_least(schema: dict[str, Any]) -> None:
-    """Reject a `minProperties` that needs several unnamed properties: llguidance may count a repeated one twice."""
+    """Raise BadSchema if `minProperties` needs two or more unnamed properties.
+
+    llguidance may write an unnamed property twice and count it twice.
+    """
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if is_number(least) and isinstance(required, list) and least - len(required) > 1:
         raise BadSchema("minProperties wants more than one property that is not named; name them in required")
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """Make bounds inclusive and exact, and limit unbounded integers to 18 digits."""
+    """Make the bounds of numbers inclusive and exact, and limit unbounded integers to 18 digits."""
     if not all(is_number(schema.get(name, 0)) for name in (*_LOWS, *_HIGHS)):
         return  # llguidance reports the error
     low, high = _tightest(schema, _LOWS), _tightest(schema, _HIGHS)
@@ -106,7 +117,10 @@ def _set(schema: dict[str, Any], names: tuple[str, str], bound: float) -> None:
 
 
 def _tightest(schema: dict[str, Any], names: tuple[str, str]) -> tuple[Number, bool] | None:
-    """Return the tightest bound on one side and True if it is excluded; None if there is no bound."""
+    """Return the tightest bound on one side as (bound, True if the bound itself is not allowed), or None.
+
+    `names` are the inclusive and the exclusive keyword of that side.
+    """
     sign = 1 if names is _LOWS else -1
     found: Iterator[tuple[Number, bool]] = ((schema[n], n == names[1]) for n in names if n in schema)
     return max(found, key=lambda one: (one[0] * sign, one[1]), default=None)

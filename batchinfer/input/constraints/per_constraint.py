@@ -12,14 +12,20 @@ _T = TypeVar("_T")
 
 
 class PerConstraint(Generic[_T]):
-    """Calls `find` once per constraint. The cache is keyed by digest, since a constraint may have a megabyte."""
+    """Caches the results of a function of constraints, since many requests share a constraint.
+
+    The cache is keyed by a digest, since a constraint may have a megabyte.
+
+    Args:
+        find: Returns the result for the constraint of the given parameters.
+    """
 
     def __init__(self, find: Callable[[SamplingParams], _T]) -> None:
         self._find = find
         self._results: dict[bytes, _T] = {}
 
     def of(self, params: SamplingParams) -> _T:
-        """Return the result of `find` for the constraint of `params`, which must have one."""
+        """Return the result for the constraint of `params`, cached or computed. `params` must have a constraint."""
         key = params.constraint_digest
         if key not in self._results:
             if len(self._results) >= KEPT:

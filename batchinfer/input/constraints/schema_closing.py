@@ -21,7 +21,10 @@ _TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 
 
 def is_closable(schema: dict[str, Any]) -> bool:
-    """Return True if a schema names properties and does not mention others."""
+    """Return True if a schema names properties and does not mention other properties.
+
+    Its objects may then get `additionalProperties: false`.
+    """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not properties or _OPENS & schema.keys():
         return False
@@ -31,13 +34,20 @@ def is_closable(schema: dict[str, Any]) -> bool:
 
 
 def has_further_names(schema: dict[str, Any]) -> bool:
-    """Return True if a schema names properties, and its objects may have others."""
+    """Return True if a schema names properties, and its objects may have properties that it does not name."""
     named = any(schema.get(keyword) for keyword in ("properties", "patternProperties", "required"))
     return named and schema.get("additionalProperties") is not False
 
 
 def combined_schemas(schemas: Iterable[dict[str, Any]], references: References) -> set[int]:
-    """Return the ids of the schemas that apply to an object together with another schema."""
+    """Return the ids (`id()`) of the schemas that apply to an object together with another schema.
+
+    Such schemas must not be closed, since the other schema may name further properties.
+
+    Args:
+        schemas: All subschemas of the document.
+        references: The references of the document.
+    """
     pending: list[Any] = []
     for one in schemas:
         combining = [keyword for keyword in (*_LISTS, "$ref") if keyword in one]
@@ -50,18 +60,19 @@ def combined_schemas(schemas: Iterable[dict[str, Any]], references: References) 
 def sort_alternatives(
     schemas: list[dict[str, Any]], references: References, combined: set[int]
 ) -> tuple[set[int], list[dict[str, Any]]]:
-    """Find out which `oneOf` have exclusive alternatives.
+    """Find each `oneOf` whose alternatives are mutually exclusive.
 
-    Alternatives that are not provably exclusive must not be closed: a value that only the closed alternative rejects
-    may match the user's, and then two of the user's alternatives match.
+    Other alternatives must not be closed: a value that only the closed alternative rejects may match the user's
+    alternative, and then two of the user's alternatives match.
 
     Args:
         schemas: All subschemas of the document.
-        references: Resolves their references.
+        references: The references of the document.
         combined: The ids of schemas that must not be closed, from `combined_schemas`.
 
     Returns:
-        The ids of the schemas within a `oneOf` that is not exclusive, and the schemas whose `oneOf` is exclusive.
+        The ids (`id()`) of all schemas within a `oneOf` that is not exclusive, and the schemas whose `oneOf` is
+        exclusive.
     """
     kept: set[int] = set()
     exclusive = [one for one in schemas if isinstance(one.get("oneOf"), list)]
@@ -87,7 +98,7 @@ def _reached(pending: list[Any], following: Callable[[dict[str, Any]], Iterator[
 
 
 def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """Yield the schemas that apply to the same value."""
+    """Yield the schemas that apply to the same value as `schema`: by allOf, anyOf, oneOf or $ref."""
     for keyword in _LISTS:
         yield from found if isinstance(found := schema.get(keyword), list) else ()
     if "$ref" in schema:
@@ -95,7 +106,7 @@ def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
 
 
 def _within(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """Yield all subschemas of a schema and the schemas that it refers to."""
+    """Yield the direct subschemas of a schema, and the schema that it refers to."""
     yield from _in_place(schema, references)
     for keyword in ("properties", "patternProperties"):
         yield from found.values() if isinstance(found := schema.get(keyword), dict) else ()
@@ -105,7 +116,7 @@ def _within(schema: dict[str, Any], references: References) -> Iterator[Any]:
 
 
 def _target(schema: Any, references: References) -> Any:
-    """Return the schema at the end of a chain of references."""
+    """Return the schema at the end of a chain of references that begins at `schema`."""
     for _ in range(32):
         if not isinstance(schema, dict) or "$ref" not in schema:
             break
@@ -117,7 +128,7 @@ def _target(schema: Any, references: References) -> Any:
 
 
 def _are_exclusive(branches: list[Any], not_closed: set[int]) -> bool:
-    """Return True if no value of a closed alternative matches another alternative, open.
+    """Return True if a value that matches one alternative with closed objects never matches another, open alternative.
 
     Args:
         branches: The alternatives.
@@ -144,13 +155,19 @@ def _is_disjoint(closed: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _has_other_texts(mark: Any, properties: Any, name: str) -> bool:
-    """Return True if a property that both alternatives require has different literals in them."""
+    """Return True if a property that two alternatives require has different literals in them.
+
+    Args:
+        mark: The schema of the property in one alternative.
+        properties: The properties of the other alternative.
+        name: The name of the property.
+    """
     texts, others = _texts(mark), _texts(properties.get(name) if isinstance(properties, dict) else None)
     return bool(texts and others) and texts.isdisjoint(others)
 
 
 def _texts(schema: Any) -> set[str]:
-    """Return the texts in a `const` or `enum`; empty if the schema allows other values."""
+    """Return the literal texts of `const` or `enum` in a schema. Empty if the schema allows other values."""
     if not isinstance(schema, dict):
         return set()
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
@@ -159,7 +176,7 @@ def _texts(schema: Any) -> set[str]:
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema allows, with "number" for integers."""
+    """Return the names of the types that a schema allows. Integers are "number"."""
     if "type" not in schema:
         return set(_TYPES)
     named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

@@ -44,12 +44,22 @@ _ADVICE = {
 
 
 def followed_schema(schema: Any) -> Any:
-    """Return a copy of a parsed schema in supported keywords. Raises BadSchema if they cannot express it."""
+    """Return a copy of a parsed schema with only the keywords that llguidance supports.
+
+    Raises:
+        BadSchema: The schema has another keyword with an effect.
+    """
     return _KeywordReader(schema).whole()
 
 
 def _has_no_effect(keyword: str, schema: Mapping[str, Any], old: str | None) -> bool:
-    """Return True if an unsupported keyword has no effect in this schema."""
+    """Return True if an unsupported keyword has no effect in a schema.
+
+    Args:
+        keyword: The keyword.
+        schema: The schema with the keyword.
+        old: The draft that the document names if it is older than 2020-12, else None.
+    """
     found = _TRIVIAL.get(keyword)
     return found is not None and found(schema[keyword], schema, old)
 
@@ -86,7 +96,7 @@ _SPELLINGS = {name.lower(): name for name in (*_FOLLOWED, *_TRIVIAL)}
 
 
 class _KeywordReader:
-    """Copies one document. Parts that references name move to `$defs`."""
+    """Copies a JSON Schema document with only supported keywords. Parts that a `$ref` names move to `$defs`."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._references = root, References(root)
@@ -97,7 +107,7 @@ class _KeywordReader:
         self._count = 0
 
     def whole(self) -> Any:
-        """Return the copy of the document."""
+        """Return the copy of the whole document."""
         if self._old == "3":
             raise BadSchema("its $schema names draft 3, which is not read; write it as draft 2020-12")
         made, named = self._schema(self._root), {}
@@ -145,7 +155,7 @@ class _KeywordReader:
         return value  # llguidance reports errors in the values
 
     def _check_left_out(self, keyword: str, schema: Mapping[str, Any]) -> None:
-        """Raise BadSchema for an omitted keyword that has an effect or looks misspelled."""
+        """Raise BadSchema if an unsupported keyword of a schema has an effect or looks misspelled."""
         if keyword in _TRIVIAL and not _has_no_effect(keyword, schema, self._old):
             advice = _ADVICE.get(keyword, "remove it, and check the answers for it afterwards")
             raise BadSchema(f'"{keyword}" cannot be followed; {advice}')
@@ -199,7 +209,7 @@ class _KeywordReader:
 
 
 def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
-    """Translate `items` as a list, and `additionalItems`, to `prefixItems` and `items`."""
+    """Translate the older keywords `items` (a list) and `additionalItems` to `prefixItems` and `items`."""
     if "prefixItems" in schema:
         raise BadSchema(
             "items is a list in addition to prefixItems; give items one schema, for the items after the first ones"
@@ -216,7 +226,7 @@ def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(schema: Mapping[str, Any]) -> list[str]:
-    """Return the keywords of a schema with groups of keywords side by side."""
+    """Return the keywords of a schema in an order in which the keywords that llguidance groups are adjacent."""
     found: dict[str, None] = {}
     for keyword in schema:
         for together in _TOGETHER:
@@ -227,14 +237,14 @@ def _in_order(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _older_draft(root: Any) -> str | None:
-    """Return the draft that a document names if it is older than 2020-12, else None."""
+    """Return the draft that `$schema` of a document names if it is older than 2020-12, such as "7", else None."""
     name = root.get("$schema") if isinstance(root, dict) else None
     found = _DRAFT.search(name) if isinstance(name, str) else None
     return None if found is None else found[1] or found[2]
 
 
 def _embedded(root: Any) -> Iterator[int]:
-    """Yield the ids of the objects in parts with an `$id` of their own, since references there are relative to it."""
+    """Yield the ids (`id()`) of the objects in subschemas with their own `$id`: references there are relative to it."""
     pending = [(root, False)]
     while pending:
         one, inside = pending.pop()

@@ -12,17 +12,21 @@ from urllib.parse import unquote
 
 
 class UnknownReference(ValueError):
-    """A `$ref` without a target in its document. The message quotes it."""
+    """Raised for a `$ref` without a target in its document. The message quotes it."""
 
 
 class References:
-    """The references of one document."""
+    """Resolves the references (`$ref`) within one JSON Schema document."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
 
     def resolve(self, reference: Any) -> Any:
-        """Return the part of the document that a reference names. Nothing else is read. Raises UnknownReference."""
+        """Return the part of the document that a `$ref` names. Other documents are never read.
+
+        Raises:
+            UnknownReference: The document has no such part.
+        """
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise UnknownReference(f"its $ref {str(reference)[:100]!r} names another document")
         pointer = unquote(reference[1:])
@@ -37,7 +41,7 @@ class References:
 
     @cached_property
     def _anchors(self) -> dict[str, Any]:
-        """The parts by anchor; None for an anchor that occurs twice."""
+        """The subschemas of the document by `$anchor`. None for an anchor that occurs twice."""
         found: dict[str, Any] = {}
         pending = [self._root]
         while pending:

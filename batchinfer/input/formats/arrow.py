@@ -36,7 +36,7 @@ _UNREADABLE = (
 
 
 class ArrowReader:
-    """A reader of an Arrow IPC file or stream."""
+    """A reader of an Arrow IPC file or stream. Implements FormatReader."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -45,12 +45,12 @@ class ArrowReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
-        """Return the columns and their types, as results use them. Raises InputCorrupt if the file is not Arrow."""
+        """Return the columns and their types as the results use them. Raises InputCorrupt if the file is not Arrow."""
         with self._open() as (raw, _), self._stream(raw) as stream:
             return declared_schema(self._file.path, stream.schema)
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Yield the rows in file order.
+        """Yield all rows of the file in order, at most 512 per chunk.
 
         Raises:
             InputCorrupt: The file is damaged, or changes while it is read.
@@ -71,7 +71,11 @@ class ArrowReader:
 
     @contextmanager
     def _open(self) -> Iterator[tuple[BinaryIO, int | None]]:
-        """Open the file at the start of its stream. Also yields the number of batches in its footer, if any."""
+        """Open the file at the start of its stream.
+
+        Yields:
+            The file, and the number of batches in its footer; None for a stream, which has no footer.
+        """
         try:
             with self._file.location.open() as raw:
                 expected = None
@@ -100,7 +104,7 @@ class ArrowReader:
             return pa.ipc.open_stream(pa.PythonFile(raw, mode="r"))
 
     def _check_sizes(self, raw: BinaryIO) -> None:
-        """Check the sizes of all record batches from their headers, and return to the start of the stream."""
+        """Check the sizes of all record batches by their headers. Leave `raw` at the start of the stream."""
         start, allowed, in_all = raw.tell(), available_memory() // _SHARE, 0
         with self._named_damage("not an Arrow file or stream, or cut short"):
             for number, (packed, unpacked) in enumerate(batch_sizes(raw)):
@@ -110,7 +114,7 @@ class ArrowReader:
         raw.seek(start)
 
     def _measure(self, raw: BinaryIO) -> None:
-        """Check the unpacked size of all batches before the first row is yielded, if rows may share a value."""
+        """Check the unpacked size of all batches, if rows may share a stored value. `raw` keeps its position."""
         start = raw.tell()
         with self._stream(raw) as stream:
             shared = [name for name in self._names(stream.schema) if _shares(stream.schema.field(name).type)]
@@ -167,9 +171,9 @@ class ArrowReader:
             yield part
 
     def _validate(self, part: pa.RecordBatch) -> None:
-        """Check that offsets, lengths and indices are within bounds. UTF-8 is validated per row.
+        """Raise ArrowInvalid if offsets, lengths or indices of a batch are out of bounds. UTF-8 is validated per row.
 
-        A dictionary that consecutive parts share is validated once.
+        A dictionary that consecutive batches share is validated once.
         """
         for column in part.columns:
             if pa.types.is_dictionary(column.type):
@@ -191,7 +195,7 @@ def _check_indices(column: pa.Array) -> None:
 
 
 def _shares(kind: pa.DataType) -> bool:
-    """Return True if several rows may share a stored value of this type."""
+    """Return True if several rows may share a stored value of this type: in dictionaries and views."""
     if pa.types.is_dictionary(kind) or kind in (pa.string_view(), pa.binary_view()):
         return True
     return any(_shares(kind.field(at).type) for at in range(kind.num_fields))

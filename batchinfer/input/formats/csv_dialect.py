@@ -13,10 +13,17 @@ _NEVER = re.compile(rb"(?!)")
 
 @dataclass(frozen=True)
 class CsvDialect:
-    """The delimiter and the quote character of a CSV file; both are single ASCII characters.
+    """The delimiter and the quote character of a CSV file, and the patterns that match its records.
 
-    A field that contains a delimiter or newline is quoted, and quotes within it are doubled. If `quote` is None, fields
-    are never quoted.
+    A field that contains a delimiter or newline is quoted, and quotes within it are doubled.
+
+    Attributes:
+        delimiter: A single ASCII character.
+        quote: A single ASCII character, or None if fields are never quoted.
+        record: Matches the fields of a record, from its start to the first error.
+        rest: Matches the fields that follow a quoted field.
+        records: Matches consecutive whole records with their line ends.
+        within: Matches from inside a quoted field to before its closing quote.
     """
 
     delimiter: str
@@ -43,7 +50,7 @@ class CsvDialect:
             object.__setattr__(self, name, pattern)
 
     def opens(self, byte: int) -> bool:
-        """Return True if the byte is the quote character."""
+        """Return True if the byte is the quote character, which opens a quoted field."""
         return self.quote is not None and byte == ord(self.quote)
 
     def count(self, record: str) -> int:
@@ -64,7 +71,14 @@ class CsvDialect:
 
 
 def detect_delimiter(header: bytes, quote: str | None) -> str:
-    """Return the first of comma, semicolon and tab that the header has outside of quotes; the default is a comma."""
+    """Return the delimiter of a CSV file: a comma, semicolon or tab, the first of these that its header contains.
+
+    Delimiters within quotes do not count. The default is a comma.
+
+    Args:
+        header: The first line of the file.
+        quote: The quote character, or None if fields are not quoted.
+    """
     if quote is not None:
         q = re.escape(quote.encode())
         header = re.sub(rb"%b[^%b]*+(?:%b%b[^%b]*+)*+(?:%b|\Z)" % ((q,) * 6), b"", header)

@@ -29,13 +29,16 @@ _FAULT_MESSAGES: dict[Fault, str] = {
 
 
 class CsvRecords:
-    """The records of a file without blank lines. If a record is malformed, only its first line becomes an error.
+    """Iterates over the records of a CSV file, without blank lines.
+
+    Each record is (line number, its bytes without the line end or a RowProblem, its size in bytes). If a record is
+    malformed, only its first line becomes an error.
 
     Args:
         lines: The buffered file.
         dialect: The dialect of the file.
         cap: The maximum length of a record in bytes.
-        cut: Returns True if the lines are only the start of the file. It is called at their end.
+        cut: Returns True if the lines are only the start of the file. It is called at the end of the lines.
     """
 
     def __init__(self, lines: LineBuffer, dialect: CsvDialect, cap: int, cut: Callable[[], bool]) -> None:
@@ -48,15 +51,18 @@ class CsvRecords:
             yield from self._next(end)
 
     def first(self) -> Found | None:
-        """Return the first record, the header. Blank lines before it must be skipped already."""
+        """Return the next record: the header of the file. Blank lines before it must have been skipped."""
         end = self._lines.line_end(self._cap + 1)
         return None if end is None else self._one(end)
 
     def blocks(self, size: ChunkSize) -> Iterator[tuple[int, bytes] | list[Found]]:
         """Yield blocks of whole records that can be parsed independently, as (number of the first line, lines).
 
-        If a block of this size does not show where its records end, because one is malformed or very long, the records
-        of the block are split here and yielded as a list.
+        If a block of this size does not show where its records end, because a record is malformed or very long, the
+        records of the block are split here and yielded as a list.
+
+        Args:
+            size: The maximum size of a block.
         """
         lines = self._lines
         while lines.line_end(self._cap + 1) is not None:
@@ -68,7 +74,7 @@ class CsvRecords:
                 yield list(self._until(look_ahead_end))
 
     def _block_end(self, size: ChunkSize) -> int:
-        """Return the end of the whole records within a block, or the reading position if there is none."""
+        """Return the end of the last whole record within a block, or the reading position if there is none."""
         lines = self._lines
         stop = lines.block_end(size.bytes, size.lines) or lines.at
         start, data = lines.at - lines.base, lines.data
@@ -80,12 +86,15 @@ class CsvRecords:
         return lines.at if found is None else lines.base + found.end()
 
     def _until(self, stop: int) -> Iterator[Found]:
-        """Yield the records that begin before `stop`."""
+        """Yield the records that begin before the position `stop`."""
         while self._lines.at < stop and (end := self._lines.line_end(self._cap + 1)) is not None:
             yield from self._next(end)
 
     def _next(self, end: int) -> Iterator[Found]:
-        """Yield the record at the reading position, or all records of the lines before the next quote."""
+        """Yield the record at the reading position, or all records in the lines before the next quote.
+
+        `end` is the end of the line at the reading position, or -1 if the line is too long.
+        """
         lines = self._lines
         if (plain := lines.lines_without(self._mark)) > lines.at and end >= 0:
             yield from self._plain(lines.number, lines.take(plain, plain))
@@ -93,7 +102,7 @@ class CsvRecords:
             yield found
 
     def _plain(self, first: int, block: bytes) -> Iterator[Found]:
-        """Yield the lines of a block without quotes as records."""
+        """Yield the lines of a block without quotes as records. `first` is the number of the first line."""
         for number, line in enumerate(block.split(b"\n"), first):
             size, line = len(line) + 1, line.rstrip(b"\r")
             if size > self._cap + _LINE_END:
@@ -104,10 +113,10 @@ class CsvRecords:
                 yield number, line, size
 
     def _one(self, end: int) -> Found | None:
-        """Return the record whose first line ends at `end`.
+        """Return the record at the reading position. `end` is the end of its first line, or -1 if the line is too long.
 
         Returns:
-            None if the line is blank, or if the record continues beyond the end of a sample.
+            None if the line is blank, or if the record continues after the end of a sample.
         """
         lines, number = self._lines, self._lines.number
         if end < 0:
@@ -122,7 +131,15 @@ class CsvRecords:
         return None if empty else (number, record, size)
 
     def _long(self, number: int, end: int) -> Found | None:
-        """Return the record that opens a quote in the line that ends at `end` and continues in later lines."""
+        """Return a record that opens a quote in its first line and continues in later lines.
+
+        Args:
+            number: The number of its first line.
+            end: The end of its first line.
+
+        Returns:
+            None if the record continues after the end of a sample.
+        """
         lines, limit = self._lines, self._cap + _LINE_END
         if self._open is None or not self._open.crossed(end):
             self._open = _OpenQuote(self._dialect, end + 1)
@@ -146,10 +163,11 @@ class CsvRecords:
 
 
 class _OpenQuote:
-    """A quote that is open at the end of a line, and the search for the end of its record.
+    """Searches for the end of a CSV record whose quote is open at the end of a line.
 
-    `at` is the start of the first line that was not scanned. When the record has ended, `stop` is its end and `at` the
-    start of the next record.
+    Attributes:
+        at: The start of the first line that was not scanned. When the record has ended, the start of the next record.
+        stop: The end of the record, when it has ended.
     """
 
     def __init__(self, dialect: CsvDialect, at: int) -> None:
@@ -158,11 +176,18 @@ class _OpenQuote:
         self.at = self.stop = at
 
     def crossed(self, end: int) -> bool:
-        """Return True if a quote that is open at the line end `end` is this one."""
+        """Return True if this quote is also open at the position `end` of a line end.
+
+        A record that is open there ends in the same way as the record of this quote.
+        """
         return self._fate == "never" or self.at > end + 1 or (self._fate is None and self.at == end + 1)
 
     def walk(self, lines: LineBuffer, limit: int) -> Fault | Literal["closed"] | None:
-        """Return how the record ends, or None if its end is not within the next `limit` bytes."""
+        """Scan up to `limit` bytes after the reading position for the end of the record.
+
+        Returns:
+            "closed" for a valid record, or its fault. None if the record does not end within `limit` bytes.
+        """
         while self._fate is None and self.at - lines.at <= limit:
             if self.at < lines.whole:
                 self._step(lines)
@@ -173,7 +198,7 @@ class _OpenQuote:
         return self._fate
 
     def _step(self, lines: LineBuffer) -> None:
-        """Scan the lines inside the quotes, and the line that closes the quote."""
+        """Scan the buffered lines inside the quotes, and the line that closes the quote."""
         data, base, whole = lines.data, lines.base, lines.whole - lines.base
         closing = self._dialect.within.match(data, self.at - base, whole)
         if closing is None or closing.end() == whole:
@@ -192,7 +217,11 @@ class _OpenQuote:
 def _match_fields(
     dialect: CsvDialect, lines: LineBuffer, pattern: re.Pattern[bytes], start: int, end: int
 ) -> tuple[int, Fault | None]:
-    """Match fields from `start` in the line that ends at `end`. Return the end of the match, and the fault there."""
+    """Match fields from `start` within the line that ends at `end`.
+
+    Returns:
+        The position where the match ends, and the fault there, or None if the line ends there.
+    """
     data, base = lines.data, lines.base
     found = pattern.match(data, start - base, end - base)
     stop = start - base if found is None else found.end()

@@ -34,7 +34,7 @@ Fields = list[str]
 
 
 class CsvReader:
-    """A reader of a CSV file."""
+    """A reader of a CSV file. Implements FormatReader."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -42,12 +42,17 @@ class CsvReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema | None:
-        """Return text columns named by the header, or None for an empty file. Raises InputCorrupt or StorageError."""
+        """Return one text column per name in the header, or None for an empty file.
+
+        Raises:
+            InputCorrupt: The header is invalid.
+            StorageError: The file cannot be read.
+        """
         with self._open() as table:
             return None if table is None else pa.schema([(name, pa.string()) for name in table.names])
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Yield the rows in file order without blank lines. An invalid record becomes one error row."""
+        """Yield all rows of the file in order, unparsed, without blank lines. An invalid record is an error row."""
         with self._open() as table:
             if table is not None:
                 yield from self._cut(table)
@@ -56,7 +61,7 @@ class CsvReader:
 
     @contextmanager
     def _open(self) -> Iterator[_OpenTable | None]:
-        """Open the file and read its header; yields None for an empty file."""
+        """Open the file and read its header. Yields None for an empty file."""
         try:
             with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
@@ -75,7 +80,7 @@ class CsvReader:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
 
     def _dialect(self, lines: LineBuffer) -> CsvDialect:
-        """Return the dialect that the job, the file name or the header defines."""
+        """Return the dialect of the file. The job sets the delimiter, else the file name, else the header."""
         quote, delimiter = self._text.quote, self._text.delimiter
         if delimiter is None and unpacked_name(self._file.path).endswith(TABS):
             delimiter = "\t"
@@ -84,7 +89,7 @@ class CsvReader:
         return CsvDialect(delimiter or detect_delimiter(header, quote), quote)
 
     def _header(self, found: Found | None, dialect: CsvDialect) -> Fields:
-        """Return the column names in the first record. Raises InputCorrupt."""
+        """Return the column names in the first record. Raises InputCorrupt if the record is invalid."""
         number, record, _ = found or (1, b"", 0)
         try:
             if isinstance(record, RowProblem):
@@ -134,14 +139,16 @@ ReadRecord = tuple[int, bytes | RowError]  # line number, and record without its
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvLines(InputChunk):
-    """Whole records as lines starting with line number `line`, or `records` that were split already.
+    """A chunk of a CSV file: whole records as unparsed lines, or records that were split already.
 
     Args:
         columns: The number of fields per record.
-        kept: The positions and names of the columns to read.
+        kept: (position, name) of each column to read.
         dialect: The dialect of the file.
         cap: The maximum length of a record in bytes.
         encoding: The encoding of the file, for messages.
+        line: The number of the first line of `data`.
+        records: The split records as (line number, bytes or error), or None if `data` has the lines.
     """
 
     columns: int
@@ -155,7 +162,10 @@ class CsvLines(InputChunk):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Yield the rows from `start` to `stop`; an invalid record is yielded as a RowError."""
+        """Parse and yield the rows from `start` to before `stop`, as values by column, or as a RowError if invalid.
+
+        `values` is ignored.
+        """
         found = self._found() if self.records is None else iter(self.records)
         return (self._row(number, record) for number, record in islice(found, start, stop))
 
@@ -178,7 +188,16 @@ class CsvLines(InputChunk):
 
 @dataclass(frozen=True, slots=True)
 class _OpenTable:
-    """An open file with its column names and the records after its header."""
+    """An open CSV file whose header was read.
+
+    Attributes:
+        names: The column names.
+        lines: The buffered file.
+        records: The records after the header.
+        dialect: The dialect of the file.
+        head: The chunks of the file, or of its start if a sample is read.
+        hashing: The file on disk, which counts and hashes its bytes.
+    """
 
     names: Fields
     lines: LineBuffer
@@ -189,7 +208,7 @@ class _OpenTable:
 
 
 def _skip_blank(lines: LineBuffer, most: int) -> bool:
-    """Skip blank lines. Return True if a line with content follows."""
+    """Skip blank lines. Return True if a line with content follows. `most` is the maximum length of a line in bytes."""
     while (end := lines.line_end(most)) is not None:
         if end < 0 or lines.peek(end).strip():
             return True
@@ -198,7 +217,7 @@ def _skip_blank(lines: LineBuffer, most: int) -> bool:
 
 
 def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
-    """Return the fields of a record. Raises RowProblem if there are more or fewer than columns."""
+    """Return the fields of a record. Raises RowProblem if their number is not `columns`."""
     many = record.count(dialect.delimiter) > columns + _SPARE  # too many fields, or delimiters within quotes
     fields = [] if many and dialect.count(record) != columns else dialect.split(record)
     if len(fields) != columns:

@@ -27,11 +27,11 @@ _MOST_HEADER = 64 << 20  # maximum bytes of a header; a buffer takes 24, so real
 
 
 class BadMessage(Exception):
-    """The stream is truncated, or it is not an Arrow stream."""
+    """Raised for a stream that is truncated, or that is not an Arrow stream."""
 
 
 def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield (stored bytes, unpacked bytes) of each record or dictionary batch up to the end of the stream.
+    """Yield (stored bytes, unpacked bytes) of each record batch and dictionary batch of an Arrow stream.
 
     Raises:
         BadMessage: The stream is damaged.
@@ -55,7 +55,10 @@ def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _header_size(raw: BinaryIO, end: int) -> int:
-    """Return the size of the next header, or 0 at the end of the stream."""
+    """Read the start of the next message and return the size of its header in bytes, or 0 at the end of the stream.
+
+    `end` is the size of the file in bytes.
+    """
     head = raw.read(8)
     if not head or head == b"\xff\xff\xff\xff\0\0\0\0":
         return 0
@@ -77,7 +80,14 @@ def _exactly(raw: BinaryIO, size: int) -> bytes:
 
 
 def _sizes(raw: BinaryIO, header: _Flat, message: int, holds: int) -> tuple[int, int]:
-    """Return the stored and unpacked sizes of a message's buffers, or (0, 0) for a schema."""
+    """Return the (stored, unpacked) bytes of the buffers of a message, or (0, 0) for a schema.
+
+    Args:
+        raw: The stream at the start of the message's body.
+        header: The header of the message.
+        message: The position of the root table in the header.
+        holds: The type of the message: the field header_type.
+    """
     if holds not in (_DICTIONARY, _RECORDS):
         return 0, 0
     batch = header.table(message, 2)
@@ -100,7 +110,7 @@ def _declared(raw: BinaryIO, at: int, length: int) -> int:
 
 
 class _Flat:
-    """A FlatBuffer, with the few operations that are needed. Raises struct.error for a position outside of it."""
+    """A reader of the fields of a FlatBuffer. Raises struct.error for a position outside of it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -110,7 +120,7 @@ class _Flat:
         return self._at(0, "<I")
 
     def place(self, table: int, field: int) -> int | None:
-        """Return the position of a table's field, or None if the field has its default."""
+        """Return the position of a field of the table at `table`, or None if the field has its default."""
         vtable = table - self._at(table, "<i")
         slot = 4 + 2 * field
         if slot + 2 > self._at(vtable, "<H"):
@@ -119,19 +129,19 @@ class _Flat:
         return table + offset if offset else None
 
     def number(self, table: int, field: int, kind: str) -> int:
-        """Return a numeric field of a table, 0 by default; `kind` is its format for `struct`."""
+        """Return a numeric field of the table at `table`; 0 by default. `kind` is its format for `struct`."""
         place = self.place(table, field)
         return 0 if place is None else self._at(place, kind)
 
     def table(self, table: int, field: int) -> int:
-        """Return the position of the table or vector in a field. Raises IndexError if it is missing."""
+        """Return the position of the table or vector in a field of a table. Raises IndexError if it is missing."""
         place = self.place(table, field)
         if place is None:
             raise IndexError("a table is missing")
         return place + self._at(place, "<I")
 
     def pairs(self, table: int, field: int) -> Iterator[tuple[int, int]]:
-        """Yield a vector of pairs of 64-bit integers."""
+        """Yield the pairs of a field of a table that is a vector of pairs of 64-bit integers."""
         if self.place(table, field) is None:
             return
         vector = self.table(table, field)

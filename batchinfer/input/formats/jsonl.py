@@ -22,7 +22,7 @@ Line = tuple[int, bytes]  # the line number, and the line without its newline
 
 
 class JsonlReader:
-    """A reader of a JSON lines file."""
+    """A reader of a JSON lines file. Implements FormatReader."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -35,7 +35,12 @@ class JsonlReader:
             next(chunks, None)
 
     def chunks(self) -> Generator[InputChunk, None, None]:
-        """Yield the rows in file order without blank lines. Raises InputCorrupt if the file is damaged or changes."""
+        """Yield all rows of the file in order, unparsed, without blank lines.
+
+        Raises:
+            InputCorrupt: The file is damaged, or changes while it is read.
+            StorageError: The file cannot be read.
+        """
         try:
             with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
@@ -66,11 +71,13 @@ class JsonlReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLines(InputChunk):
-    """Lines starting with line number `line`, or a single line of `too_long` bytes that was skipped.
+    """A chunk of a JSON lines file: unparsed lines, or a single line that was skipped because it is too long.
 
     Args:
+        line: The number of the first line.
         cap: The maximum length of a line in bytes.
         encoding: The encoding of the file, for messages.
+        too_long: The length of the skipped line in bytes, or None if `data` has the lines.
     """
 
     line: int
@@ -81,7 +88,10 @@ class JsonLines(InputChunk):
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Yield the rows from `start` to `stop`; an invalid line is yielded as a RowError."""
+        """Parse and yield the rows from `start` to before `stop`, as values by column, or as a RowError if invalid.
+
+        `values` is ignored.
+        """
         if self.too_long is not None:
             return islice(iter([self._too_long(self.line, self.too_long)]), start, stop)
         return (self._row(number, line) for number, line in islice(self._lines(), start, stop))

@@ -41,7 +41,7 @@ _VALUE_BYTES = 8  # minimum unpacked size of a list element: its levels and its 
 
 
 class ParquetReader:
-    """A reader of a Parquet file."""
+    """A reader of a Parquet file. Implements FormatReader."""
 
     def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
@@ -50,12 +50,12 @@ class ParquetReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
-        """Return the columns and their types, as results use them. Raises InputCorrupt if the file is not Parquet."""
+        """Return the columns and their types as the results use them. Raises InputCorrupt if it is not Parquet."""
         with self._open() as parquet:
             return declared_schema(self._file.path, parquet.schema_arrow)
 
     def chunks(self) -> Iterator[InputChunk]:
-        """Yield the rows in file order. Raises InputCorrupt if a page is damaged or the file changes."""
+        """Yield all rows of the file in order. Raises InputCorrupt if a page is damaged or the file changes."""
         before = self._file.restat()
         with self._open() as footer:
             chunks = self._chunks(footer.metadata.num_columns)
@@ -100,7 +100,7 @@ class ParquetReader:
             )
 
     def _probe(self, doubtful: DoubtfulColumns) -> list[str]:
-        """Read the columns whose sizes the footer does not bound.
+        """Read the columns whose unpacked sizes the footer does not bound.
 
         Returns:
             The columns with very large dictionary values. They stay dictionary-encoded until the rows are cut into
@@ -148,7 +148,7 @@ class ParquetReader:
         return found
 
     def _check_sizes(self, parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> None:
-        """Check the sizes of rows and column chunks in the footer before any page is read."""
+        """Check the sizes of rows and column chunks in the footer before any page is read. Raises InputCorrupt."""
         path, metadata = self._file.path, parquet.metadata
         for field in parquet.schema_arrow:
             if (width := fixed_width(field.type)) > _WIDEST:
@@ -171,5 +171,5 @@ class ParquetReader:
 
 
 def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:
-    """Return the paths of leaf columns, which `iter_batches` accepts as columns."""
+    """Return the leaf columns of the file among the paths, since `iter_batches` only accepts leaf columns."""
     return [path for path in paths if path in {column.path for column in parquet.schema}]

@@ -30,10 +30,10 @@ OpenWithDictionaries = Callable[[Sequence[str]], pq.ParquetFile]
 
 @dataclass(frozen=True, slots=True)
 class DoubtfulColumns:
-    """The columns whose values must be read to find their unpacked size.
+    """The columns of a Parquet file whose values must be read to find their unpacked size.
 
     Args:
-        wide: Top-level columns that may have very large values.
+        wide: The names of top-level columns that may have very large values.
         shared: The paths of columns that may unpack to far more than the file's size.
         rows_at_once: The number of rows whose dictionary-encoded values take about 64 MiB.
     """
@@ -57,7 +57,7 @@ def doubtful_columns(
         chunks: The column chunks in its footer.
         size: The size of the file in bytes.
         raw: The bytes of the file.
-        opened: Opens the file and keeps the given columns dictionary-encoded.
+        opened: Opens the file and keeps the columns with the given names dictionary-encoded.
     """
     paths = [footer.metadata.schema.column(at).path for at in range(footer.metadata.num_columns)]
     own = [(chunk, paths[chunk.column]) for chunk in chunks if chunk.kind == BYTE_ARRAY and chunk.dictionary]
@@ -88,7 +88,8 @@ def _classify(
 
     Args:
         chunks: Column chunks with the paths of their columns.
-        longest: Per chunk, the maximum bytes of a dictionary value. Values outside the dictionary count as stored.
+        longest: Per chunk, the maximum size of a dictionary value in bytes. Values outside of the dictionary count as
+            stored.
         size: The size of the file in bytes.
     """
     wide, most = set[str](), dict[str, int]()
@@ -100,11 +101,17 @@ def _classify(
 
 
 def _longest(raw: BinaryIO, file: pq.ParquetFile, chunk: ColumnChunk, name: str) -> int:
-    """Return the bytes of the longest value in a chunk's dictionary, or the chunk's bytes if it cannot be found.
+    """Return the size of the longest value in a chunk's dictionary in bytes; if it is unknown, the size of the chunk.
 
     Reading one row loads the whole dictionary. The dictionary only counts if it has the number of values in the page
     header, and at least two: then it is really the first page. If a struct's field and a column have the same path,
     both are read, and neither counts.
+
+    Args:
+        raw: The bytes of the file.
+        file: The file, opened so that the column stays dictionary-encoded.
+        chunk: The column chunk.
+        name: The path of its column.
     """
     values = dictionary_values(raw, chunk)
     if values is None or values < 2:

@@ -28,22 +28,22 @@ BYTE_ARRAY = 6
 
 
 class BadFooter(Exception):
-    """The footer is damaged or far too large."""
+    """Raised if the footer of a Parquet file is damaged or far too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """A column chunk as the footer describes it.
+    """A column chunk as the footer of a Parquet file describes it.
 
     Args:
         group: The number of its row group.
         column: The number of its column among all leaf columns.
-        kind: The physical type.
+        kind: The physical type of its values, as Parquet numbers it.
         dictionary: True if values are dictionary-encoded.
         values: The number of values.
         unpacked: The uncompressed size in bytes.
         packed: The compressed size in bytes.
-        start: The position of its first page.
+        start: The position of its first page in the file.
     """
 
     group: int
@@ -57,7 +57,7 @@ class ColumnChunk:
 
 
 def column_chunks(raw: BinaryIO) -> list[ColumnChunk]:
-    """Return all column chunks of the footer. Raises BadFooter."""
+    """Return all column chunks in the footer of a Parquet file. Raises BadFooter."""
     size = raw.seek(0, os.SEEK_END)
     raw.seek(max(0, size - _TAIL))
     length = int.from_bytes(raw.read(4), "little")
@@ -71,7 +71,7 @@ def column_chunks(raw: BinaryIO) -> list[ColumnChunk]:
 
 
 def dictionary_values(raw: BinaryIO, chunk: ColumnChunk) -> int | None:
-    """Return the number of dictionary values in the header of a chunk's first page.
+    """Return the number of values in a column chunk's dictionary, from the header of the chunk's first page.
 
     Returns:
         None if the first page is not a dictionary, or its header is damaged.
@@ -137,13 +137,13 @@ def _chunk(data: _Compact, group: int, column: int) -> ColumnChunk:
 
 
 class _Compact:
-    """A reader of Thrift's compact protocol. Raises IndexError or BadFooter for invalid data."""
+    """A reader of Thrift's compact protocol, at a reading position. Raises IndexError or BadFooter."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Yield the number and type of each field of a struct. The caller must read or skip each value."""
+        """Yield the (number, type) of each field of a struct. The caller must read or skip the value of each field."""
         number = 0
         while head := self._byte():
             delta = head >> 4
@@ -151,7 +151,11 @@ class _Compact:
             yield number, head & 15
 
     def list_size(self, wanted: int | None = None) -> int:
-        """Return the number of values of a list. Raises BadFooter if they do not have the wanted type."""
+        """Read the start of a list, and return its number of values.
+
+        Args:
+            wanted: The type that the values must have, or None for any. Raises BadFooter for another type.
+        """
         head = self._byte()
         size, kind = head >> 4, head & 15
         if wanted is not None and kind != wanted and size:
@@ -162,12 +166,12 @@ class _Compact:
         return size
 
     def signed(self) -> int:
-        """Read an integer."""
+        """Read a signed integer and return it."""
         value = self._varint()
         return (value >> 1) ^ -(value & 1)
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Skip a value of the given type."""
+        """Skip a value. `kind` is its type, `depth` the number of structs and lists around it."""
         if depth > _DEEPEST:
             raise BadFooter("it nests too deeply")
         if kind == _BYTE:

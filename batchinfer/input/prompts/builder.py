@@ -65,10 +65,10 @@ ROW_VARIABLE = "row"  # {{ row["a column with spaces"] }}
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """How a job turns rows into prompts. It is small and picklable, and sent to each render worker once.
+    """The rules by which a job turns rows into prompts. Small and picklable: each render worker gets it once.
 
     Args:
-        mode: The kind of prompt.
+        mode: The source of the prompt: templates, or a column with messages, text, token ids or an OpenAI request.
         params: The job's sampling parameters; OpenAI requests use `by_url` instead.
         system: The template of the system message.
         user: The template of the user message, or of the whole prompt without `chat`.
@@ -78,17 +78,18 @@ class PromptPlan:
         by_url: The default sampling parameters of OpenAI requests per endpoint.
         one_schema: True if requests must not have another JSON schema than the job, whose schema sets the columns.
         now: The time that chat templates may write into prompts.
-    max_text_bytes: The maximum size of a prompt text in UTF-8.
+        max_text_bytes: The maximum size of a prompt text in UTF-8.
         fits: True if a row without its own `max_tokens` gets the maximum that its constraint can need.
         chat: False if the text of `user` is the whole prompt.
         chat_template: Replaces the checkpoint's chat template.
         arguments: The arguments of the chat template for all rows.
-        argument_columns: Pairs of an argument and the column that sets it.
+        argument_columns: Pairs of an argument of the chat template and the column that sets it.
         tools_column: The column of a row's own tools.
-        ladder: Further parameters with which an invalid row runs again.
+        ladder: Further sampling parameters with which an invalid row runs again.
         reasoning: How the checkpoint marks its reasoning.
-        tool_calls: How the checkpoint writes tool calls.
-        asked_call: The tool call that every answer must make, as in an OpenAI request.
+        tool_calls: The syntax of the checkpoint's tool calls.
+        asked_call: The tool call that every answer must make: `tool_choice` and `parallel_tool_calls` as in an OpenAI
+            request.
         before: A text that is put before text prompts.
         vectors: The vectors that OpenAI requests may ask for.
         no_vectors: Why the job makes no vectors, for messages.
@@ -139,20 +140,22 @@ class PromptPlan:
 
 
 class Draft(NamedTuple):
-    """A prompt before tokenising: either `text` or `token_ids`.
+    """The prompt of a row before it is tokenised: either `text` or `token_ids`, with the parameters of the row.
 
     Args:
         params: The row's sampling parameters.
+        text: The text of the prompt, or None.
+        token_ids: The tokens of the prompt, if there is no text.
         add_special: True if the tokenizer adds its special tokens, such as BOS.
         masks: The special-token literals of the row by mask; they are encoded as plain text.
         unread: The names of the row's arguments that the chat template does not read.
-        tools: The row's tools, as `known_tools` writes them.
+        tools: The row's tools as JSON text of `known_tools`.
         continuations: The texts or tokens to score after the prompt; for a pair, the document. (): all tokens of the
             prompt except the first are scored. None: nothing is scored.
         labels: The row's own labels as a JSON list.
         samples: The number of answers that the row asks for; 0 if it does not say.
         dimensions: The size of its vectors; 0 for the job's size.
-        further: Further inputs of an embedding request, as texts or token ids. Each gets a request of its own.
+        further: Further inputs of an embedding request, as texts or token ids. Each becomes a request of its own.
     """
 
     params: SamplingParams
@@ -169,7 +172,7 @@ class Draft(NamedTuple):
     further: Sequence[str | Sequence[int]] = ()
 
     def each(self) -> Iterator[Draft]:
-        """Yield one draft per input of an embedding request, this one first."""
+        """Yield one draft per input of an embedding request: this draft, then one per element of `further`."""
         yield self
         for one in self.further:
             own = (one, ()) if isinstance(one, str) else (None, one)
@@ -177,7 +180,7 @@ class Draft(NamedTuple):
 
 
 def template_columns(source: str | None) -> set[str]:
-    """Return the variables that a template reads. Raises jinja2.TemplateSyntaxError."""
+    """Return the names that a template of the job reads. Empty for None. Raises jinja2.TemplateSyntaxError."""
     if source is None:
         return set()
     environment = row_environment()
@@ -188,7 +191,12 @@ _CHATS: tuple[Mode, ...] = ("template", "messages", "openai")  # modes that use 
 
 
 class PromptBuilder:
-    """Builds a Draft per row. Raises RowProblem for an invalid row. The parent process handles hangs and crashes."""
+    """Builds the Draft of each row. Hangs and crashes of templates are handled by the parent process.
+
+    Args:
+        plan: The rules of the job.
+        tokenizer: The tokenizer of the checkpoint.
+    """
 
     def __init__(self, plan: PromptPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -221,7 +229,11 @@ class PromptBuilder:
         }[plan.mode]
 
     def build(self, values: Values) -> Draft:
-        """Return the prompt and the parameters of a row."""
+        """Return the prompt of a row and its parameters. Raises RowProblem for an invalid row.
+
+        Args:
+            values: The values of the row by column.
+        """
         draft = self._with_samples(self._build(values), values)
         if self._plan.adapters:
             draft = draft._replace(params=self._with_adapter(draft.params, values))
@@ -241,7 +253,7 @@ class PromptBuilder:
         return self._adapters.of_row(params, values)
 
     def _with_samples(self, draft: Draft, values: Values) -> Draft:
-        """Return the draft with the number of answers that its row asks for; for vectors, one per input."""
+        """Return the draft with the number of answers that its row asks for: for vectors, one per input."""
         if draft.params.pooling is not None and self._plan.mode == "openai":
             return draft._replace(samples=1 + len(draft.further))
         asked = self._own_samples(values)
@@ -277,7 +289,14 @@ class PromptBuilder:
         return (self._text(name, "continuation", "is to be scored", values),)
 
     def _text(self, name: str, what: str, why: str, values: Values) -> str:
-        """Return a text from a column in addition to the prompt. Raises RowProblem."""
+        """Return the text of a column that is not the prompt: a document or a continuation. Raises RowProblem.
+
+        Args:
+            name: The column.
+            what: The prefix of the error codes.
+            why: The role of the column, for the message.
+            values: The values of the row by column.
+        """
         if (value := values.get(name)) is None:
             raise RowProblem(f"{what}_missing", f"column {name!r}, which {why}, is null or missing")
         if not isinstance(value, str):
@@ -298,7 +317,12 @@ class PromptBuilder:
         return self._with_fit(override(self._plan.params, given, dict(self._plan.overrides)), given)
 
     def _with_fit(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-        """Apply `max_tokens: fit` if the row does not set `max_tokens` itself; `given` are its own parameters."""
+        """Apply `max_tokens: fit` if the row does not set `max_tokens` itself.
+
+        Args:
+            params: The row's sampling parameters.
+            given: The parameters that the row sets.
+        """
         if not self._plan.fits or any(given.get(name) is not None for name in _MAX_TOKENS):
             return params
         return self._fits.with_max_tokens(params)
@@ -311,7 +335,7 @@ class PromptBuilder:
         return self._row_draft(messages, values)
 
     def _from_whole_template(self, values: Values) -> Draft:
-        """Return the text of `user`, in which the template itself may write special tokens."""
+        """Build the prompt from the template `user` alone. Only the template's own text may contain special tokens."""
         assert self._user is not None
         assert self._own is not None
         text, masks = self._own.resolve(self._user.render(values))
@@ -409,13 +433,19 @@ class PromptBuilder:
 
 
 def _check_length(text: str, limit: int) -> None:
-    """Raise RowProblem for a prompt of more than `limit` bytes."""
+    """Raise RowProblem if the text of a prompt has more than `limit` bytes."""
     if len(text) > limit // _MOST_BYTES and len(text.encode("utf-8", "replace")) > limit:
         raise RowProblem("text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy")
 
 
 class _RowTemplate:
-    """A template of the job, compiled once. A template without expressions is a constant."""
+    """A template of the job, compiled once. A template without expressions is a constant.
+
+    Args:
+        where: The key of the template in the job file, for messages.
+        source: The text of the template.
+        own: Marks the special tokens that the template itself writes, or None.
+    """
 
     def __init__(self, where: str, source: str, own: TemplateSpecials | None = None) -> None:
         self._where = where
@@ -465,7 +495,11 @@ class _RowTemplate:
 
 
 def check_messages(value: Any) -> list[Message]:
-    """Return the messages with text contents; lists of text parts are joined. Raises RowProblem."""
+    """Check the messages of a chat and return them with text contents; lists of text parts are joined.
+
+    Raises:
+        RowProblem: A message is invalid or has an unsupported content.
+    """
     if value is None:
         raise RowProblem("prompt_missing", "messages is null or missing")
     if not isinstance(value, list):
@@ -507,7 +541,7 @@ def _part(number: int, part: Any) -> str:
 
 
 def check_text(value: Any) -> str:
-    """Return the value if it is a text. Raises RowProblem."""
+    """Return the text of a prompt. Raises RowProblem if the value is not a text."""
     if value is None:
         raise RowProblem("prompt_missing", "the prompt is null or missing")
     if not isinstance(value, str):
@@ -516,7 +550,12 @@ def check_text(value: Any) -> str:
 
 
 def check_labels(column: str, value: Any) -> list[str]:
-    """Return the value if it is a list of distinct non-empty texts. Raises RowProblem."""
+    """Return the labels of a row. Raises RowProblem if they are not a list of distinct, non-empty texts.
+
+    Args:
+        column: The column of the labels, for messages.
+        value: Its value.
+    """
     if value is None:
         raise RowProblem(
             "labels_missing", f"column {column!r}, which has the row's labels, is null or missing"
@@ -533,7 +572,10 @@ def check_labels(column: str, value: Any) -> list[str]:
 
 
 def check_token_ids(value: Any) -> list[int]:
-    """Return the value as non-negative integers; the vocabulary is checked later. Raises RowProblem."""
+    """Return token ids as a list of non-negative integers. Raises RowProblem if the value is no such list.
+
+    Whether the vocabulary has the ids is checked later.
+    """
     if value is None:
         raise RowProblem("prompt_missing", "the token ids are null or missing")
     if not isinstance(value, list):
@@ -549,7 +591,7 @@ def check_token_ids(value: Any) -> list[int]:
 
 
 def _constant_text(tree: nodes.Template) -> str | None:
-    """Return the text of a template without expressions, else None."""
+    """Return the text of a parsed template without expressions; None if it has expressions."""
     pieces: list[str] = []
     for statement in tree.body:
         if not isinstance(statement, nodes.Output):

@@ -18,7 +18,7 @@ ArgumentsKey = tuple[tuple[str, str], ...]
 
 
 class Chat:
-    """Renders conversations with a chat template, using learnt shapes per set of arguments."""
+    """Renders conversations with a chat template. Rows with equal arguments and roles take a fast path (ChatShapes)."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -27,7 +27,12 @@ class Chat:
         self._literals = {c.value for c in template.tree().find_all(nodes.Const) if isinstance(c.value, str)}
 
     def render(self, messages: list[Message], arguments: Arguments) -> str:
-        """Return the text of the prompt. Raises RowProblem."""
+        """Return the text of the prompt. Raises RowProblem.
+
+        Args:
+            messages: The messages of the conversation.
+            arguments: The arguments of the chat template by name.
+        """
         try:
             return self._rendered(self._calls.format(messages), arguments)
         except RowProblem:
@@ -54,9 +59,9 @@ class Chat:
 
 
 def _key(arguments: Arguments) -> ArgumentsKey | None:
-    """Return a key that is equal for arguments that templates cannot distinguish; None for large arguments.
+    """Return a cache key for template arguments, or None if an argument is large or not a plain value.
 
-    1 and true have different keys.
+    Equal keys mean equal prompts: 1 and true have different keys.
     """
     for value in arguments.values():
         if not isinstance(value, str | bool | int | float) or (

@@ -33,12 +33,21 @@ Op = tuple[str, tuple[Any, ...]]
 
 
 class Untraceable(Exception):
-    """The template did something with a content that cannot be replayed."""
+    """Raised if a template does something with a content that cannot be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A question of the template: `source.method(*args)` of content `index`, after `path`, returned `answer`."""
+    """A question of a template about a message content, and its answer when the template was recorded.
+
+    The recorded rendering is valid for other contents that get the same answer.
+
+    Args:
+        index: The number of the message.
+        path: The string operations that the template applied to the content before the question.
+        question: The method that the template called on the result, and its arguments.
+        answer: The result of the method.
+    """
 
     index: int
     path: tuple[Op, ...]
@@ -46,7 +55,7 @@ class Guard:
     answer: bool
 
     def holds(self, contents: Sequence[str]) -> bool:
-        """Return True if other contents get the same answer."""
+        """Return True if the question has the same answer for other contents. `contents` has one text per message."""
         name, args = self.question
         value = _follow(contents[self.index], self.path)
         found = bool(value) if name == "bool" else bool(getattr(value, name)(*args))
@@ -60,14 +69,19 @@ def _follow(content: str, path: tuple[Op, ...]) -> str:
 
 
 class Trace:
-    """A record of one rendering: the traced contents, and the guards."""
+    """A record of one rendering of a template.
+
+    Attributes:
+        origins: Per stand-in text, the number of its message and the string operations that lead to it.
+        guards: The questions that the template asked about contents.
+    """
 
     def __init__(self) -> None:
         self.origins: list[tuple[int, tuple[Op, ...]]] = []
         self.guards: list[Guard] = []
 
     def stand_in(self, index: int, path: tuple[Op, ...]) -> Traced:
-        """Return a traced text for a content after the operations in `path`."""
+        """Return a traced text for the content of message `index` after the string operations `path`."""
         self.origins.append((index, path))
         return Traced(f"\ue0f2{len(self.origins) - 1}\ue0f3", self, index, path)
 
@@ -88,7 +102,7 @@ class _Opaque(str):
 
 
 class Traced(_Opaque):
-    """Stands for a content that is not known yet."""
+    """A placeholder for the content of a message. It records the operations that a template applies to it."""
 
     _trace: Trace
     _index: int
@@ -96,7 +110,14 @@ class Traced(_Opaque):
 
     # Not in __init__, which Python would call again for `str(stand_in)`
     def __new__(cls, text: str, trace: Trace, index: int, path: tuple[Op, ...]) -> Traced:
-        """Return the traced text of content `index` after the operations in `path`."""
+        """Return the placeholder.
+
+        Args:
+            text: The text that is printed in its place.
+            trace: The record of the rendering.
+            index: The number of the message.
+            path: The string operations that the template applied to the content.
+        """
         self = super().__new__(cls, text)
         self._trace, self._index, self._path = trace, index, path
         return self
@@ -128,23 +149,23 @@ class Traced(_Opaque):
         return self._ask("bool")
 
     def startswith(self, *args: Any) -> bool:
-        """Record a guard."""
+        """Record the question as a guard and return False, the answer for ordinary contents."""
         return self._ask("startswith", *args)
 
     def endswith(self, *args: Any) -> bool:
-        """Record a guard."""
+        """Record the question as a guard and return False, the answer for ordinary contents."""
         return self._ask("endswith", *args)
 
     def strip(self, chars: str | None = None, /) -> Traced:
-        """Return a traced text."""
+        """Return a placeholder for the stripped content."""
         return self._derive("strip", chars)
 
     def lstrip(self, chars: str | None = None, /) -> Traced:
-        """Return a traced text."""
+        """Return a placeholder for the content stripped on the left."""
         return self._derive("lstrip", chars)
 
     def rstrip(self, chars: str | None = None, /) -> Traced:
-        """Return a traced text."""
+        """Return a placeholder for the content stripped on the right."""
         return self._derive("rstrip", chars)
 
     __hash__ = None
@@ -155,7 +176,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _close(kind: type) -> None:
-    """Make methods of str raise Untraceable, except if the class defines them or every object has them."""
+    """Make the methods of str raise Untraceable in a subclass, except methods that it or every object defines."""
     needed = set(vars(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__format__"}
     for name in set(vars(str)) - needed - {"__add__", "__hash__"}:
         setattr(kind, name, _refuse)
@@ -167,14 +188,20 @@ _close(_Opaque)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A rendered sequence of roles: literal texts with (content, path) between them, valid if all guards hold."""
+    """A recorded rendering for a sequence of roles, into which contents can be inserted.
+
+    Args:
+        literals: The texts before, between and after the contents.
+        slots: Between the literals: the number of the message, and the string operations to apply to its content.
+        guards: The conditions under which the rendering is valid for other contents.
+    """
 
     literals: tuple[str, ...]
     slots: tuple[tuple[int, tuple[Op, ...]], ...]
     guards: tuple[Guard, ...]
 
     def fill(self, contents: Sequence[str]) -> str | None:
-        """Return the text for these contents, or None if a guard fails."""
+        """Return the text with these contents, one per message, or None if a guard does not hold."""
         if not all(guard.holds(contents) for guard in self.guards):
             return None
         out = [self.literals[0]]
@@ -184,7 +211,11 @@ class Shape:
 
 
 class ChatShapes:
-    """Renders conversations with a template, using the fast path if it is exact."""
+    """Renders conversations with a chat template. Uses recorded shapes if they give exactly the same text.
+
+    Attributes:
+        shortcuts: The number of conversations that were rendered by a shape.
+    """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -193,7 +224,7 @@ class ChatShapes:
         self.shortcuts = 0
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return exactly `template.render(messages)`."""
+        """Return the text of the prompt, exactly as `template.render(messages)`."""
         shape = self._shape(messages) if self._usable and all(map(_is_plain, messages)) else None
         text = shape.fill([m["content"] for m in messages]) if shape is not None else None
         if text is None:
@@ -240,7 +271,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def _watchable(tree: nodes.Template) -> bool:
-    """Return True if the template can only use contents through methods of `Traced`."""
+    """Return True if a parsed template uses contents only in ways that `Traced` can record."""
     if any(True for _ in tree.find_all(_UNWATCHED)):
         return False
     if any(a.attr in _UNWATCHED_METHODS for a in tree.find_all(nodes.Getattr)):

@@ -20,11 +20,11 @@ Message = dict[str, Any]
 
 
 class NullRendered(Exception):
-    """A template printed a null."""
+    """Raised if a template of the job prints a null."""
 
 
 def row_environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of the job's templates, in which a missing column or a printed null is an error."""
+    """Return Jinja's environment for the job's templates. A missing column or a printed null is an error there."""
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_no_null, keep_trailing_newline=True, optimized=False
     )
@@ -33,7 +33,10 @@ def row_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _AtRuntime:
-    """Does not evaluate constants at compile time, so `{{ 'a' * 10**10 }}` fails for rows and not while compiling."""
+    """A mixin for code generators that evaluates no constants at compile time.
+
+    `{{ 'a' * 10**10 }}` then fails for rows and not when the template is compiled.
+    """
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -42,15 +45,15 @@ class _AtRuntime:
 
 
 class _NothingEarly(_AtRuntime, CodeGenerator):
-    """A compiler of templates that evaluates nothing at compile time."""
+    """A code generator of Jinja that evaluates nothing at compile time."""
 
 
 class _Names(_AtRuntime, meta.TrackingCodeGenerator):
-    """Collects the variables of a template."""
+    """A code generator of Jinja that collects the variables of a template."""
 
 
 def variables(environment: ImmutableSandboxedEnvironment, tree: nodes.Template) -> set[str]:
-    """Return the names that a template reads, without the environment's own."""
+    """Return the names that a parsed template reads, without the names that the environment defines."""
     generator = _Names(environment)
     generator.optimizer = None
     generator.visit(tree)
@@ -64,12 +67,15 @@ def _no_null(value: Any) -> Any:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks answers for training. Here it only prints its body."""
+    """The Jinja extension for `{% generation %}…{% endgeneration %}`, which marks answers for training.
+
+    Here the block only prints its body.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as declared
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block."""
+        """Return the syntax tree of the block whose tag the parser has reached."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -83,8 +89,8 @@ class ChatTemplate:
 
     Args:
         source: The text of the template.
-        named: The named tokens, such as bos_token.
-        now: The time for `strftime_now`, the same for the whole job.
+        named: The special tokens by name, such as bos_token.
+        now: The time that `strftime_now` returns, the same for the whole job.
     """
 
     def __init__(self, source: str, named: dict[str, str], now: datetime) -> None:
@@ -101,18 +107,18 @@ class ChatTemplate:
         return self._environment.parse(self.source)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt up to the start of the assistant's answer."""
+        """Return the text of the prompt up to the start of the assistant's answer."""
         return self._template.render({**self._given, "messages": messages})
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
-        """Return the same template with additional arguments."""
+        """Return a copy of the template with additional or replaced arguments."""
         other = copy.copy(self)
         other._given = {**self._given, **arguments}
         return other
 
 
 def chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """Return the environment of a checkpoint's chat template; `now` is the time for `strftime_now`."""
+    """Return Jinja's environment for checkpoints' chat templates. `now` is the time for `strftime_now`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Columns:
-    """The columns that a job uses, and those found in the input.
+    """The input columns that a job uses, and the columns found in the input so far.
 
     Args:
         job: The job file, for messages.
@@ -36,7 +36,7 @@ class Columns:
         overrides: Pairs of a sampling parameter and the column that sets it.
         wanted: Pairs of a key of the job and the column that it names.
         variables: The columns that the templates require.
-        unseen: For an input without a schema, the named columns that have not occurred in any row yet.
+        unseen: For an input without a schema, the columns in `wanted` and `variables` that no row has had yet.
         known: The first names of columns that were found, in order.
         rows: The number of rows that were read.
     """
@@ -54,11 +54,17 @@ class Columns:
     rows: int = 0
 
     def note(self, row: Values) -> None:
-        """Record the columns of a row."""
+        """Record the columns of a row, to find columns that the job names and no row has."""
         self.add(row, row.keys(), 1)
 
     def add(self, names: Iterable[str], found: Collection[str], rows: int) -> None:
-        """Record the first columns of some rows, and the watched columns that occurred in them."""
+        """Record the columns of several rows.
+
+        Args:
+            names: The first names of columns of the rows, in order.
+            found: The columns of `unseen` that occurred in the rows.
+            rows: The number of rows.
+        """
         self.rows += rows
         if self.unseen:
             self.unseen.difference_update(found)
@@ -66,7 +72,7 @@ class Columns:
             self.known.update(dict.fromkeys(names))
 
     def fields(self, carried: Sequence[str], endpoints: bool, declared: bool) -> RowFields:
-        """Return which fields workers take from a row.
+        """Return which values render workers take from a row.
 
         Args:
             carried: The columns that are copied to the results as text.
@@ -78,14 +84,17 @@ class Columns:
 
     @property
     def missing(self) -> bool:
-        """True if a column that the job names has not occurred in any row yet."""
+        """True if a column that a key of the job names has not occurred in any row yet."""
         return any(name in self.unseen for _, name in self.wanted)
 
     def check_all_seen(self, failed: int = 0) -> None:
         """Raise JobFileError if a column that the job names occurred in no row.
 
         A template may not reach a column in any row. A column that only templates name is therefore reported only if
-        all rows failed, or together with another missing column. `failed` is the number of rows that failed.
+        all rows failed, or together with another missing column.
+
+        Args:
+            failed: The number of rows that failed.
         """
         missing = [named for named in self.wanted if named[1] in self.unseen]
         if missing or failed >= self.rows:
@@ -97,16 +106,29 @@ class Columns:
 def choose_prompts(
     job: Job, tokenizer: Tokenizer, schema: pa.Schema | None, shape: Callable[[], Shape]
 ) -> tuple[Mode, Columns]:
-    """Return the mode of the job's prompts and the columns to read, for an input with this schema.
+    """Return the source of the job's prompts, and the columns to read. Raises as `choose_mode` and `choose_columns`.
 
-    Raises the errors of `choose_mode` and `choose_columns`.
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the checkpoint.
+        schema: The schema of the input, or None.
+        shape: Returns "openai" if the input has OpenAI requests, else "table".
     """
     mode = choose_mode(job, tokenizer, shape)
     return mode, choose_columns(job, mode, schema)
 
 
 def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
-    """Return the columns of the job. Raises JobFileError if an input with a schema does not have them."""
+    """Return the columns that a job uses.
+
+    Args:
+        job: The job.
+        mode: The source of its prompts.
+        schema: The schema of the input, or None if the columns are only known from its rows.
+
+    Raises:
+        JobFileError: An input with a schema lacks a column.
+    """
     prompt = job.prompt
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
     identifier = "custom_id" if mode == "openai" else job.input.id
@@ -143,7 +165,7 @@ def _refuse_columns(job: Job, mode: Mode) -> None:
 
 
 def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the keys of the job that name columns, each with a column."""
+    """Yield (key, column) for each key of the job file that names a column. `column` is the column of the prompt."""
     if job.input.id is not None and mode != "openai":
         yield "input.id", job.input.id
     if column is not None:
@@ -169,7 +191,7 @@ def _tools_column(job: Job) -> tuple[str, ...]:
 
 
 def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield the keys that name columns with texts to score, each with its column."""
+    """Yield (key, column) for each key of the job file that names a column with texts to score."""
     if job.score.continuation is not None:
         yield "score.continuation", job.score.continuation
     if job.classify.choices_from_column is not None:
@@ -179,7 +201,10 @@ def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:
-    """Return the columns that the templates require; none if they test whether a column is defined."""
+    """Return the columns that the templates require; none if the templates handle missing columns.
+
+    `used` are all names that the templates read.
+    """
     if job.prompt is None or _asks_whether_defined(job.prompt.system, job.prompt.user):
         return ()
     return tuple(sorted(used - {ROW_VARIABLE}))
@@ -196,7 +221,7 @@ def _check_schema(
 
 
 def _asks_whether_defined(*sources: str | None) -> bool:
-    """Return True if a template can handle missing columns."""
+    """Return True if a template handles missing columns: it tests if a name is defined, has defaults, or sets names."""
     for source in sources:
         tree: Any = row_environment().parse(source or "")
         tests = {test.name for test in tree.find_all(nodes.Test)}

@@ -12,13 +12,23 @@ from batchinfer.input.rows import RowProblem
 
 
 class Fits:
-    """Computes the bound of each constraint once. `reasoning` is the checkpoint's, which may precede every answer."""
+    """Sets the maximum tokens of answers to the bound of their constraints, for `max_tokens: fit`.
+
+    The bound of each constraint is computed once.
+
+    Args:
+        reasoning: How the checkpoint marks its reasoning, which may precede every answer, or None.
+    """
 
     def __init__(self, reasoning: Reasoning | None = None) -> None:
         self._bounds, self._reasoning = PerConstraint(_bound), reasoning
 
     def with_max_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the maximum tokens that the answer can need. Raises RowProblem if unbounded."""
+        """Return the parameters with `max_tokens` set to the number of tokens that the longest answer needs.
+
+        Raises:
+            RowProblem: The constraint of `params` allows answers of any length.
+        """
         found = self._bounds.of(params)
         if isinstance(found, str):
             raise RowProblem("bad_parameter", f"max_tokens is fit: {found}")
@@ -27,12 +37,12 @@ class Fits:
 
 
 def with_reasoning(most: int, budget: int | None, reasoning: Reasoning | None) -> int:
-    """Return the maximum tokens of an answer including its reasoning.
+    """Return the maximum number of tokens of an answer including its reasoning.
 
     Args:
-        most: The maximum tokens of the answer without reasoning.
-        budget: The maximum tokens of reasoning; None means that only the context limits it.
-        reasoning: The reasoning style of the checkpoint, or None.
+        most: The maximum number of tokens of the answer without reasoning.
+        budget: The maximum number of tokens of the reasoning; None means that only the context limits it.
+        reasoning: How the checkpoint marks its reasoning, or None.
     """
     if reasoning is None or reasoning.tokens is None:
         return most
@@ -40,7 +50,7 @@ def with_reasoning(most: int, budget: int | None, reasoning: Reasoning | None) -
 
 
 def _bound(params: SamplingParams) -> int | str:
-    """Return the bound, or the reason why there is none."""
+    """Return the maximum number of tokens of an answer with the constraint of `params`, or why there is none."""
     try:
         return most_tokens(params)
     except Unbounded as error:

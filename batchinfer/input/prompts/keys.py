@@ -20,11 +20,15 @@ _CONSTRAINED = tuple(f'"{name}":' for name in CONSTRAINTS)
 
 
 class WorkKeys:
-    """Computes the keys of work with the same context and parameters.
+    """Computes the work keys of requests with the same context and sampling parameters.
 
     Values at their defaults are omitted: in `context` and `params_json`, and the occurrence 0. A new option then leaves
-    the keys of work that does not use it unchanged. CONSTRAINT_RULES only enters the keys of work with a constraint.
-    Each part is preceded by its length, so different work never hashes the same bytes.
+    the keys of requests that do not use it unchanged. CONSTRAINT_RULES only enters the keys of requests with a
+    constraint. Each part is preceded by its length, so different requests never hash the same bytes.
+
+    Args:
+        context: The settings of the job that determine answers: model, dtype and so on.
+        params_json: The sampling parameters as JSON.
     """
 
     def __init__(self, context: bytes, params_json: str) -> None:
@@ -33,11 +37,11 @@ class WorkKeys:
         self._behind = _part(f"constraint rules {CONSTRAINT_RULES}".encode()) if constrained else b""
 
     def key(self, tokens: bytes, occurrence: int = 0) -> bytes:
-        """Return the 32-byte key of a request. Requests with equal keys have equal answers.
+        """Return the 32-byte work key of a request. Requests with equal keys have equal answers.
 
         Args:
             tokens: The prompt as little-endian int32.
-            occurrence: The number of the answer among several answers to equal requests.
+            occurrence: The number of the answer among several answers to equal requests, from 0.
         """
         occurred = _part(f"occurrence {occurrence}".encode()) if occurrence else b""
         size = len(tokens).to_bytes(8, "little")
@@ -45,7 +49,7 @@ class WorkKeys:
 
 
 def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 0) -> bytes:
-    """Return the key of a single request, see WorkKeys."""
+    """Return the 32-byte work key of one request. The arguments are explained in WorkKeys."""
     return WorkKeys(context, params_json).key(tokens, occurrence)
 
 

@@ -33,7 +33,12 @@ _COLUMNS: tuple[Mode, ...] = ("messages", "text", "token_ids")
 
 
 def choose_mode(job: Job, tokenizer: Tokenizer, shape: Callable[[], Shape]) -> Mode:
-    """Return the mode of the job's prompts; `shape` is called if only the input shows that it has OpenAI requests.
+    """Return the source of the job's prompts: templates, or a column with messages, text, token ids or requests.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the checkpoint.
+        shape: Returns "openai" if the input has OpenAI requests. It is called if the job does not say so.
 
     Raises:
         JobFileError: The job has no prompt, or the checkpoint has no chat template.
@@ -55,7 +60,7 @@ def given_template(job: Job) -> TemplateSource | None:
 
 
 def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
-    """Check the chat template and its arguments.
+    """Check the chat template that the job uses, and its arguments.
 
     Raises:
         JobFileError: The job needs a chat template and there is none, the template cannot be compiled, or it does not
@@ -78,7 +83,7 @@ def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _chat_key(job: Job) -> str | None:
-    """Return the key of the job's prompt that the chat template renders, or None."""
+    """Return the key of the job file whose text the chat template renders, such as "prompt.user", or None."""
     prompt = job.prompt
     if prompt is None or not prompt.chat:
         return None
@@ -102,7 +107,7 @@ def _chat_fault(template: str) -> TemplateFault | None:
 
 
 def _refuse_arguments(job: Job, message: str) -> None:
-    """Raise JobFileError if the job has any argument of a chat template."""
+    """Raise JobFileError with this message for each key of the job file that sets an argument of the chat template."""
     prompt = job.prompt
     keys = [] if prompt is None else [*(key for _, key in prompt.argument_keys()), *prompt.tool_keys()]
     if keys:
@@ -128,7 +133,14 @@ def _check_arguments(job: Job, template: TemplateSource) -> None:
 def _problem_of_argument(
     name: str, values: Arguments, reads: frozenset[str], file: str
 ) -> tuple[str, None, str | None] | None:
-    """Return (message, None, hint) if an argument that the job names is invalid, else None."""
+    """Return (message, None, hint) if an argument of the chat template in the job file is invalid, else None.
+
+    Args:
+        name: The name of the argument.
+        values: The arguments that the job sets for all rows.
+        reads: The names that the template reads.
+        file: The file of the template, for messages.
+    """
     if is_given(name):
         return f"{name!r} is a name that every chat template has already; it cannot be set", None, None
     if name not in reads:
@@ -141,7 +153,7 @@ def _problem_of_argument(
 
 
 def check_templates(job: Job) -> None:
-    """Raise JobFileError for templates of the job that can be parsed but not compiled."""
+    """Raise JobFileError if `prompt.system` or `prompt.user` can be parsed but not compiled."""
     for name in ("system", "user"):
         source = getattr(job.prompt, name, None)
         fault = template_fault(row_environment(), source) if source is not None else None

@@ -34,27 +34,32 @@ from batchinfer.input.prompts.row_facts import FactsCollector, RowFields
 from batchinfer.input.rows import RowProblem, Values, row_error
 from batchinfer.input.tokenizer.pair_template import PairTemplate
 from batchinfer.input.tokenizer.reasoned_rows import ReasonedRows
-from batchinfer.input.tokenizer.reasoning_styles import Openings
+from batchinfer.input.tokenizer.reasoning_styles import ReasoningOpenings
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
 _BULK_ROWS = 512
 _BULK_CHARACTERS = 1 << 20
 _NO_TOKENS: TokenIds = np.zeros(0, np.int32)
 _NO_KEY = bytes(KEY_BYTES)
-_NO_OPENINGS: Openings = np.zeros(0, np.int8)
+_NO_OPENINGS: ReasoningOpenings = np.zeros(0, np.int8)
 BULK = -1  # reported while the worker tokenises a batch of prompts
 
 
 def checking(row: int) -> int:
-    """Return the number to report while another process checks the constraint of `row`, with a longer time limit."""
+    """Return the number to report while another process checks the constraint of row `row`.
+
+    The parent process then waits longer.
+    """
     return BULK - 1 - row
 
 
 @dataclass(frozen=True, slots=True)
 class RowPiece:
-    """Rows `start` to `stop` - 1 of a chunk, which are prepared together. At the end of a chunk there may be fewer.
+    """A range of rows of a chunk that are prepared together. At the end of a chunk there may be fewer rows.
 
     Args:
+        start: The first row, counted from the start of the chunk.
+        stop: The row after the last one.
         accused: True if an earlier process died while it worked on the only row of this piece.
         careful: True to tokenise rows one by one.
         given: The error of the only row, if it is known. The row is then only read.
@@ -72,12 +77,12 @@ class RowPiece:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a prompt.
+    """The limits on the length and the token ids of prompts.
 
     Args:
         max_model_len: The maximum number of positions.
-        vocab_size: The number of token ids.
-        truncate: What happens to prompts that are too long.
+        vocab_size: The number of token ids of the model.
+        truncate: Which side of a prompt is cut if it is too long, or "error".
         context: The part of the work keys that is common to the job.
         job_limit: True if the job sets `max_model_len`, False if the model does.
         room: The number of tokens that must fit after a prompt; 0 if answers are vectors.
@@ -93,29 +98,29 @@ class Limits:
     may_cut: bool = True
 
     def length(self) -> str:
-        """Return a text with the limit on tokens and its origin."""
+        """Return the limit on the tokens of a prompt and its origin, for messages."""
         if self.job_limit:
             return f"model.max_model_len of the job allows {self.max_model_len:,}"
         return f"the model reads at most {self.max_model_len:,}"
 
     def cut(self) -> str:
-        """Return advice to truncate prompts, or "" if the job cannot."""
+        """Return advice to truncate prompts, for messages, or "" if the job cannot."""
         return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
 
     def remedy(self) -> str:
-        """Return advice to raise the limit, or "" if the model sets it."""
+        """Return advice to raise `max_model_len`, for messages, or "" if the model sets the limit."""
         return ", or raise model.max_model_len" if self.job_limit else ""
 
 
 class Preparer:
-    """Reads, renders and tokenises rows.
+    """Turns the rows of chunks into prompts: reads, renders and tokenises them.
 
     Args:
-        plan: How rows become prompts.
+        plan: The rules by which the job turns rows into prompts.
         limits: The limits of a prompt.
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer of the checkpoint.
         report: Called with the number of the current row, to attribute a hang to it.
-        fields: The columns of a row.
+        fields: The values to take from a row.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class Preparer:
         self._report = report
 
     def _make_joiner(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
-        """Return what appends the tokens of continuations or documents to prompts, or None."""
+        """Return the object that appends the tokens of continuations or documents to prompts; None without scores."""
         if plan.pairs is not None:
             template, limits = PairTemplate.of(self._tokenizer.rust), self._limits
             return PairedTexts(template, plan.pairs, limits.max_model_len, limits.truncate)
@@ -149,7 +154,7 @@ class Preparer:
         return ContinuedPrompts(self._tokenizer, self._segments, plan.scoring.choices)
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
-        """Prepare the rows of a chunk, or only those in `piece`."""
+        """Prepare the rows of a chunk, or only the rows of `piece`."""
         piece = piece or RowPiece(0, chunk.most_rows)
         facts = FactsCollector(self._fields)
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
@@ -172,7 +177,10 @@ class Preparer:
         return PreparedRows(work.finish(size), facts.finish())
 
     def _number_rows(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
-        """Number the rows. A row is reported before it is read, since reading it may exhaust the memory, too."""
+        """Yield the rows with their numbers, from 0.
+
+        A row is reported before it is read, since reading it may exhaust the memory, too.
+        """
         for index in count():
             self._report(index)
             row = next(rows, None)
@@ -181,7 +189,13 @@ class Preparer:
             yield index, row
 
     def _drafts(self, index: int, row: Values, work: _FinishedPrompts) -> Iterable[Draft]:
-        """Return the prompts of a row, usually one, or none if the row has an error."""
+        """Return the drafts of a row: one per prompt, usually one. Empty if the row has an error, which `work` records.
+
+        Args:
+            index: The number of the row in the piece.
+            row: The values of the row by column.
+            work: Collects the errors.
+        """
         try:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
@@ -195,7 +209,7 @@ class Preparer:
             return ()
 
     def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
-        """Tokenise the collected drafts, and check that they fit."""
+        """Tokenise the collected drafts, check that the prompts fit the limits, and add them to `work`."""
         encoded = self._encode_drafts(held, work, careful)
         if self._continued is not None:
             encoded = self._with_continuations(self._continued, held, encoded, work, careful)
@@ -209,7 +223,7 @@ class Preparer:
     def _encode_drafts(
         self, held: _Drafts, work: _FinishedPrompts, careful: bool
     ) -> list[Sequence[int] | None]:
-        """Return the token ids of each draft; None where the tokenizer failed."""
+        """Return the token ids of each draft; None for a draft that the tokenizer cannot encode."""
         drafts = held.drafts
         encoded: list[Sequence[int] | None] = [d.token_ids if d.text is None else None for d in drafts]
         for special in (False, True):
@@ -231,7 +245,15 @@ class Preparer:
         work: _FinishedPrompts,
         careful: bool,
     ) -> list[Sequence[int] | None]:
-        """Return the token ids of each draft followed by its continuations; None for a row with an error."""
+        """Return the token ids of each draft followed by its continuations' token ids; None for a row with an error.
+
+        Args:
+            continued: Appends the continuations.
+            held: The drafts.
+            encoded: The token ids of each draft, or None.
+            work: Collects the errors.
+            careful: True to tokenise one by one.
+        """
         more, counts = _Drafts(), list[int]()
         for row, draft, ids in zip(held.rows, held.drafts, encoded, strict=True):
             asked = [] if ids is None else continued.to_encode(draft)
@@ -309,7 +331,17 @@ class Preparer:
     def _fit_each(
         self, held: _Drafts, tokens: TokenIds, counts: TokenIds, work: _FinishedPrompts
     ) -> tuple[TokenIds, TokenIds]:
-        """Check each prompt, and record errors for prompts that do not fit."""
+        """Check each prompt on its own, record errors for prompts that do not fit, and return the others.
+
+        Args:
+            held: The drafts. Drafts of prompts that do not fit are removed.
+            tokens: The concatenated prompts.
+            counts: The number of tokens of each prompt.
+            work: Collects the errors.
+
+        Returns:
+            The concatenated prompts that fit, perhaps truncated, and the number of tokens of each.
+        """
         kept: dict[int, TokenIds] = {}
         ends = np.cumsum(counts)
         for at, prompt in enumerate(np.split(tokens, ends[:-1])):
@@ -322,7 +354,7 @@ class Preparer:
         return np.concatenate([_NO_TOKENS, *kept.values()]), lengths
 
     def _fit(self, tokens: TokenIds, draft: Draft) -> TokenIds:
-        """Return the prompt as it will run. Raises RowProblem if it is empty, too long or has unknown ids."""
+        """Return the prompt, truncated if necessary. Raises RowProblem if it is empty, too long or has unknown ids."""
         limit = self._limits.max_model_len
         if not len(tokens):
             raise RowProblem("empty_prompt", "the prompt has no tokens")
@@ -351,7 +383,14 @@ class Preparer:
         return self._cut_before(tokens, scored, limit, draft) if scored else self._cut(tokens, keep, draft)
 
     def _cut_before(self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft) -> TokenIds:
-        """Cut a prompt before its continuations to make the longest one fit."""
+        """Truncate the prompt before its continuations, so that the longest continuation fits.
+
+        Args:
+            tokens: The prompt and its continuations.
+            scored: The number of tokens of each continuation.
+            limit: The maximum number of positions.
+            draft: The draft of the prompt.
+        """
         context = len(tokens) - sum(scored)
         keep = limit + 1 - max(scored)  # the last scored token needs no position
         if keep < 1 or draft.continuations == ():
@@ -366,8 +405,8 @@ class Preparer:
     def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
         """Return `keep` tokens of a prompt.
 
-        For vectors, the tokens that the tokenizer adds around a text are kept, since the model may use the last one as
-        the vector of the text.
+        For vectors, the tokens that the tokenizer adds around a text are kept, since the model may use the last token
+        as the vector of the text.
         """
         text = draft.params.gives_tokens or not draft.add_special
         before, behind = ([], []) if text else self._segments.around
@@ -383,7 +422,7 @@ class CheckedConstraints:
     """Compiles each distinct constraint of rows once, to reject it before an engine gets it.
 
     Args:
-        job: The parameters of the job, whose constraint was checked before.
+        job: The sampling parameters of the job. Its constraint was checked before.
         definition: The tokenizer as the text of a tokenizer.json.
     """
 
@@ -392,17 +431,17 @@ class CheckedConstraints:
         self._problems = PerConstraint(ConstraintChecker(definition).problem)
 
     def must_check(self, params: SamplingParams) -> bool:
-        """Return True if the constraint of `params` must be checked."""
+        """Return True if `params` have a constraint other than the job's."""
         return params.constraint is not None and _constraint_of(params) != self._job
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RowProblem for a constraint that cannot be followed."""
+        """Raise RowProblem if the constraint of `params` cannot be followed."""
         if (problem := self._problems.of(params)) is not None:
             raise RowProblem("bad_constraint", problem)
 
 
 def _constraint_of(params: SamplingParams) -> tuple[str | None, Any]:
-    """Return the name and the value of the constraint.
+    """Return the name of the constraint of `params` and its value, or (None, None).
 
     Rows with the job's constraint share its text object, so the comparison is fast.
     """
@@ -414,7 +453,7 @@ def _is_tokenizer_failure(error: BaseException) -> bool:
 
 
 class _Drafts:
-    """Drafts that are tokenised together, with the numbers of their rows."""
+    """The drafts of several rows, which are tokenised together, and the numbers of their rows."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -422,14 +461,14 @@ class _Drafts:
         self._characters = 0
 
     def add(self, row: int, draft: Draft) -> None:
-        """Add the draft of a row."""
+        """Add a draft of the row with number `row`."""
         self.rows.append(row)
         self.drafts.append(draft)
         self._characters += len(draft.text or "")
 
     @property
     def full(self) -> bool:
-        """True if the batch is full. The tokenizer takes about 100 bytes of memory per token."""
+        """True if no draft should be added. The tokenizer takes about 100 bytes of memory per token."""
         return len(self.rows) >= _BULK_ROWS or self._characters >= _BULK_CHARACTERS
 
     def keep(self, places: Sequence[int]) -> None:
@@ -440,7 +479,13 @@ class _Drafts:
 
 
 class _FinishedPrompts:
-    """Collects finished prompts in the order of their rows."""
+    """Collects finished prompts in the order of their rows, and computes their work keys.
+
+    Args:
+        context: The part of the work keys that is common to the job.
+        reasoned: Sets the parameters that depend on the checkpoint's reasoning.
+        ladder: The further attempts of the job.
+    """
 
     def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung]) -> None:
         self._context, self._reasoned = context, reasoned
@@ -457,14 +502,20 @@ class _FinishedPrompts:
         self._samples: list[int] = []
         self._dimensions: list[int] = []
         self._keys: list[bytes] = []
-        self._openings: list[Openings] = [_NO_OPENINGS]
+        self._openings: list[ReasoningOpenings] = [_NO_OPENINGS]
         self._own_texts: dict[str, int] = {}
         self._own_text_of: list[int] = []
         self._counts: list[TokenIds] = [_NO_TOKENS]
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
     def add(self, held: _Drafts, tokens: TokenIds, counts: TokenIds) -> None:
-        """Add prompts that fit; `tokens` are the concatenated prompts, `counts` their lengths."""
+        """Add prompts that fit the limits.
+
+        Args:
+            held: Their drafts.
+            tokens: The concatenated prompts.
+            counts: The number of tokens of each prompt.
+        """
         data, end, openings = token_bytes(tokens), 0, self._reasoned.openings(tokens, counts)
         for draft, size, opening in zip(held.drafts, counts.tolist(), openings.tolist(), strict=True):
             start, end = end, end + TOKEN_BYTES * size
@@ -488,10 +539,16 @@ class _FinishedPrompts:
         self._tokens.append(tokens)
 
     def _add_rungs(self, params: SamplingParams, opening: int, number: int, tokens: bytes) -> None:
-        """Add the work of a row's further attempts.
+        """Add the work of the further attempts at a prompt.
 
-        An attempt is left out if its parameters equal an earlier one's, since the answer would be the same, or if they
-        are contradictory (`min_tokens` above `max_tokens`).
+        An attempt is left out if its parameters equal an earlier attempt's, since the answer would be the same, or if
+        they are contradictory (`min_tokens` above `max_tokens`).
+
+        Args:
+            params: The parameters of the row.
+            opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
+            number: The number of the parameters of the first attempt.
+            tokens: The prompt as little-endian int32.
         """
         earlier = {self._texts[number]}
         for rung in self._rungs:
@@ -508,7 +565,16 @@ class _FinishedPrompts:
                 rung.add(at, most, self._makers[at].key(tokens))
 
     def _rung_params(self, params: SamplingParams, opening: int, rung: Rung) -> tuple[int | None, int]:
-        """Return the number of a row's parameters on a rung (None if they are contradictory) and their max_tokens."""
+        """Return the number of a row's parameters at a further attempt, and their max_tokens.
+
+        Args:
+            params: The parameters of the row.
+            opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
+            rung: The changes of the attempt.
+
+        Returns:
+            The number is None if the parameters are contradictory.
+        """
         found = self._reasoned.params(with_rung(params, rung), opening)
         return self._number(found) if found.min_tokens <= found.max_tokens else None, found.max_tokens
 
@@ -527,7 +593,7 @@ class _FinishedPrompts:
         return number
 
     def finish(self, size: int) -> Prepared:
-        """Return all `size` rows. Rows without a finished prompt have errors."""
+        """Return the prompts of all `size` rows. Rows without a finished prompt have errors."""
         rows, counts, tokens = (
             np.array(self._rows, np.int64),
             *map(np.concatenate, (self._counts, self._tokens)),
@@ -565,10 +631,12 @@ class _FinishedPrompts:
 
 
 class _FinishedRung:
-    """Collects the work of further attempts on one rung of the ladder.
+    """Collects the work of one further attempt (a rung of the ladder) at each prompt.
 
-    `numbers` maps (number of a row's parameters, how its prompt ends) to (number of its parameters on the rung or None,
-    their max_tokens).
+    Attributes:
+        rung: The changes of the attempt.
+        numbers: Maps (number of a row's parameters, how its prompt ends) to (number of the parameters of the attempt or
+            None, their max_tokens).
     """
 
     def __init__(self, rung: Rung) -> None:
@@ -579,13 +647,25 @@ class _FinishedRung:
         self._keys: list[bytes] = []
 
     def add(self, number: int, max_tokens: int, key: bytes) -> None:
-        """Add the next prompt."""
+        """Add the work at the next prompt.
+
+        Args:
+            number: The number of the parameters, or -1 without work.
+            max_tokens: The maximum number of tokens of the answer.
+            key: The work key.
+        """
         self._params_of.append(number)
         self._max_tokens.append(max_tokens)
         self._keys.append(key)
 
     def finish(self, size: int, which: NDArray[np.bool_], rows: NDArray[np.int64]) -> PreparedRungs:
-        """Return the work of `size` rows. The mask `which` selects the first prompt of each of `rows`."""
+        """Return the work of `size` rows.
+
+        Args:
+            size: The number of rows.
+            which: Selects the first prompt of each row, shape (prompts,).
+            rows: The numbers of the rows of these prompts.
+        """
         found = PreparedRungs(np.full(size, -1, np.int32), np.zeros(size, np.int32), b"")
         found.params_of[rows] = np.array(self._params_of, np.int32)[which]
         found.max_tokens[rows] = np.array(self._max_tokens, np.int32)[which]
@@ -598,9 +678,13 @@ class _FinishedRung:
 def _first_prompts(
     rows: NDArray[np.int64], errors: Mapping[int, RowError]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return masks of the first prompt of each row, and of the further prompts. `rows` are ascending.
+    """Return two masks over prompts: the first prompt of each row, and further prompts.
 
     Both leave out rows with an error in any of their prompts.
+
+    Args:
+        rows: The number of each prompt's row, ascending.
+        errors: The errors by row.
     """
     first = np.diff(rows, prepend=-1) > 0
     valid = ~np.isin(rows, [*errors]) if errors else np.ones(len(rows), np.bool_)
@@ -608,6 +692,6 @@ def _first_prompts(
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:
-    """Return the concatenated rows, and the length of each."""
+    """Return the concatenated token ids of several prompts, and the number of tokens of each."""
     counts = np.array([len(row) for row in rows], np.int32)
     return np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum(dtype=np.int64))), counts

@@ -34,9 +34,14 @@ _ONE = np.zeros(1, np.int32)
 class RowPieces:
     """The pieces of a chunk in order, prepared or not.
 
+    If a render worker dies or hangs, pieces are split to find the row at fault.
+
     Args:
-        rows: The maximum number of rows. Only the last piece may have fewer than expected.
-        fields: The columns of a row.
+        rows: The maximum number of rows of the chunk. Only the last piece may have fewer rows than expected.
+        fields: The values to take from a row.
+
+    Attributes:
+        blamed: The number of consecutive rows at fault, up to the present piece.
     """
 
     def __init__(self, rows: int, fields: RowFields) -> None:
@@ -46,7 +51,7 @@ class RowPieces:
         self.blamed = 0  # number of consecutive rows at fault, up to the present piece
 
     def __bool__(self) -> bool:
-        """Return True if there is more to prepare."""
+        """Return True if a piece is not prepared yet."""
         return bool(self._left)
 
     @property
@@ -55,11 +60,11 @@ class RowPieces:
         return self._left[0]
 
     def fits(self, rows: int) -> bool:
-        """Return True if the present piece may have this number of rows."""
+        """Return True if the present piece may turn out to have this number of rows."""
         return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
 
     def done(self, reply: PreparedRows) -> bool:
-        """Record the result of the present piece.
+        """Record the prepared rows of the present piece.
 
         Returns:
             False if rows ran out of memory. They are then prepared again, each in a piece of its own.
@@ -76,13 +81,20 @@ class RowPieces:
         return True
 
     def accuse(self, row: int) -> None:
-        """Record that a process died or hung at a row of the present piece. The row may not be the cause."""
+        """Record that a process died or hung at row `row` of the present piece. The row may not be the cause.
+
+        It is prepared again in a piece of its own.
+        """
         self._split([self.present.start + row])
 
     def blame(self, code: str, message: str) -> None:
         """Record that the only row of the present piece killed or hung a process again.
 
         The row becomes an error row, and is only read for its facts. If that kills the process too, it has no facts.
+
+        Args:
+            code: The code of the row's error.
+            message: The message of the row's error.
         """
         piece = self._left.popleft()
         if piece.given is None:
@@ -93,17 +105,17 @@ class RowPieces:
             self._done.append(PreparedRows(_error_row(piece.given), no_facts(self._fields, 1)))
 
     def be_careful(self) -> None:
-        """Record that a process died in the present piece at no known row."""
+        """Record that a process died in the present piece at no known row. The piece is prepared again, row by row."""
         piece = self._left.popleft()
         careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
         self._left.appendleft(careful)
 
     def join(self) -> PreparedRows:
-        """Return the whole chunk as if it had been prepared at once."""
+        """Return all prepared rows of the chunk as if they had been prepared at once."""
         return self._done[0] if len(self._done) == 1 else join_rows(self._done)
 
     def _split(self, rows: Sequence[int]) -> None:
-        """Split the present piece: these rows get pieces of their own."""
+        """Split the present piece, so that each of the given rows has a piece of its own."""
         piece = self._left.popleft()
         parts, start = [], piece.start
         for row in rows:
@@ -172,7 +184,12 @@ def join_prompts(pieces: Iterable[Prepared]) -> Prepared:
 def _join_numbers(
     each: Sequence[NDArray[np.int32] | None], pieces: Sequence[Prepared]
 ) -> NDArray[np.int32] | None:
-    """Return a column of numbers of all pieces; None if no piece has it. Missing numbers become 0."""
+    """Return a column of numbers of all pieces; None if no piece has it. Missing numbers become 0.
+
+    Args:
+        each: The column of each piece, or None.
+        pieces: The pieces.
+    """
     if all(one is None for one in each):
         return None
     own = zip(each, pieces, strict=True)
@@ -180,7 +197,7 @@ def _join_numbers(
 
 
 def _join_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
-    """Return the further prompts of all rows in order."""
+    """Return the further prompts of all pieces in order."""
     starts = accumulate((len(piece) for piece in pieces), initial=0)
     each = [piece.further for piece in pieces]
     rows = [one.rows + np.int32(start) for one, start in zip(each, starts, strict=False)]
@@ -194,31 +211,37 @@ def _join_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
 
 
 class _JoinedTools:
-    """Joins the tools of several pieces. Equal tools are listed once."""
+    """Joins the tools or labels of the rows of several pieces. Equal texts are listed once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._of = [_EMPTY]
 
     def add(self, piece: Prepared) -> None:
-        """Add the texts from a piece."""
+        """Append the texts of the rows in a piece."""
         texts, of = piece.own_texts
         own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
         self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
 
     def join(self) -> OwnTexts:
-        """Return the texts of all rows."""
+        """Return the texts of the rows of all pieces."""
         return OwnTexts.found(self._numbers, np.concatenate(self._of))
 
 
 class _JoinedRung:
-    """Joins one rung of several pieces."""
+    """Joins the work of one further attempt (a rung) at the rows of several pieces."""
 
     def __init__(self) -> None:
         self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
 
     def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
-        """Add rung `at` from a piece. An error row without facts has no rungs."""
+        """Append the work at the rows in a piece. An error row without facts has no rungs.
+
+        Args:
+            piece: The piece.
+            at: The number of the rung.
+            numbers: The number of each distinct sampling parameters, extended here.
+        """
         if at >= len(piece.rungs):
             rung = PreparedRungs(np.full(len(piece), -1, np.int32), np.zeros(len(piece), np.int32), b"")
             rung.keys = bytes(KEY_BYTES * len(piece))
@@ -230,13 +253,13 @@ class _JoinedRung:
         self._keys.append(rung.keys)
 
     def join(self) -> PreparedRungs:
-        """Return the rung of all rows."""
+        """Return the work at the rows of all pieces."""
         params_of, most = np.concatenate(self._params_of), np.concatenate(self._max_tokens)
         return PreparedRungs(params_of, most, b"".join(self._keys))
 
 
 def _renumber(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
-    """Return the numbers of the piece's parameters among all parameters; 0 for error rows."""
+    """Return the numbers of the piece's parameters in `numbers`, which is extended; 0 for error rows."""
     own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
     found = own[piece.params_of]
     found[list(piece.errors)] = 0

@@ -20,26 +20,37 @@ from batchinfer.machine.waiting import LOOK_S
 
 Tag = TypeVar("Tag")
 # Called with a process, its activity, start and end times
-Happened = Callable[[str, str, float, float], None]
+ActivityCallback = Callable[[str, str, float, float], None]
 _AHEAD = 2  # unfinished chunks per worker; an idle worker finds the next one ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyChunk(InputChunk):
-    """A chunk whose rows were already prepared, in another run."""
+    """A chunk whose rows were already prepared, in another run.
+
+    Args:
+        prepared: The prompts of the rows, and the facts about them.
+    """
 
     prepared: PreparedRows
 
     def read(
         self, start: int = 0, stop: int | None = None, values: Collection[str] | None = None
     ) -> Iterator[Values | RowError]:
-        """Raise ValueError: there is nothing to read."""
+        """Raise ValueError, because the chunk has no unparsed rows."""
         raise ValueError("the rows of this chunk are prepared already")
 
 
 @dataclass(slots=True)
 class _ChunkWork(Generic[Tag]):
-    """An unfinished chunk; at most `rows` of its rows are read."""
+    """A chunk that was given to the pool, and its result.
+
+    Args:
+        tag: The caller's identifier of the chunk.
+        chunk: The chunk.
+        rows: The maximum number of rows to read.
+        done: The prepared rows, or None while a worker prepares them.
+    """
 
     tag: Tag
     chunk: InputChunk
@@ -48,21 +59,20 @@ class _ChunkWork(Generic[Tag]):
 
 
 class RenderPool(Generic[Tag]):
-    """A pool of render workers; a context manager.
+    """A pool of render workers: processes that turn chunks of rows into prompts. A context manager.
 
     A worker is only started for a chunk that finds no idle worker, so an input of one chunk needs one process. A
     ReadyChunk needs none.
+
+    Args:
+        spec: The settings of the workers.
+        workers: The maximum number of workers.
+        on_activity: Called when the pool closes, for each worker and activity, with the name of the worker, the
+            activity, and its start and end (of `time.perf_counter`).
     """
 
-    def __init__(self, spec: RenderSpec, workers: int, happened: Happened | None = None) -> None:
-        """Start without workers.
-
-        Args:
-            spec: The settings of the workers.
-            workers: The maximum number of workers.
-            happened: Called at the end with each activity of each worker; times are from `time.perf_counter`.
-        """
-        self._spec, self._most, self._happened = spec, workers, happened
+    def __init__(self, spec: RenderSpec, workers: int, on_activity: ActivityCallback | None = None) -> None:
+        self._spec, self._most, self._on_activity = spec, workers, on_activity
         self._events = selectors.DefaultSelector()
         self._definition = shared_file()
         put(self._definition, spec.definition.encode())
@@ -83,18 +93,19 @@ class RenderPool(Generic[Tag]):
         os.close(self._definition)
 
     def _report(self) -> None:
-        """Report the activities of the workers."""
-        if self._happened is not None:
+        if self._on_activity is not None:
             now = perf_counter()
             for number, worker in enumerate(self._all):
                 ready = now if worker.ready_at is None else worker.ready_at
-                self._happened(f"reader {number}", "starting", worker.began, ready)
-                self._happened(f"reader {number}", "reading rows", ready, now)
+                self._on_activity(f"reader {number}", "starting", worker.began, ready)
+                self._on_activity(f"reader {number}", "reading rows", ready, now)
 
     def map(self, chunks: Iterable[tuple[Tag, InputChunk, int] | None]) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Yield (tag, prepared rows) in order for each (tag, chunk, maximum number of rows).
+        """Prepare chunks in parallel, and yield (tag, prepared rows) in their order.
 
-        If `chunks` yields None, its next element is only requested when all earlier chunks were yielded.
+        Args:
+            chunks: For each chunk, a tag of the caller, the chunk, and the maximum number of rows to read. After a
+                None, the next element is only requested when the rows of all earlier chunks were yielded.
         """
         under_way: deque[_ChunkWork[Tag]] = deque()
         for given in chunks:
@@ -111,7 +122,7 @@ class RenderPool(Generic[Tag]):
         yield from self._finished(under_way, 0)
 
     def _finished(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Yield finished chunks in order, and wait while more than `most` chunks are left to yield."""
+        """Yield (tag, prepared rows) of finished chunks in order. Wait until at most `most` chunks are under way."""
         self._attend(0)
         while under_way and (len(under_way) > most or under_way[0].done is not None):
             while (done := under_way[0].done) is None:
@@ -130,7 +141,7 @@ class RenderPool(Generic[Tag]):
         worker.submit(work.chunk, work.rows)
 
     def _attend(self, within_s: float) -> None:
-        """Receive results of workers, wait at most `within_s` for the first one, and assign new work."""
+        """Receive the results of workers, waiting at most `within_s` seconds for the first, and assign new chunks."""
         for key, _ in self._events.select(within_s):
             worker: RenderWorker = key.data
             done = worker.attend()

@@ -38,11 +38,11 @@ _FAILED = "failed"
 
 
 class BadReply(Exception):
-    """A malformed reply. A template may have corrupted the worker."""
+    """Raised for a malformed reply of a render worker. A template may have corrupted the worker."""
 
 
 def pack_reply(done: PreparedRows) -> bytes:
-    """Return the reply for prepared rows."""
+    """Return the reply of a render worker with prepared rows, as bytes."""
     prompts, facts = done.prompts, done.facts
     head = {
         "rows": len(done),
@@ -75,7 +75,7 @@ def pack_reply(done: PreparedRows) -> bytes:
 
 
 def pack_failure(message: str) -> bytes:
-    """Return the reply of a worker that cannot work."""
+    """Return the reply of a render worker that cannot prepare rows, with the reason."""
     text = json.dumps({_FAILED: message}).encode()
     return len(text).to_bytes(_SIZE, "little") + text
 
@@ -88,7 +88,7 @@ def _text_columns(facts: RowFacts) -> Iterator[pa.StringArray]:
 
 
 def _packed_texts(column: pa.StringArray) -> list[bytes]:
-    """Return the validity (one byte per row, 0 for null), the offsets, and the bytes of a text column."""
+    """Return three parts of a text column: validity (one byte per row, 0 for null), offsets, and texts."""
     valid = np.asarray(column.is_valid()).astype(np.uint8)
     if not len(column):
         return [b"", b"", b""]
@@ -101,14 +101,14 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
 def unpack_reply(
     data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, known: bool = False
 ) -> PreparedRows:
-    """Return the rows of a reply.
+    """Return the prepared rows in a reply of a render worker, after checking it.
 
     Args:
         data: The reply.
-        fields: The columns of a row.
-        vocab_size: The number of token ids.
-        rungs: The number of rungs of the job's ladder.
-        known: See `Prepared`.
+        fields: The values that were taken from each row.
+        vocab_size: The number of token ids of the model.
+        rungs: The number of further attempts in the job's ladder.
+        known: True if an earlier run prepared the rows; the reply then has no tokens.
 
     Raises:
         BadReply: The reply is malformed.
@@ -125,13 +125,13 @@ def unpack_reply(
 
 
 class _ReplyParts:
-    """Reads the parts of a reply in order."""
+    """Reads the parts of a reply in order. Raises ValueError for invalid parts."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def next(self) -> bytes:
-        """Return the next part."""
+        """Read the next part and return its bytes."""
         start = self._at + _SIZE
         end = start + int.from_bytes(self._data[self._at : start], "little")
         if end > len(self._data):
@@ -140,7 +140,12 @@ class _ReplyParts:
         return self._data[start:end]
 
     def numbers(self, count: int | None = None, below: int = 1 << 31) -> NDArray[np.int32]:
-        """Return non-negative numbers below `below`; exactly `count` of them if it is given."""
+        """Read a part of int32 numbers, and return them.
+
+        Args:
+            count: The number of numbers that the part must have, or None for any.
+            below: The numbers must not be negative, and must be less than this.
+        """
         found = np.frombuffer(self.next(), np.int32)
         if count is not None and len(found) != count:
             raise ValueError(f"{len(found)} numbers for {count} rows")
@@ -149,21 +154,26 @@ class _ReplyParts:
         return found
 
     def openings(self, count: int) -> NDArray[np.int8]:
-        """Return how `count` prompts end."""
+        """Read how prompts end: NO_MARKER, OPEN or CLOSED per prompt. `count` is the number of prompts."""
         found = np.frombuffer(self.next(), np.int8)
         if len(found) != count or not np.isin(found, (NO_MARKER, OPEN, CLOSED)).all():
             raise ValueError("the ends of prompts do not match the rows")
         return found
 
     def of_rows(self, count: int, below: int = 1 << 31) -> NDArray[np.int32] | None:
-        """Return a number per row, or None if the part is empty."""
+        """Read one number per row and return them, or None if the part is empty.
+
+        Args:
+            count: The number of rows.
+            below: The numbers must not be negative, and must be less than this.
+        """
         found = self.numbers(below=below)
         if len(found) not in (0, count):
             raise ValueError("numbers do not match the rows")
         return found if len(found) else None
 
     def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
-        """Return the further prompts of rows, whose number must match that of their answers."""
+        """Read the further prompts of rows. Their number must agree with the numbers of answers in `prompts`."""
         rows, counts, tokens = (
             self.numbers(below=max(1, len(prompts))),
             self.numbers(),
@@ -186,7 +196,7 @@ class _ReplyParts:
         return found
 
     def texts(self, count: int) -> pa.StringArray:
-        """Return a text column of `count` rows."""
+        """Read a text column of `count` rows."""
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
             return pa.array([], pa.string())

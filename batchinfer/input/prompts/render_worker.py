@@ -45,19 +45,19 @@ IDLE = 6
 
 @dataclass(frozen=True, slots=True)
 class RenderSpec:
-    """The settings of a render worker.
+    """The settings of a render worker. They are sent to its process.
 
     The time limits are CPU times of the worker, since elapsed time on a busy machine says nothing about a row.
 
     Args:
         tokenizer: The folder or GGUF file of the tokenizer.
         definition: The tokenizer as the text of a tokenizer.json.
-        plan: How rows become prompts.
+        plan: The rules by which the job turns rows into prompts.
         limits: The limits of a prompt.
-        fields: The columns of a row.
+        fields: The values to take from a row.
         job: The job file, for messages.
-        row_timeout_s: The limit for a row.
-        bulk_timeout_s: The limit for tokenising a batch of prompts.
+        row_timeout_s: The limit for a row in seconds.
+        bulk_timeout_s: The limit for tokenising a batch of prompts in seconds.
         memory_bytes: The memory that the worker may use in addition to that after its start.
     """
 
@@ -72,15 +72,23 @@ class RenderSpec:
     memory_bytes: int = 1 << 30
 
     def timeout_s(self, at: int) -> float:
-        """Return the time limit in seconds for the activity `at` that the worker reports."""
+        """Return the time limit in seconds for the activity that the worker reports.
+
+        Args:
+            at: The number of a row, or a negative number for tokenising a batch or checking a constraint.
+        """
         return self.row_timeout_s if at >= 0 else self.bulk_timeout_s
 
 
 class RenderWorker:
-    """A worker process that prepares chunks one at a time.
+    """The parent's side of a worker process, which prepares chunks one at a time.
 
-    Call `attend` when `events` signals data, and `look` regularly, since the process may hang. `definition` is the
-    descriptor of a file with the tokenizer's definition.
+    Call `attend` when `events` signals data, and `look` regularly, since the process may hang.
+
+    Args:
+        spec: The settings of the worker.
+        definition: The descriptor of a file with the tokenizer as the text of a tokenizer.json.
+        events: The selector in which the worker registers its connection.
     """
 
     def __init__(self, spec: RenderSpec, definition: int, events: selectors.BaseSelector) -> None:
@@ -116,7 +124,7 @@ class RenderWorker:
         return self._ready and self._pieces is None
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
-        """Send a chunk, and read at most `rows` of its rows. The worker must be idle."""
+        """Send a chunk to the process, to prepare at most `rows` of its rows. The worker must be idle."""
         self._header, self._data = chunk.pack()
         self._pieces = RowPieces(rows, self._spec.fields)
         self._lost, self._renewed = 0, False
@@ -126,7 +134,7 @@ class RenderWorker:
     def attend(self) -> PreparedRows | None:
         """Receive what the process has sent. Return the prepared chunk once it is complete, else None.
 
-        A row that hangs or kills the worker twice becomes an error.
+        A process that died is replaced. A row that hangs or kills the process twice becomes an error row.
         """
         try:
             with receiving():
@@ -144,7 +152,7 @@ class RenderWorker:
         return self._receive(size)
 
     def look(self) -> None:
-        """Replace the process if it hangs."""
+        """Replace the process if it has made no progress for too long."""
         if self.idle:
             return
         if self._at.value != self._seen:
@@ -178,7 +186,10 @@ class RenderWorker:
             return  # the process died before it could read; `attend` notices that and starts another one
 
     def _receive(self, size: int) -> PreparedRows | None:
-        """Read the reply to the present piece."""
+        """Read the reply about the present piece of the chunk. Return the prepared chunk once all pieces are done.
+
+        `size` is the number of bytes of the reply.
+        """
         pieces = self._pieces
         if pieces is None:
             raise Unavailable("the process that renders prompts sent an unexpected reply")
@@ -199,7 +210,7 @@ class RenderWorker:
         return None
 
     def _reply(self, size: int, pieces: RowPieces) -> PreparedRows:
-        """Return the rows of the reply. Raises BadReply."""
+        """Read a reply of `size` bytes, and return its prepared rows. Raises BadReply."""
         if size > self._spec.memory_bytes:
             raise BadReply(f"{size} bytes are more than such a process may have")
         spec = self._spec
@@ -210,7 +221,7 @@ class RenderWorker:
         return reply
 
     def _died(self) -> None:
-        """Handle the death of the process.
+        """Find out why the process died, and record the row at fault.
 
         RLIMIT_CPU counts all rows since the start, so exceeding it is not the fault of a row.
         """
@@ -230,7 +241,14 @@ class RenderWorker:
             )
 
     def _failed(self, code: str, message: str) -> None:
-        """Handle a process that died or hung. A row is at fault if it was prepared on its own, and failed before."""
+        """Record that the process died or hung.
+
+        A row is at fault if it was prepared on its own, and failed before.
+
+        Args:
+            code: The code of the row's error.
+            message: The message of the row's error.
+        """
         pieces, row = self._pieces, _row_of(self._at.value)
         if pieces is None or row is None or row >= len(pieces.present):
             self._lose(message)
@@ -241,7 +259,7 @@ class RenderWorker:
             pieces.accuse(row)
 
     def _lose(self, message: str) -> None:
-        """Handle a process that died while it worked on no row."""
+        """Record that the process died while it worked on no row. Raises Unavailable if this happens repeatedly."""
         self._lost += 1
         if self._lost == _LOST:
             text = f"the process that renders prompts cannot be kept running: {message}"
@@ -260,7 +278,7 @@ class RenderWorker:
 
 
 def _row_of(at: int) -> int | None:
-    """Return the row of the present piece that a worker reports.
+    """Return the row of the present piece that a worker reports as the number `at`.
 
     Returns:
         None if it works on no row, or waits for the process that checks constraints, which retries on its own.
@@ -272,9 +290,9 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
     """Run the worker process: receive chunks and send replies, until the parent closes the pipe or dies.
 
     Args:
-        spec: The settings.
+        spec: The settings of the worker.
         shared: The descriptor of the file that has the number of the current row, and large data in both directions.
-        definition: The descriptor of the file with the tokenizer's definition.
+        definition: The descriptor of the file with the tokenizer as the text of a tokenizer.json.
         pipe: The connection to the parent.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many workers as cores
@@ -302,10 +320,14 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
 
 
 class _Report:
-    """Reports the current row, and sets the CPU time after which the kernel kills this process.
+    """Reports the current row to the parent, and sets the CPU time after which the kernel kills this process.
 
     Setting the timer is as slow as parsing a row. It is therefore only set again after a part of the limit has passed,
     and a row may get that part in addition.
+
+    Args:
+        at: The shared number of the current row.
+        spec: The settings of the worker.
     """
 
     def __init__(self, at: ctypes.c_long, spec: RenderSpec) -> None:
@@ -325,5 +347,5 @@ class _Report:
 
 
 def _shared_number(file: int) -> ctypes.c_long:
-    """Return a number that all processes with this file share."""
+    """Return a number at the start of a file. All processes that have the file open share it."""
     return ctypes.c_long.from_buffer(mmap.mmap(file, ctypes.sizeof(ctypes.c_long)))

@@ -19,11 +19,11 @@ _NO_TEXTS = pa.array([], pa.string())
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
-    """The columns of a row by purpose.
+    """The columns whose values are taken from a row, by purpose.
 
     Args:
         prompt: The columns for the prompt, or None for all.
-        id: The column of the row's id.
+        id: The column of the row's id, or None.
         carried: The columns copied to the results.
         as_json: True if carried values become JSON text, since the format has no types.
         endpoints: True if rows are OpenAI requests, whose urls are kept.
@@ -47,11 +47,11 @@ class RowFields:
         )
 
     def needed(self, row: Values) -> Values:
-        """Return the columns of a row that its prompt needs."""
+        """Return the values of a row that its prompt needs, by column."""
         return row if self.prompt is None else {name: row[name] for name in self.prompt if name in row}
 
     def custom_id(self, row: Values) -> str | None:
-        """Return the row's id as text, or None."""
+        """Return the row's id as text, or None if it has none."""
         value = row.get(self.id) if self.id is not None else None
         if value is None or isinstance(value, str):
             return value
@@ -60,16 +60,16 @@ class RowFields:
 
 @dataclass(slots=True)
 class RowFacts:
-    """Facts of n rows.
+    """Facts about n rows that are not part of their prompts.
 
     Args:
         ids: The ids of the rows.
         endpoints: The urls of the requests, or None.
-        carried: The carried columns as text.
-        kinds: Per carried column, the kinds of its JSON values.
-        unread: The rows that could not be read.
+        carried: The columns copied to the results, as text.
+        kinds: Per column in `carried`, the kinds of its values (see `json_kind`).
+        unread: The numbers of the rows that could not be read.
         names: The first names of columns that occurred.
-        found: The watched names that occurred.
+        found: The watched column names that occurred.
     """
 
     ids: pa.StringArray
@@ -86,14 +86,14 @@ class RowFacts:
         return len(self.ids) - len(self.unread)
 
     def first(self, rows: int) -> RowFacts:
-        """Return the columns of the first `rows` rows."""
+        """Return the ids, endpoints and carried columns of the first `rows` rows."""
         ends = None if self.endpoints is None else self.endpoints.slice(0, rows)
         carried = [column.slice(0, rows) for column in self.carried]
         return RowFacts(self.ids.slice(0, rows), ends, carried)
 
 
 class FactsCollector:
-    """Collects the facts row by row."""
+    """Collects the facts about rows, row by row."""
 
     def __init__(self, fields: RowFields) -> None:
         self._fields = fields
@@ -138,7 +138,7 @@ class FactsCollector:
                 self._names.setdefault(name)
 
     def finish(self) -> RowFacts:
-        """Return the facts of all rows."""
+        """Return the facts about all rows."""
         return RowFacts(
             pa.array(self._ids, pa.string()),
             pa.array(self._endpoints, pa.string()) if self._fields.endpoints else None,
@@ -151,7 +151,7 @@ class FactsCollector:
 
 
 def no_facts(fields: RowFields, rows: int) -> RowFacts:
-    """Return the facts of rows that could not be read."""
+    """Return the facts about rows that could not be read. `rows` is their number."""
     collected = FactsCollector(fields)
     for _ in range(rows):
         collected.note(RowError("", "input", ""))
@@ -159,7 +159,7 @@ def no_facts(fields: RowFields, rows: int) -> RowFacts:
 
 
 def join_facts(parts: Sequence[RowFacts]) -> RowFacts:
-    """Return the facts of all rows in order."""
+    """Return the facts about the rows of all parts in order."""
     first, unread, start = parts[0], [], 0
     names: dict[str, None] = {}
     for part in parts:

@@ -45,12 +45,12 @@ SAMPLES = "n"  # the number of answers per row; it is not a parameter of an answ
 def override(
     params: SamplingParams, given: Mapping[str, Any], columns: Mapping[str, str] | None = None
 ) -> SamplingParams:
-    """Return `params` with the non-null values of `given`.
+    """Return the sampling parameters of a row: the job's parameters, overridden by the row's non-null values.
 
     Args:
         params: The parameters of the job.
-        given: The values of the row, by parameter.
-        columns: The columns of the parameters, for messages.
+        given: The values of the row by parameter.
+        columns: The column of each parameter, for messages.
 
     Raises:
         RowProblem: A value is invalid; the message names the parameter and its column.
@@ -59,7 +59,10 @@ def override(
 
 
 def _override(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]) -> SamplingParams:
-    """Return `params` with the non-null values of `given`; `labels` are the names of parameters in messages."""
+    """Return `params` overridden by the non-null values of `given`. Raises RowProblem for invalid values.
+
+    `labels` are the names of parameters in messages.
+    """
     found: dict[str, Any] = {}
     if given:
         found = {
@@ -74,7 +77,16 @@ def _override(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[
 
 
 def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_field: str) -> SamplingParams:
-    """Return `params` with the fields of an OpenAI request. Raises RowProblem for unknown fields and streaming."""
+    """Return sampling parameters overridden by the fields of an OpenAI request.
+
+    Args:
+        params: The defaults.
+        body: The body of the request.
+        prompt_field: The field of the prompt: "messages" for a chat request, else "prompt".
+
+    Raises:
+        RowProblem: A field is unknown or invalid, or the request asks for streaming.
+    """
     asked, chat = RequestParameters(), prompt_field == "messages"
     logprobs = ("logprobs", "top_logprobs") if chat else ("logprobs",)
     for field, value in body.items():
@@ -108,7 +120,7 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
 
 
 def parse_samples(value: Any, column: str = SAMPLES) -> int | None:
-    """Return the number of answers that a row sets, or None. Raises RowProblem.
+    """Return the number of answers that a row asks for, or None if it does not say. Raises RowProblem.
 
     Args:
         value: The value of the row.
@@ -126,7 +138,10 @@ def parse_samples(value: Any, column: str = SAMPLES) -> int | None:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
-    """Return the logprobs of a chat request, which sets `logprobs: true` and optionally `top_logprobs`."""
+    """Return the number of log-probabilities per token that a chat request asks for, or None.
+
+    It sets `logprobs: true` and optionally `top_logprobs`.
+    """
     asked, most = body.get("logprobs"), body.get("top_logprobs")
     if asked is not None:
         _boolean("logprobs", asked)
@@ -138,14 +153,20 @@ def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
 
 
 def _text_logprobs(asked: object) -> int | None:
-    """Return the logprobs of a text completion, which are a number; some clients write false for none."""
+    """Return the number of log-probabilities per token that a text completion asks for, or None.
+
+    Some clients write false for none.
+    """
     return None if asked is False else CHECKS["logprobs"]("logprobs", asked)
 
 
 def _unconstrained(
     params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]
 ) -> SamplingParams:
-    """Return `params` without its constraint if `given` has one. Raises RowProblem for several constraints."""
+    """Return `params` without its constraint if `given` has another one. Raises RowProblem for several constraints.
+
+    `labels` are the names of parameters in messages.
+    """
     named = [name for name in CONSTRAINTS if given.get(name)]
     if len(named) > 1:
         first, second = (labels.get(name, name) for name in named[:2])
@@ -168,7 +189,14 @@ def _response_format(value: Any) -> dict[str, Any]:
 
 
 def from_text(name: str, value: Any) -> Any:
-    """Parse the value of a parameter in a file without types. Text parameters such as `stop` stay as they are."""
+    """Parse the text of a sampling parameter in a file without types.
+
+    Parameters that are texts themselves, such as `stop`, are returned unchanged.
+
+    Args:
+        name: The name of the parameter.
+        value: Its value in the file.
+    """
     if not isinstance(value, str) or name in ("stop", "regex", "grammar", "json_schema"):
         return value
     try:

@@ -17,7 +17,7 @@ _KEPT = 8 << 20  # bytes that may stay allocated after the data was read
 
 
 def shared_file() -> int:
-    """Return the descriptor of an anonymous file, in memory if the system supports that."""
+    """Create an anonymous file, in memory if the system supports that, and return its descriptor."""
     if sys.platform == "linux":
         file = os.memfd_create("batchinfer-render")
     else:
@@ -28,7 +28,7 @@ def shared_file() -> int:
 
 
 def put(file: int, data: bytes) -> None:
-    """Write data to the file, over earlier data. Raises Unavailable if the system does not allow the size."""
+    """Write data to a shared file, over earlier data. Raises Unavailable if the system does not allow the size."""
     left = memoryview(data)
     at = BULK_AT
     try:
@@ -43,7 +43,10 @@ def put(file: int, data: bytes) -> None:
 
 
 def take(file: int, size: int) -> bytes:
-    """Return a copy of the first `size` bytes of the data; fewer if the other process has truncated the file."""
+    """Return the first `size` bytes of the data in a shared file; fewer if another process has truncated it.
+
+    A large file is truncated afterwards, to free its memory.
+    """
     parts, at = [], BULK_AT
     while size > 0 and (part := os.pread(file, size, at)):
         parts.append(part)

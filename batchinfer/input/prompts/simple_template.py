@@ -21,14 +21,19 @@ _SPECIAL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SimpleTemplate:
-    """A template of `texts` with the values of `names` between them; there is one more text than names."""
+    """A template that only prints columns between texts.
+
+    Attributes:
+        texts: The texts before, between and after the columns.
+        names: The columns. There is one column fewer than texts.
+    """
 
     texts: tuple[str, ...]
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, tree: nodes.Template) -> Self | None:
-        """Return the template, or None if it contains anything else."""
+        """Return the template for a parsed template, or None if it contains more than texts and columns."""
         texts, names = [""], []
         for node in _parts(tree):
             if isinstance(node, nodes.TemplateData):
@@ -41,7 +46,7 @@ class SimpleTemplate:
         return cls(tuple(texts), tuple(names))
 
     def render(self, values: Values) -> str | None:
-        """Return the text, or None if Jinja must render it: a value is missing, null, or has a complex type."""
+        """Return the text of a row. None if Jinja must render it: a value is missing, null, or has a complex type."""
         parts = [self.texts[0]]
         for name, text in zip(self.names, self.texts[1:], strict=True):
             value = values.get(name)
@@ -54,7 +59,7 @@ class SimpleTemplate:
 
 
 def _parts(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield the printed nodes and all other statements in order."""
+    """Yield the nodes of a parsed template in order: the nodes that it prints, and all other statements."""
     for node in tree.body:
         if isinstance(node, nodes.Output):
             yield from node.nodes

@@ -17,18 +17,23 @@ _BLOCKS = ("if", "for", "macro", "call", "filter", "with", "generation", "autoes
 
 @dataclass(frozen=True, slots=True)
 class TemplateFault:
-    """The reason why a template cannot be compiled, and its line from 1, or None if unknown."""
+    """The reason why a template cannot be compiled.
+
+    Attributes:
+        line: The number of the line at fault, from 1, or None if unknown.
+        message: The predicate of a sentence about the template or the line.
+    """
 
     line: int | None
     message: str
 
     def text(self, what: str) -> str:
-        """Return the message for users; `what` names the template."""
+        """Return the message for users. `what` names the template, such as "the chat template"."""
         return f"{what} {self.message}" if self.line is None else f"line {self.line} of {what} {self.message}"
 
 
 def template_fault(environment: SandboxedEnvironment, source: str) -> TemplateFault | None:
-    """Compile a template without running it. Return the fault, or None if it can be compiled."""
+    """Compile a template without running it. Return why it cannot be compiled, or None if it can."""
     if len(source) > MAX_CHARACTERS:
         return TemplateFault(None, f"has {len(source):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
@@ -47,7 +52,7 @@ def template_fault(environment: SandboxedEnvironment, source: str) -> TemplateFa
 
 
 def _deepest_line(environment: SandboxedEnvironment, source: str) -> int:
-    """Return the line with the deepest nesting; without nesting, the line with the largest number of tokens."""
+    """Return the number of the line with the deepest nesting, or else of the line with the highest token count."""
     depth, deepest, line = 0, 1, 0
     tokens: Counter[int] = Counter()
     previous = ""

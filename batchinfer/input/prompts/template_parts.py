@@ -21,7 +21,7 @@ _ENDS_SOMETHING = re.compile(r"^\s*</[^>]+>\s*$")
 
 @dataclass(frozen=True, slots=True)
 class TemplatePart:
-    """Consecutive lines of a template.
+    """Consecutive lines of a template, such as a paragraph.
 
     Args:
         source: The lines.
@@ -45,7 +45,7 @@ class TemplatePart:
 
 
 def template_parts(source: str) -> list[TemplatePart] | None:
-    """Return the parts of a template in order.
+    """Split a template into parts that could be in another order, and return them in their order.
 
     Returns:
         None if its lines cannot be reordered: it defines names, trims white space, or is invalid.
@@ -61,12 +61,12 @@ def template_parts(source: str) -> list[TemplatePart] | None:
 
 
 def in_order(parts: list[TemplatePart], source: str) -> str:
-    """Return a template of these parts, separated as in `source`."""
+    """Return the text of a template that consists of the parts, separated by blank lines if `source` has them."""
     return ("\n\n" if "\n\n" in source else "\n").join(part.source for part in parts)
 
 
 def _lines(source: str) -> list[str] | None:
-    """Split the source at line ends outside of expressions and blocks. Return None if it cannot be reordered."""
+    """Split a template at line ends outside of expressions and blocks. Return None if it cannot be reordered."""
     lines, depth, begun = [""], 0, False
     for _, kind, text in row_environment().lex(source):
         if kind.endswith(("_begin", "_end")) and ("-" in text or "+" in text):
@@ -86,7 +86,7 @@ def _lines(source: str) -> list[str] | None:
 
 
 def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers from 1. A long text after the last field of a line becomes a line of its own."""
+    """Yield (number from 1, line). A long text after the last field of a line becomes a line of its own."""
     number = 1
     for line in lines:
         tail = _LONG_TAIL.search(line)
@@ -97,7 +97,7 @@ def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _join_lines(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Join lines with their labels, and neighbouring lines without columns; yields each part with its first line."""
+    """Join lines with their labels, and neighbouring lines without columns. Yield (number of the first line, part)."""
     held: list[str] = []
     first = 1
     for (number, line), (_, following) in zip(lines, [*lines[1:], (0, "")], strict=True):
@@ -113,7 +113,7 @@ def _join_lines(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def _ends(held: list[str], following: str) -> bool:
-    """Return True if a part ends after these lines."""
+    """Return True if a part of a template ends after the lines `held`. `following` is the next line."""
     last = next((line for line in reversed(held) if line.strip()), "")
     if _BEGINS_SOMETHING.search(last) and not _varies(last):
         return False

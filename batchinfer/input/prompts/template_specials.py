@@ -12,16 +12,24 @@ from batchinfer.input.tokenizer.masks import masks_for
 
 
 class Resolved(NamedTuple):
-    """A prompt with the template's special tokens. Texts of rows that look like them are masked, and in `masks`."""
+    """A prompt in which special tokens occur only where the template writes them.
+
+    Attributes:
+        text: The text of the prompt. Literals of the row that look like special tokens are replaced by masks.
+        masks: The literal for each mask, or None without any.
+    """
 
     text: str
     masks: dict[str, str] | None
 
 
 class TemplateSpecials:
-    """Marks the special tokens in a template, and finds them in the rendered text.
+    """Marks the special tokens that a template writes, to distinguish them from equal texts in rows.
 
     The marks contain a random secret, so no row can contain a mark.
+
+    Args:
+        pattern: Matches the special tokens of the checkpoint.
     """
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
@@ -30,7 +38,7 @@ class TemplateSpecials:
         self._marks: dict[str, str] = {}
 
     def mark(self, tree: nodes.Template) -> None:
-        """Replace the special tokens in the texts of a template by marks, in place."""
+        """Replace the special tokens in the texts of a parsed template by marks, in place."""
         for data in tree.find_all(nodes.TemplateData):
             data.data = self._mark_text(data.data)
         for constant in tree.find_all(nodes.Const):
@@ -38,7 +46,7 @@ class TemplateSpecials:
                 constant.value = self._mark_text(constant.value)
 
     def resolve(self, text: str) -> Resolved:
-        """Return the rendered text with the special tokens of the template; literals of the row are masked."""
+        """Return a rendered text with the template's special tokens. Special-token literals of the row are masked."""
         if self._pattern.search(text) is None:
             return Resolved(self._unmark_text(text), None)
         masks = masks_for(text, self._pattern)

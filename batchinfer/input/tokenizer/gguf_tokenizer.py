@@ -34,13 +34,13 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class SplitRules:
-    """How texts are split before bytes are merged.
+    """The rules of a BPE tokenizer for splitting texts before it merges bytes to tokens.
 
     Args:
         patterns: The split patterns; each one splits the parts of the previous one. (): the pattern of GPT-2.
         digits: True if each digit becomes a part of its own at the end.
         whole: True if a part that is a token becomes that token, without applying merges.
-        begins: True if texts begin with BOS, unless the file states otherwise.
+        begins: True if texts begin with BOS, unless the GGUF file states otherwise.
         composed: True if texts are normalised to NFC first.
     """
 
@@ -83,11 +83,15 @@ SPLIT_RULES: Mapping[str, SplitRules] = {
 
 
 def definition_of(model: GgufModel, vocabulary: Vocabulary) -> str:
-    """Return the tokenizer as the text of a tokenizer.json.
+    """Return the tokenizer of a GGUF file as the text of a tokenizer.json.
+
+    Args:
+        model: The GGUF file.
+        vocabulary: Its tokens, scores and merges.
 
     Raises:
-        JobFileError: The kind of tokenizer is unknown, or the vocabulary is invalid. An unknown kind is not replaced
-            by a similar one, which might encode texts differently.
+        JobFileError: The kind of tokenizer is unknown, or the vocabulary is invalid. An unknown kind is not replaced by
+            a similar one, which might encode texts differently.
     """
     try:
         return _definition(model, vocabulary)
@@ -132,7 +136,7 @@ def _rules(model: GgufModel, vocabulary: Vocabulary) -> SplitRules:
 
 
 def _numbered(vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the token ids by text. The first of several equal tokens counts."""
+    """Return the token ids by text. If several tokens have the same text, the first one counts."""
     return {token: number for number, token in reversed([*enumerate(vocabulary.tokens)])}
 
 
@@ -173,7 +177,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, best score first.
+    """Return all pairs of tokens that together form a token, best score of that token first.
 
     Gemma's tokens are in the order of their merges, and their scores are not, so their ids are used as scores.
     """
@@ -195,12 +199,12 @@ def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -> None:
-    """Add the tokens that are found in texts before merging.
+    """Add the tokens that are found in texts before merging: control tokens and user-defined tokens.
 
     Args:
         rust: The tokenizer to change.
         vocabulary: The tokens with their types.
-        swallowing: True if such tokens absorb the white space after them, except those in _KEEPING.
+        swallowing: True if the added tokens absorb the white space after them, except those in _KEEPING.
     """
 
     def added(kinds: tuple[int, ...], special: bool) -> list[AddedToken]:
@@ -216,7 +220,10 @@ def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -
 
 
 def _around(vocabulary: Vocabulary, begins: bool) -> Any:
-    """Return the post-processor that adds BOS and EOS as the file states, or None."""
+    """Return the post-processor that adds BOS and EOS as the file states, or None if it adds neither.
+
+    `begins` is True if BOS is added by default.
+    """
     first = vocabulary.token("bos_token_id") if vocabulary.stated.get("add_bos_token", begins) else None
     last = vocabulary.token("eos_token_id") if vocabulary.stated.get("add_eos_token", False) else None
     if first is None and last is None:

@@ -9,9 +9,13 @@ from typing import Any
 
 
 def masks_for(value: Any, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Return the special-token literals in a value by mask.
+    """Choose a mask for each special-token literal in a JSON value, and return the literals by mask.
 
     The masks contain a digest of the value, so no text in the value can contain a mask.
+
+    Args:
+        value: The value.
+        pattern: Matches the special tokens of the checkpoint.
     """
     digest = hashlib.sha256(repr(value).encode("utf-8", "replace")).hexdigest()[:24]
     found = sorted({match for text in texts_of(value) for match in pattern.findall(text)})

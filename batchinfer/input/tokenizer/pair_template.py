@@ -15,12 +15,12 @@ _ORDERS += [[0, None, 1, None], [None, 0, None, 1, None]]
 
 
 class NoPairs(ValueError):
-    """The tokenizer does not encode a pair as the first text followed by the second; the message says how it does."""
+    """Raised if a tokenizer does not encode a pair as the first text followed by the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """The tokens around the two texts of a pair.
+    """The tokens that a tokenizer adds to a pair of texts.
 
     Args:
         before: Tokens before the first text.
@@ -37,7 +37,7 @@ class PairTemplate:
 
     @classmethod
     def of(cls, rust: Any) -> Self:
-        """Read the template of a `tokenizers.Tokenizer`. Raises NoPairs."""
+        """Return the template of a `tokenizers.Tokenizer`, found by encoding two short texts. Raises NoPairs."""
         found, other = (cls._read(rust.encode(*texts)) for texts in (_PROBES, _PROBES[::-1]))
         if found != other:
             raise NoPairs(_NOT_IN_TURN)
@@ -45,7 +45,7 @@ class PairTemplate:
 
     @classmethod
     def _read(cls, found: Any) -> Self:
-        """Read the template from the encoding of a pair."""
+        """Return the template from the encoding of a pair."""
         runs = [(of, len([*run])) for of, run in groupby(found.sequence_ids)]
         if [of for of, _ in runs] not in _ORDERS:
             raise NoPairs(_NOT_IN_TURN)
@@ -64,15 +64,18 @@ class PairTemplate:
 
     @property
     def added(self) -> int:
-        """The number of tokens added to a pair."""
+        """The number of tokens added to a pair of texts."""
         return len(self.before) + len(self.between) + len(self.behind)
 
     def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
-        """Return the tokens of a pair of texts, including the added tokens."""
+        """Return the tokens of a pair, including the added tokens. `first` and `second` are the tokens of the texts."""
         return [*self.before, *first, *self.between, *second, *self.behind]
 
     def second_segment(self, first: Sequence[int], second: Sequence[int]) -> int:
-        """Return the position of the first token with type 1, or 0 if there is none."""
+        """Return the position of the first token with type 1 in the joined pair, or 0 if there is none.
+
+        `first` and `second` are the tokens of the texts.
+        """
         if self.typed is None:
             return 0
         place = len(self.before) + len(first) + self.typed
@@ -80,7 +83,10 @@ class PairTemplate:
 
 
 def _places(order: list[int | None]) -> list[str]:
-    """Return the names of a template's parts, given the order of its texts."""
+    """Return the names of a template's parts in order: "before", "first", "between", "second" and "behind".
+
+    `order` has 0 for the first text, 1 for the second text, and None for added tokens.
+    """
     first, second = order.index(0), order.index(1)
     names = {first: "first", second: "second"}
     return [
@@ -90,7 +96,12 @@ def _places(order: list[int | None]) -> list[str]:
 
 
 def _typed(types: Sequence[int], middle: int) -> int | None:
-    """Return the position of the first token with type 1, or None. Raises NoPairs."""
+    """Return the position of the first token with type 1, or None. Raises NoPairs for an unsupported order.
+
+    Args:
+        types: The type of each token of the pair.
+        middle: The position after the first text.
+    """
     if not any(types):
         return None
     first = next(at for at, of in enumerate(types) if of)
@@ -102,10 +113,15 @@ def _typed(types: Sequence[int], middle: int) -> int | None:
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the numbers of tokens to keep of two texts to fit both into `room`.
+    """Return the numbers of tokens to keep of two texts, so that both fit into `room` tokens.
 
     The longer text is cut first. If the shorter text has more than half of the room, each text gets a half. This is the
     strategy longest_first of `tokenizers`.
+
+    Args:
+        first: The number of tokens of the first text.
+        second: The number of tokens of the second text.
+        room: The maximum number of tokens of both texts.
     """
     if first + second <= room:
         return first, second

@@ -9,15 +9,16 @@ import numpy as np
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.request import TokenIds
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.input.tokenizer.reasoning_styles import Openings, PromptEnds, marks_before_calls
+from batchinfer.input.tokenizer.reasoning_styles import PromptEnds, ReasoningOpenings, marks_before_calls
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
 
 class ReasonedRows:
-    """Finds prompts that have already begun the reasoning, and adapts the parameters of their rows.
+    """Finds prompts that have already begun the reasoning, and adapts the sampling parameters of their rows.
 
     Args:
-        reasoning: The reasoning style of the checkpoint, or None.
+        reasoning: How the checkpoint marks its reasoning, or None.
+        tokenizer: The tokenizer of the checkpoint.
     """
 
     def __init__(self, reasoning: Reasoning | None, tokenizer: Tokenizer) -> None:
@@ -27,15 +28,24 @@ class ReasonedRows:
         self._calls = None if reasoning is None else marks_before_calls(reasoning, tokenizer)
         self._last: tuple[SamplingParams, int, SamplingParams] | None = None
 
-    def openings(self, tokens: TokenIds, counts: TokenIds) -> Openings:
-        """Return how each prompt ends. `tokens` are the concatenated prompts, and `counts` their lengths."""
+    def openings(self, tokens: TokenIds, counts: TokenIds) -> ReasoningOpenings:
+        """Return per prompt NO_MARKER, OPEN if it has begun the reasoning, or CLOSED if it has ended it.
+
+        Args:
+            tokens: The concatenated prompts.
+            counts: The number of tokens of each prompt.
+        """
         return np.zeros(len(counts), np.int8) if self._ends is None else self._ends.of(tokens, counts)
 
     def params(self, params: SamplingParams, opening: int) -> SamplingParams:
-        """Return the parameters of a row, given how its prompt ends.
+        """Return the sampling parameters of a row, adapted to how its prompt ends.
 
         A constraint applies after the reasoning, whose length the budget limits. Without reasoning, the budget is
         removed.
+
+        Args:
+            params: The parameters of the row.
+            opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
         """
         if self._ends is None or (params.constraint is None and params.thinking_budget is None):
             return params

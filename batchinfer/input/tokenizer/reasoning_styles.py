@@ -13,7 +13,7 @@ from batchinfer.core.request import TokenIds
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
 Marks = Literal["auto", "none"] | tuple[str, str]  # the job's setting; a tuple is (begin, end)
-Openings = NDArray[np.int8]  # per prompt: OPEN or CLOSED if it ends so, else 0
+ReasoningOpenings = NDArray[np.int8]  # per prompt: NO_MARKER, OPEN or CLOSED
 
 # The markers around reasoning. A checkpoint has a style if its chat template contains the marker that precedes answers
 STYLES = (
@@ -40,6 +40,10 @@ _FINAL, _COMMENTARY = "final<|message|>", "commentary"  # the ends of headers of
 
 def find_reasoning(setting: Marks, tokenizer: Tokenizer) -> Reasoning | None:
     """Return how the checkpoint marks its reasoning, from the job's setting or its chat template.
+
+    Args:
+        setting: "auto", "none", or the markers (begin, end).
+        tokenizer: The tokenizer of the checkpoint.
 
     Returns:
         None if it does not reason, or if the job does not separate the reasoning from the answer.
@@ -74,7 +78,7 @@ def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningToken
 def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
     """Return the style with the token ids of its markers, if the tokenizer always encodes them to the same tokens.
 
-    That is so if each marker begins and ends with an added token, since tokenizers split every text at these.
+    It does if each marker begins and ends with an added token, since tokenizers split every text at added tokens.
     """
     added = frozenset(tokenizer.rust.get_added_tokens_decoder())
 
@@ -91,7 +95,11 @@ class PromptEnds:
     """Finds prompts that end within, or just after, reasoning.
 
     Only the last added token of a prompt counts. If it belongs to a marker, plain text may follow: the start of the
-    answer. If it is another one, such as the start of a turn, earlier markers belong to earlier answers.
+    answer. If it is another token, such as the start of a turn, earlier markers belong to earlier answers.
+
+    Args:
+        tokens: The markers around the reasoning.
+        tokenizer: The tokenizer of the checkpoint.
     """
 
     def __init__(self, tokens: ReasoningTokens, tokenizer: Tokenizer) -> None:
@@ -101,8 +109,13 @@ class PromptEnds:
         self._added = np.zeros(max(marks, default=-1) + 2, np.bool_)  # the last entry is for all higher ids
         self._added[marks] = True
 
-    def of(self, tokens: TokenIds, counts: TokenIds) -> Openings:
-        """Return how each prompt ends. `tokens` are the concatenated prompts, and `counts` their lengths."""
+    def of(self, tokens: TokenIds, counts: TokenIds) -> ReasoningOpenings:
+        """Return per prompt OPEN if it has begun the reasoning, CLOSED if it has ended it, else NO_MARKER; shape (n,).
+
+        Args:
+            tokens: The concatenated prompts.
+            counts: The number of tokens of each prompt, shape (n,).
+        """
         ends = np.cumsum(counts, dtype=np.int64)
         starts = ends - counts
         places = np.flatnonzero(self._added[np.minimum(tokens, len(self._added) - 1)])
@@ -121,7 +134,14 @@ class PromptEnds:
 def _ends_with(
     tokens: TokenIds, mark: tuple[int, ...], last: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return per prompt True if the marker ends at position `last` and is inside the prompt."""
+    """Return per prompt True if a marker ends at a position and is inside the prompt, shape (n,).
+
+    Args:
+        tokens: The concatenated prompts.
+        mark: The tokens of the marker.
+        last: Per prompt, the position in `tokens`.
+        starts: Per prompt, the position of its first token.
+    """
     inside = last - len(mark) + 1 >= starts
     for back, token in enumerate(reversed(mark)):
         inside &= tokens[np.maximum(last - back, 0)] == token if len(tokens) else False

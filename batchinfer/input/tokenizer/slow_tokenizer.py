@@ -19,7 +19,7 @@ WITHIN_S = 900.0  # time limit in seconds; the import takes about 5 s, the large
 
 
 def convert_in_child(folder: Path) -> str:
-    """Return the tokenizer in `folder` as the text of a tokenizer.json. Raises JobFileError."""
+    """Convert the tokenizer in a folder and return it as the text of a tokenizer.json. Raises JobFileError."""
     try:
         what = "the process that converts the tokenizer"
         text, problem = ask_child(what, CONVERTER, str(folder), within_s=WITHIN_S)
@@ -31,12 +31,18 @@ def convert_in_child(folder: Path) -> str:
 
 
 def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileError:
-    """Return the error for a checkpoint whose tokenizer is missing or damaged."""
+    """Return the error for a checkpoint whose tokenizer is missing or damaged.
+
+    Args:
+        folder: The folder or file of the checkpoint.
+        message: The problem.
+        hint: Advice for the user.
+    """
     return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
 
 
 def convert(folder: str, connection: Connection[Any, Any]) -> None:
-    """Convert in the child process, and send (text, None) or (None, problem)."""
+    """Run the child process: convert the tokenizer in a folder, and send (its JSON text, None) or (None, problem)."""
     try:
         connection.send((_convert(folder), None))
     except _FAILURES as error:

@@ -13,7 +13,7 @@ _INCOMPLETE = "\ufffd"  # the decoded text of an incomplete character
 
 
 class StopStrings:
-    """Finds the first stop string in the answer of one sequence.
+    """Finds the first stop string in the answer of one sequence, token by token.
 
     The text of an answer is `rust.decode(all ids, skip_special_tokens=True)`. Decoding it for every token would take
     quadratic time, so a stream finds candidates, and decoding the whole answer confirms them.
@@ -38,7 +38,7 @@ class StopStrings:
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, token_id: int) -> int | None:
-        """Add a token. Return the length of the text to keep in characters if it has a stop string, else None."""
+        """Add a token to the answer. Return the number of characters to keep if it has a stop string, else None."""
         self._ids.append(token_id)
         if not self._stops:
             return None
@@ -53,7 +53,7 @@ class StopStrings:
         return self._cut() if any(stop in seen for stop in self._stops) else None
 
     def _new_text(self, token_id: int) -> str:
-        """Return the text that the token adds; it is empty while a character is incomplete."""
+        """Return the text that a token adds to the answer; it is empty while a character is incomplete."""
         try:
             return self._stream.step(self._rust, token_id) or ""
         except Exception:  # noqa: BLE001 - the library raises plain Exception if a token changes earlier text
@@ -71,20 +71,24 @@ class StopStrings:
 
 
 def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | None]]:
-    """Return the function with which the engine makes a `push` function per sequence with stop strings."""
+    """Return a function that the engine calls for each sequence with stop strings.
+
+    For the sampling parameters of the sequence, it returns the method `push` of its StopStrings. `rust` is the
+    `tokenizers.Tokenizer`.
+    """
     return lambda params: StopStrings(rust, params.stop, params.min_tokens, params.include_stop).push
 
 
 def cut_at_stop(text: str, stops: Sequence[str], start: int = 0, include: bool = False) -> int | None:
     """Return the number of characters before the first stop string in a text, or None if there is none.
 
-    Of stop strings at the same position, the shortest counts.
+    Among stop strings at the same position, the shortest counts.
 
     Args:
         text: The text.
         stops: The stop strings.
         start: The position at which the search starts.
-        include: True to count the stop string, too.
+        include: True to count the characters of the stop string, too.
     """
     places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, start)) >= 0]
     return min(places)[include] if places else None

@@ -29,7 +29,9 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 
 class Tokenizer:
-    """Encodes texts and decodes token ids. Use `Tokenizer.load(checkpoint folder or GGUF file)`.
+    """The tokenizer of a checkpoint. It encodes texts and decodes token ids.
+
+    Use `Tokenizer.load(checkpoint folder or GGUF file)`.
 
     Attributes:
         rust: The `tokenizers.Tokenizer`.
@@ -37,6 +39,7 @@ class Tokenizer:
         specials: The ids of special tokens by their texts.
         named: The texts of bos_token, eos_token and so on, as the chat template sees them.
         template: The chat template, or None.
+        special_pattern: Matches the texts of special tokens.
     """
 
     def __init__(
@@ -67,8 +70,8 @@ class Tokenizer:
         """Load the tokenizer of a checkpoint.
 
         Args:
-            folder: The folder, or a GGUF file.
-            template: A chat template that replaces the one of the checkpoint.
+            folder: The folder of the checkpoint, or a GGUF file.
+            template: A chat template that replaces the one of the checkpoint, or None.
 
         Raises:
             JobFileError: There is no tokenizer, or it cannot be read.
@@ -111,25 +114,25 @@ class Tokenizer:
         return digest.hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of generated tokens, without special tokens and the token that ended the answer."""
+        """Return the text of an answer's token ids, without special tokens and the token that ended the answer."""
         return self.decode_batch([ids])[0]
 
     def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
-        """Decode several answers."""
+        """Return the texts of several answers, each given as token ids, as `decode` does."""
         ends, answers = self._text_ends, [_ints(ids) for ids in rows]
         if ends:
             answers = [ids[:-1] if ids and ids[-1] in ends else ids for ids in answers]
         return list(self.rust.decode_batch(answers, skip_special_tokens=True))
 
     def decode_shown(self, rows: Iterable[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Decode several answers, and keep the special tokens in `shown`."""
+        """Return the texts of several answers with the special tokens in `shown`, and without other special tokens."""
         hidden = (frozenset(self.specials.values()) | self._text_ends) - shown
         visible = [[token for token in _ints(ids) if token not in hidden] for ids in rows]
         return list(self.rust.decode_batch(visible, skip_special_tokens=False))
 
     @cached_property
     def _text_ends(self) -> frozenset[int]:
-        """The tokens that end an answer but are not marked as special, as `<|im_end|>` in some checkpoints."""
+        """The ids of tokens that end an answer but are not marked as special, as `<|im_end|>` in some checkpoints."""
         named = self.rust.token_to_id(self.named.get("eos_token", ""))
         ends = [named, *self._source.ends()]
         return frozenset(one for one in ends if isinstance(one, int) and one not in self.specials.values())
@@ -140,7 +143,7 @@ class Tokenizer:
         return TokenTexts(self.rust, self.specials.values())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, including special ones."""
+        """Return the text of each token id, including special tokens."""
         return self.single.texts(ids)
 
     def segments(self) -> SegmentEncoder:
@@ -149,9 +152,15 @@ class Tokenizer:
 
 
 class SegmentEncoder:
-    """Encodes a text in pieces: special tokens to their ids, and the text between them as plain text.
+    """Encodes a text in pieces: special tokens to their ids, and the text between special tokens as plain text.
 
-    The tokenizer splits texts at special tokens first, too, so the result is the same.
+    The tokenizer also splits texts at special tokens first, so the result is the same.
+
+    Args:
+        definition: The tokenizer as the text of a tokenizer.json.
+        added: The special tokens by text.
+        specials: The ids of the special tokens by text.
+        pattern: Matches the special tokens.
     """
 
     def __init__(
@@ -177,7 +186,7 @@ class SegmentEncoder:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The token ids that the tokenizer adds before and after a text."""
+        """The token ids that the tokenizer adds before a text, and after it."""
         plain = self._first.encode(_PROBE, add_special_tokens=False).ids
         whole = self._first.encode(_PROBE, add_special_tokens=True).ids
         starts = range(len(whole) - len(plain) + 1)
@@ -200,7 +209,7 @@ class SegmentEncoder:
         return ids
 
     def _stripped(self, pieces: list[str], index: int) -> str:
-        """Return a piece without the white space that the special tokens next to it absorb."""
+        """Return a piece of a text without the white space that the special tokens next to it absorb."""
         piece = pieces[index]
         if index and self._added[pieces[index - 1]].rstrip:
             piece = piece.lstrip()
@@ -210,7 +219,12 @@ class SegmentEncoder:
 
 
 def _plain(definition: dict[str, Any], inner: bool) -> Any:
-    """Return a tokenizer that encodes special tokens as text. `inner` is True for pieces inside a text."""
+    """Return a tokenizer that encodes special tokens as text.
+
+    Args:
+        definition: The parsed tokenizer.json; changed.
+        inner: True for pieces inside a text, False for the start of a text.
+    """
     pre = definition.get("pre_tokenizer") or {}
     for part in [pre, *pre.get("pretokenizers", [])]:
         if inner and part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":

@@ -22,7 +22,8 @@ def file_exists(path: Path) -> bool:
     """Return True if the file exists.
 
     Raises:
-        SecurityRefusal: It is a link out of the model's folder, or not a regular file. Opening a pipe would block.
+        SecurityRefusal: The path is a link out of the model's folder, or not a regular file. Opening a pipe would
+            block.
     """
     try:
         mode = resolve_inside(path, model_roots(path.parent.resolve())).stat().st_mode

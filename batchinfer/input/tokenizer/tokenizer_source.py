@@ -34,7 +34,7 @@ class TemplateSource:
 
 
 class TokenizerFolder:
-    """A tokenizer in files of a checkpoint folder."""
+    """A tokenizer whose files are in a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,7 +54,7 @@ class TokenizerFolder:
         return read_object(self._folder / CONFIG)
 
     def template(self) -> TemplateSource | None:
-        """Return the chat template, or None."""
+        """Return the chat template of the checkpoint, or None."""
         path = self._folder / _TEMPLATE
         if file_exists(path):
             return TemplateSource(read_text(path), _TEMPLATE)
@@ -73,7 +73,7 @@ class TokenizerFolder:
         return stated if isinstance(stated, list) else [stated]
 
     def content(self) -> Iterator[bytes]:
-        """Yield the bytes of all files that the tokenizer depends on, for the fingerprint."""
+        """Yield the bytes of all files that the tokenizer depends on, for its fingerprint."""
         for name in FILES:
             path = self._folder / name
             if file_exists(path):
@@ -82,7 +82,12 @@ class TokenizerFolder:
 
 
 class GgufTokenizer:
-    """A tokenizer in the keys of a GGUF file."""
+    """A tokenizer that is stored in the keys of a GGUF file.
+
+    Args:
+        model: The GGUF file.
+        vocabulary: Its tokens, scores and merges.
+    """
 
     def __init__(self, model: GgufModel, vocabulary: Vocabulary) -> None:
         self._model = model
@@ -94,13 +99,13 @@ class GgufTokenizer:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The texts of the named tokens, under the names of tokenizer_config.json."""
+        """The texts of BOS, EOS and so on, under the names of tokenizer_config.json."""
         keys = {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
         names = ("bos_token", "eos_token", "sep_token", "mask_token", *keys)
         return {name: self._vocabulary.token(keys.get(name, f"{name}_id")) for name in names}
 
     def template(self) -> TemplateSource | None:
-        """Return the chat template, or None."""
+        """Return the chat template of the file, or None."""
         found = self._model.metadata.get(_IN_GGUF)
         return TemplateSource(found, f"{self._model.name} ({_IN_GGUF})") if isinstance(found, str) else None
 
@@ -109,14 +114,19 @@ class GgufTokenizer:
         return self._vocabulary.ends
 
     def content(self) -> Iterator[bytes]:
-        """Yield all keys that the tokenizer depends on, for the fingerprint."""
+        """Yield all keys that the tokenizer depends on as JSON bytes, for its fingerprint."""
         stated = {key: value for key, value in self._model.metadata.items() if key.startswith(PREFIX)}
         architecture = self._model.metadata.get("general.architecture")
         yield json.dumps([architecture, stated], sort_keys=True).encode()
 
 
 def source_of(path: Path) -> TokenizerFolder | GgufTokenizer:
-    """Return the source of the tokenizer of a model. A tokenizer.json in the folder precedes the keys of a GGUF file.
+    """Return the source of a model's tokenizer: files in a folder, or a GGUF file.
+
+    A tokenizer.json in the folder precedes the keys of a GGUF file.
+
+    Args:
+        path: The folder of the checkpoint, or a GGUF file.
 
     Raises:
         JobFileError: The GGUF file has no tokenizer.

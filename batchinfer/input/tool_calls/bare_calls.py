@@ -25,7 +25,14 @@ _TAIL = re.compile(r"\s*[;,]?\s*\Z")
 
 
 class _CallGroup(NamedTuple):
-    """Consecutive calls, and the range of the text that they take up."""
+    """Consecutive tool calls, and the range of the answer that they take up.
+
+    Attributes:
+        calls: The calls.
+        start: The position of their first character.
+        end: The position after their last character.
+        tagged: True if `PYTHON_TAG` precedes them.
+    """
 
     calls: list[Call]
     start: int
@@ -34,7 +41,7 @@ class _CallGroup(NamedTuple):
 
 
 def bare_calls(text: str, tools: KnownTools | None) -> FoundCalls:
-    """Extract the calls from an answer.
+    """Extract the tool calls that an answer writes as plain JSON, and return them with the remaining text.
 
     Args:
         text: The answer.
@@ -72,7 +79,11 @@ def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
 
 
 def _following(text: str, at: int, tools: KnownTools | None) -> ParsedCalls | None:
-    """Return the call or list of calls at `at`, and the calls after it if only separators are between them."""
+    """Return the call or list of calls at position `at`, and the calls after it if only separators are in between.
+
+    Returns:
+        None if there is no call, or none of the row's tools has its name.
+    """
     calls: list[Call] = []
     end = at
     while (found := calls_at(text, at, needs=True)) is not None and _are_known(found.calls, tools):
@@ -90,7 +101,13 @@ def _are_known(calls: list[Call], tools: KnownTools | None) -> bool:
 
 
 def _with_surroundings(text: str, begin: re.Match[str], found: ParsedCalls) -> _CallGroup:
-    """Return the calls with the tag, code fence and separator around them."""
+    """Return the calls with the range of the tag, code fence and separator around them.
+
+    Args:
+        text: The answer.
+        begin: The match of the start of the calls.
+        found: The calls, and the position after them.
+    """
     start, end = begin.start(), found.end
     if begin["fence"] is not None:
         closing = _FENCE_END.match(text, end)

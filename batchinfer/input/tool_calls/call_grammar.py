@@ -23,7 +23,9 @@ _CALLS = "%calls%"  # placeholder for the calls in the start rule of a grammar
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Writes the grammar around the arguments of calls, in which the rule `a0` is the arguments of the first tool.
+    """Writes the parts of a grammar around the arguments of tool calls.
+
+    In the grammar, the rule `a0` is the arguments of the first tool, `a1` of the second, and so on.
 
     Args:
         mark: Returns a text as a token of the grammar, if it is a token, else as a literal.
@@ -34,18 +36,30 @@ class _Frame:
     names: Sequence[str]
 
     def alternatives(self, before: str = "", behind: str = "", joint: str = "") -> str:
-        """Return a choice of one tool: its name and arguments, with texts before, between and after them."""
+        """Return a rule for a call of any of the tools: its name and its arguments.
+
+        Args:
+            before: The text before the name.
+            behind: The text after the arguments.
+            joint: The text between the name and the arguments.
+        """
         return " | ".join(
             " ".join(filter(None, (_text(f"{before}{name}{joint}"), f"a{number}", _text(behind))))
             for number, name in enumerate(self.names)
         )
 
     def object(self, arguments: str = "arguments") -> str:
-        """Return a choice of one call as a JSON object."""
+        """Return a rule for a call of any of the tools as a JSON object. `arguments` is the key of the arguments."""
         return self.alternatives('{"name": "', "}", f'", "{arguments}": ')
 
     def marked(self, before: str, mark: str, behind: str = "") -> str:
-        """Return a choice of one tool: its name, a marker, and its arguments."""
+        """Return a rule for a call of any of the tools: its name, a marker, and its arguments.
+
+        Args:
+            before: The text before the name.
+            mark: The marker after the name.
+            behind: The text after the marker.
+        """
         return " | ".join(
             " ".join(filter(None, (_text(before + name), self.mark(mark), _text(behind), f"a{number}")))
             for number, name in enumerate(self.names)
@@ -55,7 +69,7 @@ class _Frame:
 def call_grammar(
     style: CallStyle, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, single: bool, reasons: bool
 ) -> str | None:
-    """Return the value of the parameter `tool_call` for answers that call these tools, or None if the style has none.
+    """Return a grammar of answers that call tools, as the value of the sampling parameter `tool_call`.
 
     Args:
         style: The syntax of the calls.
@@ -64,6 +78,9 @@ def call_grammar(
         single: True if the answer must be exactly one call, else it is one or more.
         reasons: True if the answer reasons first. In the harmony style, the reasoning then ends with the header of a
             call.
+
+    Returns:
+        None if the style has no grammar.
     """
     frame = _Frame(lambda text: _mark(text, tokenizer), [one["function"]["name"] for one in tools])
     made = _lines(style.name, frame, tokenizer, reasons)
@@ -79,7 +96,13 @@ def call_grammar(
 def _lines(
     name: str, frame: _Frame, tokenizer: Tokenizer, reasons: bool
 ) -> tuple[str, str, str | None] | None:
-    """Return the start rule with the placeholder for calls, a call, and the separator between calls.
+    """Return the start rule with the placeholder for calls, the rule of a call, and the separator between calls.
+
+    Args:
+        name: The name of the style.
+        frame: Writes the rules.
+        tokenizer: The tokenizer of the checkpoint.
+        reasons: True if the answer reasons first.
 
     Returns:
         None for a style without a grammar. The separator is None if models of the style write a single call.
@@ -133,7 +156,7 @@ def _harmony(frame: _Frame, behind: str) -> str:
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """Return the token of a text if it is an added token, else the text as a literal."""
+    """Return a text for a grammar: as a token if it is an added token of the tokenizer, else as a literal."""
     token = tokenizer.rust.token_to_id(text)
     added = tokenizer.rust.get_added_tokens_decoder()
     return f"<[{token}]>" if token in added else _text(text)

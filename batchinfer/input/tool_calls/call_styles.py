@@ -40,7 +40,11 @@ _SHOWN: tuple[tuple[str, str], ...] = (
 
 
 def find_call_style(setting: str, tokenizer: Tokenizer) -> CallStyle | None:
-    """Return the syntax of the checkpoint's calls, from the job's setting or the chat template.
+    """Return the syntax of the checkpoint's tool calls, from the job's setting or the chat template.
+
+    Args:
+        setting: The name of a style, "auto" or "none".
+        tokenizer: The tokenizer of the checkpoint.
 
     Returns:
         None if calls are not separated from text.

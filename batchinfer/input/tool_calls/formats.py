@@ -31,7 +31,7 @@ _BeginsAt = Callable[[re.Match[str]], ParsedCalls | None]  # parses the calls af
 
 
 class Tagged(NamedTuple):
-    """A syntax of JSON between two tags: a call or a list of calls.
+    """A syntax of tool calls: JSON with a call or a list of calls between two tags.
 
     Args:
         begins: The alternative start tags.
@@ -44,7 +44,7 @@ class Tagged(NamedTuple):
     closed: bool
 
     def found(self, text: str, _: KnownTools | None) -> FoundCalls:
-        """Extract the calls from an answer."""
+        """Extract the tool calls from an answer, and return them with the remaining text."""
         return _take_out(text, "|".join(map(re.escape, self.begins)), self._read)
 
     def _read(self, begin: re.Match[str]) -> ParsedCalls | None:
@@ -72,7 +72,7 @@ def _mistral(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _mistral_calls(begin: re.Match[str]) -> ParsedCalls | None:
-    """Return the calls after the marker: a list as in older models, or a name and arguments."""
+    """Return the calls after the marker `begin`: a list as in older models, or a name and arguments."""
     text, at = begin.string, begin.end()
     named = _MISTRAL.match(text, at)
     if named is None:
@@ -88,7 +88,10 @@ def _deepseek(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _deepseek_call(begin: re.Match[str]) -> ParsedCalls | None:
-    """Return one call. V3 and R1 write the kind of tool and a code fence around arguments; V3.1 writes neither."""
+    """Return the call after the marker `begin`.
+
+    V3 and R1 write the kind of tool and a code fence around arguments; V3.1 writes neither.
+    """
     text = begin.string
     if begin[0] != CALL_BEGIN:
         return ParsedCalls([], begin.end())
@@ -109,7 +112,7 @@ def _qwen_coder(text: str, tools: KnownTools | None) -> FoundCalls:
 
 
 def _take_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] = _NOTHING) -> FoundCalls:
-    """Extract the calls from an answer, with the white space around them.
+    """Extract the tool calls from an answer with the white space around them, and return them with the remaining text.
 
     Args:
         text: The answer.
@@ -130,7 +133,13 @@ def _take_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] =
 
 
 def _read_each(text: str, begins: re.Pattern[str], read: _BeginsAt) -> Iterator[tuple[int, ParsedCalls]]:
-    """Yield the start of each call, and the parsed calls."""
+    """Yield (position, parsed calls) for each start of calls in an answer that can be parsed.
+
+    Args:
+        text: The answer.
+        begins: A pattern of the starts of calls.
+        read: Parses the calls after a start, or returns None.
+    """
     at = 0
     for _ in range(MOST_TRIED):
         begin = begins.search(text, at)

@@ -21,18 +21,30 @@ class ShowingDetokenizer(Protocol):
     """Decodes token ids and keeps chosen special tokens."""
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the text of each row without special tokens, except those in `shown`."""
+        """Return the text of each row of token ids without special tokens, except the special tokens in `shown`."""
 
 
 class AnswerWithCalls(NamedTuple):
-    """The tokens of an answer without its calls, and the calls."""
+    """An answer whose tool calls were extracted.
+
+    Attributes:
+        ids: The tokens of the answer without its calls.
+        calls: The calls.
+    """
 
     ids: list[int]
     calls: list[Call]
 
 
 class _Message(NamedTuple):
-    """The positions of a message in the tokens of an answer; its content is from `content` to `end`."""
+    """The positions of a message in the tokens of an answer.
+
+    Attributes:
+        start: The first token of its header.
+        content: The first token of its content.
+        end: The token after its content.
+        stop: The token after the message.
+    """
 
     start: int
     content: int
@@ -43,7 +55,15 @@ class _Message(NamedTuple):
 def without_calls(
     answers: Sequence[list[int]], style: CallStyle, detokenizer: ShowingDetokenizer
 ) -> list[AnswerWithCalls]:
-    """Extract the calls from answers. A message to a function stays if its content is not a JSON object."""
+    """Extract the tool calls from answers of gpt-oss.
+
+    A message to a function stays in the answer if its content is not a JSON object.
+
+    Args:
+        answers: The tokens of each answer.
+        style: The harmony style, with the ids of its special tokens.
+        detokenizer: Decodes tokens.
+    """
     marks = {text: token for token, text in style.shown}
     messages = [list(_messages(ids, marks)) for ids in answers]
     parts: list[Sequence[int]] = [
@@ -70,7 +90,10 @@ def _without(ids: list[int], messages: Sequence[_Message], texts: Iterator[str])
 
 
 def _messages(ids: Sequence[int], marks: Mapping[str, int]) -> Iterator[_Message]:
-    """Yield the messages of an answer. The prompt contains the start of the first one."""
+    """Yield the messages in the tokens of an answer. The prompt contains the start of the first message.
+
+    `marks` are the ids of the special tokens of harmony by text.
+    """
     start, message = marks["<|start|>"], marks["<|message|>"]
     ends = {marks[text] for text in ("<|end|>", "<|call|>", "<|return|>") if text in marks}
     places = [at for at, token in enumerate(ids) if token in ends or token in (start, message)]

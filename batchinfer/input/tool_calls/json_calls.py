@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 
 class ParsedCalls(NamedTuple):
-    """The parsed calls, and the position after them."""
+    """Tool calls that were parsed from an answer, and the position after them."""
 
     calls: list[Call]
     end: int
@@ -38,13 +38,13 @@ _DECODER = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_no_n
 
 
 def skip_space(text: str, at: int) -> int:
-    """Return the position after the white space at `at`."""
+    """Return the position of the first character at or after `at` that is not white space."""
     found = _WHITE.match(text, at)
     return at if found is None else found.end()
 
 
 def calls_at(text: str, at: int, needs: bool = False) -> ParsedCalls | None:
-    """Return the call or the list of calls at a position, or None. A list may be empty.
+    """Return the tool call or the list of tool calls at a position of an answer, or None. A list may be empty.
 
     Args:
         text: The answer.
@@ -56,7 +56,7 @@ def calls_at(text: str, at: int, needs: bool = False) -> ParsedCalls | None:
 
 
 def value_end(text: str, at: int) -> tuple[int, bool]:
-    """Return (end, True) for the JSON value at `at`, or (position of the error, False) if it is invalid."""
+    """Return (end, True) for the JSON value at position `at`, or (position of the error, False) if it is invalid."""
     try:
         return _DECODER.raw_decode(text, at)[1], True
     except json.JSONDecodeError as error:
@@ -66,7 +66,10 @@ def value_end(text: str, at: int) -> tuple[int, bool]:
 
 
 def _call_at(text: str, at: int, needs: bool) -> ParsedCalls | None:
-    """Return the call at `at`, which is an object with a name, or None."""
+    """Return the tool call at position `at`: a JSON object with a name; or None.
+
+    `needs` is True if a call must have arguments.
+    """
     spans = _members(text, at)
     if spans is None or "name" not in spans.values:
         return None
@@ -79,7 +82,7 @@ def _call_at(text: str, at: int, needs: bool) -> ParsedCalls | None:
 
 
 def object_at(text: str, at: int) -> Span | None:
-    """Return the range of the JSON object at `at`, or None."""
+    """Return the range (start, end) of the JSON object at position `at`, or None if there is no valid object."""
     spans = _members(text, at)
     return None if spans is None else (at, spans.end)
 
@@ -103,14 +106,22 @@ def json_value(text: str) -> str | None:
 
 
 class _Members(NamedTuple):
-    """The ranges of an object's values by key, and the end of the object."""
+    """The members of a JSON object in a text.
+
+    Attributes:
+        values: The range (start, end) of each value by key.
+        end: The position after the object.
+    """
 
     values: dict[str, Span]
     end: int
 
 
 def _listed(text: str, at: int, needs: bool) -> ParsedCalls | None:
-    """Return the calls in the list at `at`, or None if it is not a list of calls."""
+    """Return the tool calls in the JSON list at position `at`, or None if it is not a list of calls.
+
+    `needs` is True if a call must have arguments.
+    """
     calls: list[Call] = []
     first = skip_space(text, at + 1)
     if text.startswith("]", first):
@@ -125,7 +136,7 @@ def _listed(text: str, at: int, needs: bool) -> ParsedCalls | None:
 
 
 def _members(text: str, at: int) -> _Members | None:
-    """Return the members of the object at `at`, or None if it is invalid or nested too deeply."""
+    """Return the members of the JSON object at position `at`, or None if it is invalid or nested too deeply."""
     if not text.startswith("{", at):
         return None
     try:
@@ -136,7 +147,7 @@ def _members(text: str, at: int) -> _Members | None:
 
 
 def _read_members(text: str, start: int) -> _Members:
-    """Return the members of an object. Raises ValueError or RecursionError."""
+    """Return the members of the JSON object at position `start`. Raises ValueError or RecursionError if invalid."""
     values: dict[str, Span] = {}
     at = skip_space(text, start + 1)
     if text.startswith("}", at):
@@ -160,15 +171,15 @@ def _read_members(text: str, start: int) -> _Members:
 
 
 def _string(text: str, span: Span) -> str | None:
-    """Return the value of a JSON string; None for other values."""
+    """Return the value of the JSON string in a range of a text; None for other values."""
     found = _DECODER.decode(text[slice(*span)]) if text.startswith('"', span[0]) else None
     return found if isinstance(found, str) else None
 
 
 def _arguments(text: str, span: Span) -> str | None:
-    """Return arguments as JSON text.
+    """Return the arguments of a tool call in a range of a text as JSON text, or None if they are no object.
 
-    Some models write this text as a JSON string, and null or an empty string for no arguments.
+    Some models write the text of the object as a JSON string, and null or an empty string for no arguments.
     """
     given = text[slice(*span)]
     if given.startswith("{"):
@@ -180,5 +191,4 @@ def _arguments(text: str, span: Span) -> str | None:
 
 
 def _has_surrogates(text: str) -> bool:
-    """Return True if the text has half of a surrogate pair, which is not a character."""
     return any("\ud800" <= one <= "\udfff" for one in text)

@@ -32,13 +32,16 @@ _JSON_NAMES: dict[type, str] = {
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the names of checked tools and the types of their parameters as JSON text, for the index."""
+    """Return the names of tools and the types of their parameters as JSON text, for the index.
+
+    `tools` are valid tools as in OpenAI's API.
+    """
     found = {one["function"]["name"]: _types(one["function"].get("parameters")) for one in tools}
     return json.dumps(found, sort_keys=True, separators=(",", ":"))
 
 
 def _types(parameters: Any) -> dict[str, Types]:
-    """Return the types of a schema's properties."""
+    """Return the types of each property of a JSON Schema with properties, by name."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
@@ -49,6 +52,10 @@ def _named(schema: Any, root: Mapping[str, Any]) -> Types:
     """Return the types that a schema allows: directly, in its alternatives, or in a definition that it refers to.
 
     The result is empty if any of these schemas names no type.
+
+    Args:
+        schema: The schema.
+        root: The document in which references are resolved.
     """
     found: list[str] = []
     pending = deque([schema])
@@ -75,7 +82,7 @@ def _own_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
-    """Return the alternatives of a schema, or the definition that it refers to."""
+    """Return the alternatives of a schema, and the definition in the document `root` that it refers to."""
     parts = [
         one for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for one in schema[key]
     ]
@@ -91,14 +98,14 @@ def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
 
 
 class KnownTools:
-    """The tools of a row. Use `KnownTools.of`."""
+    """The names of a row's tools and the types of their parameters. Use `KnownTools.of`."""
 
     def __init__(self, types: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
         self._types = types
 
     @classmethod
     def of(cls, text: str) -> KnownTools:
-        """Return the tools from a text that `known_tools` wrote."""
+        """Return the tools from a JSON text that `known_tools` wrote."""
         return _read(text)
 
     @staticmethod
@@ -116,11 +123,11 @@ class KnownTools:
         return name in self._types
 
     def types(self, tool: str, parameter: str) -> Types:
-        """Return the types of a parameter; empty if they are unknown."""
+        """Return the JSON Schema types of a parameter of a tool; empty if they are unknown."""
         return tuple(self._types.get(tool, {}).get(parameter, _ANY))
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> KnownTools:
-    """Parse a text once for all rows that share it."""
+    """Parse a text of `known_tools` once for all rows that share it."""
     return KnownTools(json.loads(text))

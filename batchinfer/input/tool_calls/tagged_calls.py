@@ -27,7 +27,12 @@ _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}  # i
 
 
 def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> ParsedCalls | None:
-    """Return the call after a match of `TAGGED_BEGIN`. If its first tag is missing, it must name one of the tools."""
+    """Parse a tool call of Qwen3-Coder. Return it with the position after it, or None if it is invalid.
+
+    Args:
+        begin: The match of `TAGGED_BEGIN`.
+        tools: The row's tools, or None if unknown. A call whose first tag is missing must name a known tool.
+    """
     text = begin.string
     function = _FUNCTION.match(text, begin.end())
     if function is None:
@@ -48,10 +53,14 @@ def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> ParsedCalls |
 
 
 def _written(value: str, types: Types) -> str:
-    """Return a value as JSON.
+    """Return the value of a parameter as JSON text.
 
     It is parsed as JSON or a Python literal. It is a string if the tool only takes strings, or if the parsed value has
     none of the parameter's types. Chat templates write a missing value of any type as null.
+
+    Args:
+        value: The text of the value in the answer.
+        types: The JSON Schema types of the parameter; empty if unknown.
     """
     if value.strip() == "null":
         return "null"

@@ -26,7 +26,7 @@ from batchinfer.input.input_file import InputFile
 from batchinfer.input.job_input import input_files, open_input
 from batchinfer.input.prompts.columns import Columns, choose_prompts
 from batchinfer.input.prompts.keys import CONSTRAINT_RULES
-from batchinfer.input.prompts.render_pool import Happened, RenderPool
+from batchinfer.input.prompts.render_pool import ActivityCallback, RenderPool
 from batchinfer.input.prompts.render_worker import RenderSpec
 from batchinfer.input.reader import Reader
 from batchinfer.input.sql import materialise
@@ -66,7 +66,7 @@ def ingest(
     scratch: Path,
     progress: Callable[[IngestProgress], None] | None = None,
     ops: FileOps | None = None,
-    happened: Happened | None = None,
+    on_activity: ActivityCallback | None = None,
     keeping: Keeping | None = None,
 ) -> Index:
     """Return the complete index of the job's input, in a subfolder of `scratch` named after its identity.
@@ -80,7 +80,7 @@ def ingest(
         scratch: The folder of indexes.
         progress: Called after each chunk.
         ops: File operations, replaced in tests.
-        happened: Receives the activities of the workers, timed with `time.perf_counter`.
+        on_activity: Receives the activities of the workers, timed with `time.perf_counter`.
         keeping: The kept index of the job, which is reused and then replaced. None: nothing is kept.
 
     Raises:
@@ -89,7 +89,7 @@ def ingest(
         JobFileError: No row has a column that the job uses, or a query failed. Exit code 78.
         StorageError: Exit code 74.
     """
-    found = index_or_ingestion(job, tokenizer, options, scratch, ops, happened, keeping)
+    found = index_or_ingestion(job, tokenizer, options, scratch, ops, on_activity, keeping)
     if isinstance(found, Index):
         return found
     with closing(found.steps()) as steps:
@@ -105,7 +105,7 @@ def index_or_ingestion(
     options: IngestOptions,
     scratch: Path,
     ops: FileOps | None = None,
-    happened: Happened | None = None,
+    on_activity: ActivityCallback | None = None,
     keeping: Keeping | None = None,
 ) -> Index | Ingestion:
     """Return the complete index in `scratch`, or an ingestion that builds it. See `ingest` for the arguments."""
@@ -116,7 +116,7 @@ def index_or_ingestion(
     # The answers of known rows, which have no tokens, may have been removed since
     if found is not None and not found.known_rows:
         return found
-    return Ingestion(job, options, tokenizer, files, identity, folder, ops or FileOps(), happened, keeping)
+    return Ingestion(job, options, tokenizer, files, identity, folder, ops or FileOps(), on_activity, keeping)
 
 
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
@@ -180,10 +180,10 @@ class Ingestion:
         identity: str,
         folder: Path,
         ops: FileOps,
-        happened: Happened | None,
+        on_activity: ActivityCallback | None,
         keeping: Keeping | None,
     ) -> None:
-        self.job, self._happened = job, happened
+        self.job, self._on_activity = job, on_activity
         self._keeping = keeping
         self._options = options
         self._tokenizer = tokenizer
@@ -335,7 +335,7 @@ class Ingestion:
             columns.add(facts.names, facts.found, facts.read)
         workers = self._options.workers or usable_cpus()
         wanted = _Wanted(_chunks(reader, columns.read, kept, carried), job.input.limit)
-        pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._happened)
+        pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._on_activity)
         with writer, pool:
             for chunk, rows in pool.map(wanted.chunks()):
                 if kept is not None and kept.turns():

@@ -13,11 +13,11 @@ _SURROGATES: Range = (0xD800, 0xDFFF)
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """A set of characters: the union of ranges and properties, or its complement. It never contains surrogates.
+    r"""A set of characters: ranges and Unicode properties, or their complement. It never contains surrogates.
 
     Args:
-        ranges: The ranges in ascending order. They neither overlap nor touch.
-        properties: Unicode properties in the syntax of the regex engine.
+        ranges: The ranges (first code point, last code point) in ascending order. They neither overlap nor touch.
+        properties: Unicode properties in the syntax of the regex engine, such as `\p{L}`.
         negated: True for the complement. A set without properties is never negated.
     """
 
@@ -27,7 +27,13 @@ class Chars:
 
     @classmethod
     def of(cls, ranges: Iterable[Range], properties: Iterable[str] = (), negated: bool = False) -> Chars:
-        """Return a set of arbitrary ranges."""
+        """Return the set of the characters in any of the ranges or properties, or its complement if `negated`.
+
+        Args:
+            ranges: Ranges (first code point, last code point) in any order. They may overlap.
+            properties: Unicode properties in the syntax of the regex engine.
+            negated: True for the complement.
+        """
         named = tuple(dict.fromkeys(properties))
         inside = _joined(ranges)
         if negated and not named:
@@ -36,7 +42,7 @@ class Chars:
 
     @property
     def known(self) -> bool:
-        """True if the set has only ranges. Its members are then known."""
+        """True if the set has ranges only, no properties. Its members are then known."""
         return not self.properties
 
     @property
@@ -45,11 +51,11 @@ class Chars:
         return self.known and not self.ranges
 
     def holds(self, char: str) -> bool:
-        """Return True if a character is in the ranges."""
+        """Return True if the ranges contain the character. Properties and negation are ignored."""
         return any(first <= ord(char) <= last for first, last in self.ranges)
 
     def without(self, char: str) -> Chars:
-        """Return a known set without one character."""
+        """Return a copy of a set without one character. The set must have ranges only."""
         code = ord(char)
         return Chars.of([*_others(self.ranges), (code, code)], negated=True)
 
@@ -78,7 +84,7 @@ def _others(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
 
 
 def one(code: int) -> Chars:
-    """Return the set of one character, which must not be a surrogate."""
+    """Return the set of the character with this code point, which must not be a surrogate."""
     return Chars(((code, code),))
 
 

@@ -17,7 +17,7 @@ HALVES = (
 
 
 def char_class(source: PatternSource) -> Chars:
-    """Return the class whose opening bracket was just read."""
+    """Parse a character class such as `[^a-z]` and return its characters. Its opening bracket was just read."""
     begin = source.at - 1
     negated = source.accept("^")
     ranges: list[Range] = []
@@ -59,7 +59,7 @@ def _range(source: PatternSource, begin: int, first: Chars | int, last: Chars | 
 
 
 def _refuse_foreign(source: PatternSource) -> None:
-    """Reject syntax that other languages read as more than its characters, as ECMAScript does not."""
+    """Raise BadPattern for syntax in a class that has a meaning in other languages but not in ECMAScript."""
     begin = source.at
     if source.accept("&&"):
         source.bad(begin, "in a class is no intersection; write the members themselves, or one & for an &")

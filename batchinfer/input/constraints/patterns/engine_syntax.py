@@ -15,15 +15,21 @@ _PUNCTUATION = re.compile("[^A-Za-z0-9]")
 
 
 def engine_pattern(pattern: str) -> str:
-    """Return the expression for texts that the pattern matches as a whole. Raises BadPattern."""
+    """Return an expression in the engine's syntax for texts that match the pattern as a whole. Raises BadPattern."""
     return read_pattern(pattern, _SyntaxMaker())
 
 
 def engine_pattern_in_json(pattern: str) -> tuple[str, bool]:
-    """Return the expression for JSON strings that contain a match, and True if it allows fewer texts.
+    """Return a regular expression in the engine's syntax for JSON strings that contain a match of the pattern.
 
-    In llguidance 1.9, a set with all control characters also matches quotes and backslashes. Such a set loses U+0000 if
-    it should not match these. The engine's unions of sets keep this. Raises BadPattern.
+    In llguidance 1.9, a set with all control characters also matches quotes and backslashes. If it should not match
+    these, U+0000 is removed from the set. The engine's unions of sets keep this.
+
+    Returns:
+        The expression, and True if U+0000 was removed, so that it allows fewer texts than the pattern.
+
+    Raises:
+        BadPattern: The pattern is invalid or cannot be followed.
     """
     maker = _JsonSyntaxMaker()
     return f"^(?:{read_pattern(pattern, maker)})$", maker.narrowed

@@ -39,7 +39,15 @@ _FOREIGN: Mapping[str, str] = {
 
 
 def read_escape(source: PatternSource, in_class: bool) -> Chars | int:
-    """Read the escape after a backslash. Return a set of characters, or a code point, which may be a surrogate."""
+    """Parse an escape, whose backslash was just read.
+
+    Args:
+        source: The pattern with its reading position.
+        in_class: True inside a character class in brackets.
+
+    Returns:
+        A set of characters, or a code point, which may be a surrogate.
+    """
     begin, char = source.at - 1, source.take()
     if char in CLASSES:
         return CLASSES[char]
@@ -61,7 +69,7 @@ def read_escape(source: PatternSource, in_class: bool) -> Chars | int:
 
 
 def _itself(source: PatternSource, begin: int, char: str) -> int:
-    """Return the code point of escaped ASCII punctuation or space, which are allowed in every dialect."""
+    """Return the code point of an escaped character that means itself: ASCII punctuation or space."""
     if not char:
         source.bad(begin, "ends the expression; write \\\\ for a backslash")
     if char in _FOREIGN:
@@ -87,7 +95,13 @@ def _control(source: PatternSource, begin: int) -> int:
 
 
 def _hexadecimal(source: PatternSource, begin: int, digits: int) -> int:
-    """Read a code point of the given number of hexadecimal digits."""
+    """Parse a number of hexadecimal digits and return their code point.
+
+    Args:
+        source: The pattern with its reading position.
+        begin: The position of the escape, for messages.
+        digits: The number of digits.
+    """
     text = source.peek(digits)
     if len(text) < digits or not _HEX.issuperset(text):
         braced = source.accept("{") and source.until("}") is not None

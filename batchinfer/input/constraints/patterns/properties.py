@@ -56,7 +56,11 @@ _OF_NULL = frozenset(("ASCII", "Any", "Assigned", "C", "Other", "Cc", "Control",
 
 
 def property_syntax(name: str) -> tuple[str | None, str]:
-    r"""Return (property in the engine's syntax for `\\p{…}`, ""), or (None, what to write instead)."""
+    r"""Look up a Unicode property of ECMAScript, such as "Script=Greek".
+
+    Returns:
+        The property as the engine writes it within `\p{…}`, and ""; or None, and advice for the user.
+    """
     key, equals, value = name.rpartition("=")
     if not equals and (value in _binary() or value in _categories()):
         return value, ""
@@ -68,7 +72,7 @@ def property_syntax(name: str) -> tuple[str | None, str]:
 
 
 def holds_null(syntax: str) -> bool:
-    """Return True if U+0000 has a property, which is in the engine's syntax."""
+    r"""Return True if U+0000 has a property. `syntax` is the property in the engine's syntax, such as `\p{L}`."""
     value = syntax[3:-1].rpartition("=")[2]
     return (value in _OF_NULL) != syntax.startswith("\\P")
 

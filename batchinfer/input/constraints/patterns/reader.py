@@ -27,39 +27,50 @@ T = TypeVar("T")
 
 
 class Maker(Protocol[T]):
-    """Builds the result for an expression's parts, from the inside out. Its methods may raise ValueError."""
+    """Builds a result, such as a translated expression, from the parts of a regular expression, innermost first.
+
+    The methods may raise ValueError.
+    """
 
     def chars(self, chars: Chars) -> T:
-        """Return the result for one character of a set."""
+        """Return the result for an expression that matches one character of a set."""
         ...
 
     def text(self, text: str) -> T:
-        """Return the result for literal characters."""
+        """Return the result for an expression that matches this text literally."""
         ...
 
     def open_ended(self, part: T, before: bool, behind: bool) -> T:
-        """Return the result for a part without an anchor at its start or end, where a search may match more text."""
+        """Return the result for a part at the start or end of the expression that has no anchor there.
+
+        A search may match more text around the part.
+
+        Args:
+            part: The result for the part.
+            before: True if any text may precede the part.
+            behind: True if any text may follow the part.
+        """
         ...
 
     def sequence(self, parts: Sequence[T]) -> T:
-        """Return the result for consecutive parts; no part means the empty text."""
+        """Return the result for consecutive parts, from their results. Without parts, it matches the empty text."""
         ...
 
     def choice(self, ways: Sequence[T]) -> T:
-        """Return the result for alternatives."""
+        """Return the result for alternatives, from their results."""
         ...
 
     def repeated(self, part: T, least: int, most: int | None) -> T:
-        """Return the result for a repeated part; `most` is None without a maximum."""
+        """Return the result for a part repeated `least` to `most` times; `most` is None without a maximum."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PatternPart(Generic[T]):
-    """The result for a part of a pattern.
+    """A part of a regular expression: the result that a Maker built for it, and its anchors.
 
     Args:
-        made: The maker's result.
+        made: The result of the Maker.
         start: True if the part is anchored at the start of the text.
         end: True if the part is anchored at the end of the text.
     """
@@ -71,7 +82,13 @@ class PatternPart(Generic[T]):
 
 @dataclass(slots=True)
 class _Group(Generic[T]):
-    """A group whose closing parenthesis was not read yet."""
+    """A group of a regular expression whose closing parenthesis was not read yet.
+
+    Args:
+        begin: The position of its opening parenthesis.
+        parts: The parts of the current alternative.
+        ways: The alternatives that are complete.
+    """
 
     begin: int
     parts: list[PatternPart[T]] = field(default_factory=list)
@@ -79,10 +96,10 @@ class _Group(Generic[T]):
 
 
 def read_pattern(pattern: str, maker: Maker[T]) -> T:
-    """Parse an expression, and return the maker's result.
+    """Parse a regular expression, and return the maker's result for it.
 
     Raises:
-        BadPattern: It is not a regular expression of ECMAScript with the flag u, or it is unsupported: look-around,
+        BadPattern: The text is not a regular expression of ECMAScript with the flag u, or is unsupported: look-around,
             references to groups, word boundaries, or anchors in the middle.
     """
     return _PatternReader(pattern, maker).read()
@@ -120,7 +137,10 @@ class _PatternReader(Generic[T]):
             self._add(begin, PatternPart(self._maker.chars(self._chars(begin, char))))
 
     def _text(self, begin: int) -> str:
-        """Return at least two literal characters from `begin` on, or "". A repeated character is not included."""
+        """Read literal characters from `begin` on, and return them if there are at least two, else "".
+
+        A character that is repeated (`a*`) is not included.
+        """
         source = self._source
         text = source.match(_TEXT, begin)
         if len(text) > 1 and source.peek() in _REPEATS:
@@ -161,7 +181,7 @@ class _PatternReader(Generic[T]):
         self._open.append(_Group(begin))
 
     def _special_group(self, begin: int) -> None:
-        """Read the start of a named group, and reject all other groups that begin with `?`."""
+        """Read the start of a named group. Reject all other groups that begin with `?`."""
         source = self._source
         for kind in ("=", "!", "<=", "<!"):
             if source.accept(kind):
@@ -204,7 +224,13 @@ class _PatternReader(Generic[T]):
         return PatternPart(self._maker.choice(ways), start, end)
 
     def _open_ended(self, part: PatternPart[T], start: bool, end: bool) -> PatternPart[T]:
-        """Return the part as anchored at `start` and `end`, with any text on a side without an anchor."""
+        """Return the part with any text allowed before or after it, unless it has an anchor on that side.
+
+        Args:
+            part: The part, possibly anchored.
+            start: True to handle the start of the part. The returned part counts as anchored there.
+            end: True to handle the end of the part. The returned part counts as anchored there.
+        """
         before, behind = start and not part.start, end and not part.end
         made = self._maker.open_ended(part.made, before, behind) if before or behind else part.made
         return PatternPart(made, start, end)
@@ -224,7 +250,10 @@ class _PatternReader(Generic[T]):
         self._add(begin, held)
 
     def _add(self, begin: int, part: PatternPart[T]) -> None:
-        """Add a part with its repetition, if the anchors in it and before it allow that."""
+        """Read the repetition that follows a part, and add the part to the open group.
+
+        Raises BadPattern if an anchor is repeated or in the middle of the expression.
+        """
         source, parts = self._source, self._open[-1].parts
         if parts and part.start:
             source.bad(
@@ -242,7 +271,7 @@ class _PatternReader(Generic[T]):
         parts.append(PatternPart(self._maker.repeated(part.made, *counts)))
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """Return how often the previous part is repeated, or None without a repetition."""
+        """Read a repetition and return its (minimum, maximum or None) count; None if there is no repetition."""
         source, begin = self._source, self._source.at
         char = source.peek()
         if char not in _REPEATS:

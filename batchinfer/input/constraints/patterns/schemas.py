@@ -11,7 +11,11 @@ from batchinfer.input.constraints.schema_problem import BadSchema
 
 
 def translate_patterns(schemas: Iterable[dict[str, Any]]) -> None:
-    """Translate patterns in place to the engine's syntax, with their meaning in ECMAScript. Raises BadSchema."""
+    """Translate `pattern` and `patternProperties` of schemas, in place, from ECMAScript to the engine's syntax.
+
+    Raises:
+        BadSchema: A pattern is invalid or cannot be followed.
+    """
     for schema in schemas:
         if isinstance(pattern := schema.get("pattern"), str):
             schema["pattern"], _ = _translate("pattern", pattern)
@@ -35,7 +39,7 @@ def _translate_names(schema: dict[str, Any], named: dict[str, Any]) -> dict[str,
 
 
 def _outside_matter(schema: dict[str, Any]) -> bool:
-    """Return True if other keywords allow a name that only the narrowed pattern excludes."""
+    """Return True if the schema may allow a property name that its translated, narrower pattern excludes."""
     named = [*_names(schema.get("properties")), *_names(schema.get("required"))]
     return schema.get("additionalProperties") is not False or any("\0" in name for name in named)
 

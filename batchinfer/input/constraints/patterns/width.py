@@ -12,16 +12,19 @@ BytesOf = Callable[[Range], int]  # returns the maximum bytes of a character in 
 
 
 class NoWidth(ValueError):
-    """The expression is invalid, or its matches have no maximum length. The message gives the reason."""
+    """Raised if an expression is invalid or its matches have no maximum length. The message gives the reason."""
 
 
 def plain(chars: Range) -> int:
-    """Return the maximum bytes of a character in UTF-8."""
+    """Return the maximum number of bytes in UTF-8 of a character in a range of code points."""
     return len(chr(chars[1]).encode())
 
 
 def in_json(chars: Range) -> int:
-    """Return the maximum bytes of a character in a JSON string, in which control characters may be escaped."""
+    """Return the maximum number of bytes of a character in a range of code points within a JSON string.
+
+    Control characters, quotes and backslashes are escaped there.
+    """
     first, last = chars
     if first < 0x20 or first <= 0x7F <= last:
         return 6
@@ -29,11 +32,11 @@ def in_json(chars: Range) -> int:
 
 
 def pattern_width(pattern: str, written: BytesOf, *, searched: bool) -> int:
-    """Return the maximum bytes of the texts that match a pattern.
+    """Return the maximum number of bytes of the texts that match a regular expression.
 
     Args:
         pattern: The regular expression.
-        written: Returns the maximum bytes of a character in a range.
+        written: Returns the maximum number of bytes of a character in a range of code points.
         searched: True if the pattern may match anywhere in the text unless it has ^ and $, as in a JSON Schema.
 
     Raises:

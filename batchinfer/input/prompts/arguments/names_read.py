@@ -15,7 +15,10 @@ _OF_MACROS = frozenset({"caller", "kwargs", "varargs"})
 
 
 def names_read(tree: nodes.Template) -> set[str]:
-    """Return the names that a template reads, including functions of the environment."""
+    """Return the names that a parsed template reads before it has certainly set them.
+
+    They include functions of the environment.
+    """
     reads = _Reads()
     reads.visit(tree)
     reads.finish()
@@ -23,9 +26,13 @@ def names_read(tree: nodes.Template) -> set[str]:
 
 
 class _Reads(NodeVisitor):
-    """Visits a template in the order of execution. `_set` are the names that are certainly set at that point.
+    """Visits a template in the order of execution, and collects the names that it reads before it sets them.
 
-    Macros are visited at the end, since they run later than they are defined, and see names that are set in between.
+    Macros are visited at the end, since they run later than they are defined, and can read names that are set in
+    between.
+
+    Attributes:
+        found: The names.
     """
 
     def __init__(self) -> None:
@@ -102,7 +109,7 @@ class _Reads(NodeVisitor):
             self.visit(node)
 
     def _after(self, branch: Sequence[nodes.Node]) -> set[str]:
-        """Return the names that are set after a branch."""
+        """Visit a branch of an `if`, and return the names that are set after it."""
         before = set(self._set)
         self._all(branch)
         found, self._set = self._set, before
@@ -116,7 +123,7 @@ class _Reads(NodeVisitor):
 
     @contextmanager
     def _inside(self, names: Iterable[str] = ()) -> Iterator[None]:
-        """Visit a scope: names that are set within it are not set after it."""
+        """Treat `names` as set within the `with` block. Names that are set within the block are not set after it."""
         before = self._set
         self._set = before | set(names)
         yield

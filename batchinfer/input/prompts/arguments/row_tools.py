@@ -10,13 +10,13 @@ from batchinfer.input.tool_calls.known_tools import known_tools
 
 
 class RowTools:
-    """Returns the tools of rows as text. The text of the last tools is cached, since rows usually share them."""
+    """Returns the tools of rows as text. The text of the last tools is cached, since rows usually share their tools."""
 
     def __init__(self) -> None:
         self._last: tuple[Sequence[Mapping[str, Any]], str] | None = None
 
     def of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the tools among the arguments as `known_tools` writes them, or None."""
+        """Return the tools among a row's template arguments as JSON text of `known_tools`, or None without tools."""
         tools = arguments.get(TOOLS)
         if not tools:
             return None

@@ -23,20 +23,23 @@ _GLOBALS = frozenset(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).globals)
 
 
 def is_given(name: str) -> bool:
-    """Return True if every template has this name already: messages, special tokens and functions."""
+    """Return True if every chat template gets a value of this name: messages, tools, special tokens and functions."""
     return name in _GIVEN or name in _GLOBALS
 
 
 def arguments_read(source: str) -> frozenset[str]:
-    """Return the arguments that a chat template reads: names that it does not set, and that not every template has.
+    """Return the names of the arguments that a chat template reads.
 
-    The template must compile.
+    Names that the template sets itself, and names that every template gets, are left out. The template must compile.
+
+    Args:
+        source: The text of the template.
     """
     return frozenset(name for name in _names_read(source) if not is_given(name))
 
 
 def reads_tools(source: str) -> bool:
-    """Return True if a chat template reads `tools`. The template must compile."""
+    """Return True if a chat template reads `tools`. `source` is its text, which must compile."""
     return TOOLS in _names_read(source)
 
 
@@ -46,14 +49,19 @@ def _names_read(source: str) -> frozenset[str]:
 
 
 class TemplateArguments(NamedTuple):
-    """The arguments of a row, and the names of its arguments that the template does not read."""
+    """The arguments of the chat template for one row.
+
+    Attributes:
+        arguments: The values by name.
+        unread: The names of arguments that the row sets, but the template does not read.
+    """
 
     arguments: Arguments
     unread: tuple[str, ...] = ()
 
 
 class RowArguments:
-    """Determines the arguments of each row.
+    """Determines the arguments of the chat template for each row.
 
     Args:
         common: The arguments that the job sets for all rows.
@@ -80,7 +88,11 @@ class RowArguments:
         self._tools, self._reads_tools = tools, reads_tools
 
     def of_row(self, values: Values) -> TemplateArguments:
-        """Return the job's arguments, overridden by the row's columns. Raises RowProblem."""
+        """Return the job's arguments, overridden by columns of the row. Raises RowProblem.
+
+        Args:
+            values: The values of the row by column.
+        """
         if not self._columns and self._tools is None:
             return TemplateArguments(self._common)
         given = {name: values.get(column) for name, column in self._columns}
@@ -91,7 +103,7 @@ class RowArguments:
         return TemplateArguments(self._with_tools(self._override(given), tools))
 
     def of_request(self, body: Mapping[str, Any]) -> TemplateArguments:
-        """Return the job's arguments, overridden by a chat request's. Raises RowProblem."""
+        """Return the job's arguments, overridden by the body of an OpenAI chat request. Raises RowProblem."""
         given = {name: body[name] for name in (EFFORT, DOCUMENTS) if body.get(name) is not None}
         given |= self._kwargs(body.get(KWARGS))
         unread = tuple(name for name in given if name not in self._reads)
@@ -102,7 +114,12 @@ class RowArguments:
         return TemplateArguments(self._with_tools(arguments, body.get(TOOLS)), unread)
 
     def _with_tools(self, arguments: Arguments, value: Any) -> Arguments:
-        """Return the arguments with a row's own tools. An empty list means no tools."""
+        """Return the arguments with the row's own tools.
+
+        Args:
+            arguments: The arguments with the tools of the job.
+            value: The row's tools. None keeps the tools of the job; an empty list means no tools.
+        """
         if value is None:
             return arguments
         try:
@@ -146,7 +163,7 @@ class RowArguments:
 
 
 def argument_problem(name: str, value: Any) -> str | None:
-    """Return why the value of a well-known argument is invalid, or None."""
+    """Return why the value of `documents` or `reasoning_effort` is invalid, or None. Other names are not checked."""
     if name == DOCUMENTS and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         return "must be a list of objects, as in [{title: …, text: …}]"
     if name == EFFORT and not isinstance(value, str):
@@ -159,7 +176,7 @@ def _bad(name: str, message: str) -> RowProblem:
 
 
 def _from_text(value: Any) -> Any:
-    """Parse a value in a file without types: a number, true, or JSON; anything else stays text."""
+    """Convert a value from a file without types: to a boolean, or parsed as JSON if valid, else unchanged text."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

@@ -18,11 +18,11 @@ _RIGHT = "must be none, auto, required, or a function, as in {type: function, fu
 
 
 class ToolChoice:
-    """Sets the constraints that the tool choice of rows requires.
+    """Turns `tool_choice` of OpenAI requests into a constraint, for rows whose answers must call a tool.
 
     Args:
-        style: The syntax of the checkpoint's calls, or None.
-        tokenizer: The tokenizer.
+        style: The syntax of the checkpoint's tool calls, or None if unknown.
+        tokenizer: The tokenizer of the checkpoint.
         reasons: True if tokens mark the reasoning of the checkpoint.
     """
 
@@ -32,7 +32,16 @@ class ToolChoice:
     def params(
         self, params: SamplingParams, body: Mapping[str, Any], tools: Sequence[Tool] | None
     ) -> SamplingParams:
-        """Return the parameters of a chat request with these tools. Raises RowProblem."""
+        """Return the sampling parameters of a chat request with the constraint that its tool choice needs.
+
+        Args:
+            params: The sampling parameters without the tool choice.
+            body: The body of the request, with `tool_choice` and `parallel_tool_calls`.
+            tools: The tools of the request or the job, or None.
+
+        Raises:
+            RowProblem: The tool choice is invalid or unsupported.
+        """
         choice, single = body.get(CHOICE), body.get(PARALLEL) is False
         if choice in (None, "auto", "none"):
             if single and tools:
@@ -53,7 +62,15 @@ class ToolChoice:
 
 
 def _chosen(choice: Any, tools: Sequence[Tool]) -> Sequence[Tool]:
-    """Return the tools that an answer may call. Raises RowProblem."""
+    """Return the tools that an answer may call.
+
+    Args:
+        choice: The value of `tool_choice`: "required", or an object that names a function.
+        tools: The tools of the request.
+
+    Raises:
+        RowProblem: The value is invalid or names an unknown tool.
+    """
     if not tools:
         raise _bad(f"{CHOICE}: asks for a call, and there are no tools")
     if choice == "required":

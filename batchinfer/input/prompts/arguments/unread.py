@@ -9,25 +9,29 @@ _MOST_NAMES = 20  # maximum number of names kept
 
 
 class UnreadArguments:
-    """The number of rows per argument that the template does not read."""
+    """Counts, per argument of the chat template, the rows that set it although the template does not read it.
+
+    Attributes:
+        rows: The number of rows by name of the argument.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
 
     def add(self, names: Iterable[str], rows: int = 1) -> None:
-        """Add `rows` to the count of each name. Only the first names are kept."""
+        """Add `rows` to the count of each name. At most 20 names are kept."""
         for short in dict.fromkeys(name[:_NAME] for name in names):
             if short in self.rows or len(self.rows) < _MOST_NAMES:
                 self.rows[short] = self.rows.get(short, 0) + rows
 
     def join(self, others: Mapping[str, int]) -> None:
-        """Add counts from elsewhere."""
+        """Add the counts of another process: the number of rows by name of the argument."""
         for name, rows in others.items():
             self.add((name,), rows)
 
 
 def unread_text(rows: Mapping[str, int]) -> str | None:
-    """Return a message about ignored arguments and their rows, or None."""
+    """Return a message about the ignored arguments, or None if there are none. `rows` is the number of rows by name."""
     if not rows:
         return None
     most_first = sorted(rows.items(), key=lambda one: (-one[1], one[0]))

@@ -13,7 +13,7 @@ _NAMED = 10  # maximum number of adapters in a message
 
 
 class NamedAdapters:
-    """Finds adapters by name.
+    """Finds the adapter that a row names.
 
     Args:
         fingerprints: The fingerprints of the job's adapters by name.
@@ -24,7 +24,12 @@ class NamedAdapters:
         self._fingerprints, self._column = fingerprints, column
 
     def of_row(self, params: SamplingParams, values: Values) -> SamplingParams:
-        """Return the parameters with the adapter that the row names, if any. Raises RowProblem if it is unknown."""
+        """Return the parameters with the adapter that the row names, if any. Raises RowProblem if it is unknown.
+
+        Args:
+            params: The sampling parameters of the row.
+            values: The values of the row by column.
+        """
         name = None if self._column is None else values.get(self._column)
         if name is None or name == "":
             return params
@@ -39,9 +44,13 @@ class NamedAdapters:
         return replace(params, adapter=self._fingerprints[name])
 
     def of_request(self, params: SamplingParams, body: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters with the adapter that the field `model` of a request names.
+        """Return the parameters with the adapter that the field `model` of an OpenAI request names.
 
         Any other name means the model without an adapter, since clients may call it anything.
+
+        Args:
+            params: The sampling parameters of the request.
+            body: The body of the request.
         """
         name = body.get("model") if self._fingerprints else None
         if not isinstance(name, str) or name not in self._fingerprints:

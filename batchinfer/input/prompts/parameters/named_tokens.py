@@ -13,7 +13,12 @@ _MOST_WORDS = 4096  # maximum number of cached words
 
 
 class NamedTokens:
-    """Checks the token ids in parameters, which must be below `vocab_size`, and encodes bad words."""
+    """Checks the token ids in sampling parameters, and encodes their `bad_words`.
+
+    Args:
+        tokenizer: The tokenizer of the checkpoint.
+        vocab_size: The number of token ids of the model.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -21,7 +26,7 @@ class NamedTokens:
         self._words: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def add_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the tokens of their bad words. Raises RowProblem for an unknown token id."""
+        """Return the parameters with the tokens of their `bad_words`. Raises RowProblem for an unknown token id."""
         if self._last is None or params is not self._last[0]:
             self._last = params, self._found(params)
         return self._last[1]
@@ -40,7 +45,7 @@ class NamedTokens:
             raise RowProblem("token_id_out_of_range", message)
 
     def _of_word(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of a text at the start of a text and after a space."""
+        """Return the tokens of a word at the start of a text, and its tokens after a space."""
         if word not in self._words:
             if len(self._words) >= _MOST_WORDS:
                 self._words.clear()

@@ -61,13 +61,24 @@ _NO_STRUCTURE = {"disable_any_whitespace": (False,), "disable_additional_propert
 
 @dataclass(slots=True)
 class RequestParameters:
-    """Collects the parameters of a request, with the names of their fields."""
+    """Collects the sampling parameters of an API request.
+
+    Attributes:
+        values: The values by name of the parameter.
+        fields: The field of the request that set each parameter, for messages.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, called: str) -> None:
-        """Add a non-null value. Raises RowProblem if another field has set a different one."""
+        """Set a parameter. Raises RowProblem if another field has set it to a different value.
+
+        Args:
+            name: The name of the parameter.
+            value: The value of the field; not None.
+            called: The field of the request.
+        """
         number, meant = _NO_LIMIT.get(called, (None, None))
         value = meant if number is not None and value == number else value
         if self.values.setdefault(name, value) != value:
@@ -78,7 +89,7 @@ class RequestParameters:
         self.fields.setdefault(name, called)
 
     def put_structure(self, given: object) -> None:
-        """Add vLLM's `structured_outputs`. Raises RowProblem."""
+        """Set the constraint of vLLM's field `structured_outputs`. Raises RowProblem for unsupported values."""
         if not isinstance(given, Mapping):
             raise RowProblem("bad_parameter", f"{STRUCTURED}: must be an object, not {kind_of(given)}")
         for key, value in given.items():
@@ -90,18 +101,24 @@ class RequestParameters:
 
 
 def parameter_of(called: str) -> str:
-    """Return the parameter of a field."""
+    """Return the sampling parameter that a field of a request sets."""
     return OTHER_NAMES.get(called, called)
 
 
 def has_no_effect(called: str, value: object, chat: bool) -> bool:
-    """Return True if a field has a value that has no effect."""
+    """Return True if an unsupported field has a value that would have no effect, so that it can be ignored.
+
+    Args:
+        called: The name of the field.
+        value: Its value.
+        chat: True for a chat request, False for a text completion.
+    """
     own = (_NOTHING_IN_CHATS if chat else _NOTHING_IN_TEXTS).get(called, ())
     return value in (*own, *_NOTHING.get(called, ()))
 
 
 def unsupported(called: str) -> RowProblem:
-    """Return the error for an unsupported field."""
+    """Return the RowProblem for a field of a request that is not supported."""
     if called == "best_of":
         text = "must be 1, as a line has one response; sampling.best_of is for jobs with a prompt section"
     elif called == "extra_body":

@@ -19,13 +19,13 @@ _NOTHING: Mapping[str, tuple[object, ...]] = {"embed_dtype": ("float32",), "endi
 
 @dataclass(frozen=True, slots=True)
 class VectorRequests:
-    """The options that embedding requests may choose.
+    """The options that the embedding requests of a job may choose.
 
     Args:
-        before: The prompt before texts if a request names none.
+        before: The text that is put before inputs if a request names no prompt.
         widest: The maximum number of dimensions.
         normalize: True if vectors are normalised.
-        prompts: The checkpoint's prompts by name.
+        prompts: The checkpoint's prompts (texts to put before inputs) by name.
     """
 
     before: str
@@ -35,11 +35,11 @@ class VectorRequests:
 
 
 class EmbeddingRequest(NamedTuple):
-    """An embedding request. Each input gets a vector.
+    """The inputs and options of an embedding request. Each input gets a vector.
 
     Args:
         inputs: Texts, or lists of token ids.
-        before: The prompt before texts.
+        before: The text that is put before texts.
         add_special: True if the tokenizer adds its special tokens around texts.
         dimensions: The size of the vectors; 0 for the job's size.
     """
@@ -51,7 +51,7 @@ class EmbeddingRequest(NamedTuple):
 
 
 def parse_embedding_request(body: Mapping[str, Any], requests: VectorRequests) -> EmbeddingRequest:
-    """Parse the body of an embedding request. Raises RowProblem."""
+    """Parse the body of an embedding request. `requests` are the options that it may choose. Raises RowProblem."""
     for name, value in body.items():
         if value is not None and name not in HARMLESS and not _is_known(name, value, requests):
             raise unsupported(name)
@@ -65,7 +65,7 @@ def parse_embedding_request(body: Mapping[str, Any], requests: VectorRequests) -
 
 
 def _is_known(name: str, value: object, requests: VectorRequests) -> bool:
-    """Return True if a request may have a field with this value. Raises RowProblem for an invalid value."""
+    """Return True if an embedding request may have a field with this value. Raises RowProblem for an invalid value."""
     check = _CHECKS.get(name)
     if check is not None:
         check(name, value)
@@ -105,7 +105,7 @@ def _dimensions(body: Mapping[str, Any], requests: VectorRequests) -> int:
 
 
 def _before(body: Mapping[str, Any], requests: VectorRequests) -> str:
-    """Return the prompt before the request's texts."""
+    """Return the text that an embedding request puts before its inputs."""
     name = body.get("input_type")
     if name is None:
         return requests.before
@@ -118,7 +118,7 @@ def _before(body: Mapping[str, Any], requests: VectorRequests) -> str:
 
 
 def _inputs(value: object) -> Sequence[str | list[Any]]:
-    """Return the inputs of a request: texts, or lists of token ids."""
+    """Return the inputs of an embedding request: texts, or lists of token ids."""
     if value is None:
         raise RowProblem("prompt_missing", "input is null or missing")
     if isinstance(value, str):

@@ -24,16 +24,14 @@ class ContinuedPrompts:
     The tokenizer may merge the end of the prompt with the start of a continuation. Therefore prompt and continuation
     are encoded as one text. The continuation begins at the first token that differs from the tokens of the prompt, or
     from the tokens with another label.
+
+    Args:
+        tokenizer: The tokenizer of the checkpoint.
+        segments: Encodes texts with masked special tokens.
+        labels: The job's labels; () if each draft has its own continuations.
     """
 
     def __init__(self, tokenizer: Tokenizer, segments: SegmentEncoder, labels: Sequence[str]) -> None:
-        """Start with an empty cache.
-
-        Args:
-            tokenizer: The tokenizer.
-            segments: Encodes texts with masks.
-            labels: The job's labels; () if each draft has its own continuations.
-        """
         self._pattern = tokenizer.special_pattern if tokenizer.specials else None
         self._segments = segments
         self._labels = tuple(labels)
@@ -41,7 +39,7 @@ class ContinuedPrompts:
         self._params: dict[tuple[int, ...], SamplingParams] = {}
 
     def to_encode(self, draft: Draft) -> list[Draft]:
-        """Return the texts to encode for a draft before `join` is called."""
+        """Return the drafts that must be encoded before `join(draft, …)` is called."""
         if draft.text is None or not draft.continuations:
             return []
         if self._labels and not draft.masks:
@@ -58,13 +56,13 @@ class ContinuedPrompts:
     def join(
         self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, SamplingParams]:
-        """Return the tokens of a prompt and its continuations, and the parameters of the request.
+        """Return the tokens of a prompt with its continuations, and the parameters of the request.
 
         Args:
-            draft: The prompt.
+            draft: The prompt, with its continuations.
             ids: The tokens of the prompt.
-            encoded: The tokens of the texts from `to_encode`.
-            encode: Encodes a further draft, if those are not sufficient.
+            encoded: The tokens of the drafts from `to_encode(draft)`.
+            encode: Encodes a further draft, if `encoded` is not sufficient.
 
         Raises:
             RowProblem: The prompt or a continuation has no tokens.
@@ -88,7 +86,10 @@ class ContinuedPrompts:
     def _after_tail(
         self, draft: Draft, context: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, list[Ids]]:
-        """Return the tokens of the prompt and of each label. They are cached by the last characters of prompts."""
+        """Return the tokens of the prompt before the labels, and the tokens of each label.
+
+        They are cached by the last characters of the prompt. `join` explains the arguments.
+        """
         key = self._tail(draft)
         if encoded:
             short = Draft(draft.params, key[0], add_special=key[1])
@@ -101,12 +102,12 @@ class ContinuedPrompts:
         return context[: len(context) - len(tail.alone) + len(tail.context)], tail.each
 
     def _tail(self, draft: Draft) -> tuple[str, bool]:
-        """Return the end of a prompt, and True if it is the whole prompt and special tokens are added."""
+        """Return the end of a prompt: its last characters, and True if they are all and special tokens are added."""
         text = draft.text or ""
         return (text, draft.add_special) if len(text) <= _TAIL else (text[-_TAIL:], False)
 
     def _whole(self, draft: Draft, continuation: str) -> Draft:
-        """Return the draft of a prompt with a continuation. Special-token literals of rows are masked."""
+        """Return the draft of a prompt followed by a continuation. Special-token literals of the row are masked."""
         masks = draft.masks
         if not self._labels and self._pattern is not None and self._pattern.search(continuation):
             own = masks_for(continuation, self._pattern)
@@ -116,7 +117,7 @@ class ContinuedPrompts:
         return draft._replace(text=f"{draft.text}{continuation}", masks=masks, continuations=None)
 
     def _without_end(self, ids: Ids, draft: Draft) -> Ids:
-        """Return token ids without the special tokens that the tokenizer adds at the end of a text."""
+        """Return token ids without the special tokens that the tokenizer adds at the end of the draft's text."""
         behind = self._segments.around[1] if draft.add_special else []
         size = len(behind)
         return ids[:-size] if size and [*ids[-size:]] == behind else ids
@@ -132,11 +133,11 @@ class ContinuedPrompts:
 
 
 class _Tail:
-    """Tokens at the end of prompts.
+    """The cached tokens at the end of prompts that have the same last characters.
 
     Args:
         alone: The tokens of the last characters of a prompt without a label.
-        context: The first of these tokens, which are the same before all labels.
+        context: The start of `alone` that is the same before all labels.
         each: The tokens of each label, after `context`.
     """
 
@@ -146,13 +147,21 @@ class _Tail:
         self._sure = len(alone) // 2
 
     def ends(self, prompt: Ids) -> bool:
-        """Return True if a prompt ends with the second half of these tokens."""
+        """Return True if the tokens of a prompt end with the second half of `alone`."""
         end = self.alone[self._sure :]
         return len(self.context) >= self._sure and [*prompt[len(prompt) - len(end) :]] == [*end]
 
 
 def _split_off(context: Ids, whole: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
-    """Return the common prefix of the prompt and all texts, and the rest of each. Raises RowProblem if empty."""
+    """Return the tokens that a prompt and all its continued texts begin with, and the rest of each text.
+
+    Args:
+        context: The tokens of the prompt.
+        whole: The tokens of the prompt with each continuation.
+
+    Raises:
+        RowProblem: They begin with different tokens.
+    """
     alone = np.asarray(context, np.int32)
     shared = min(common_prefix(alone, np.asarray(one, np.int32)) for one in whole)
     if not shared:

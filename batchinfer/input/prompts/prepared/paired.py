@@ -17,18 +17,23 @@ class PairedTexts:
     """Joins the tokens of a query and a document as the tokenizer does, and truncates them if the job allows it.
 
     It has the interface of ContinuedPrompts.
+
+    Args:
+        template: The special tokens around a pair.
+        scoring: How the model scores a pair.
+        longest: The maximum number of tokens of a pair.
+        truncate: Which side of a longer pair is cut, or "error".
     """
 
     def __init__(
         self, template: PairTemplate, scoring: PairScoring, longest: int, truncate: Truncate
     ) -> None:
-        """Set the maximum number of tokens of a pair, `longest`, and what happens to longer pairs."""
         self._template, self._scoring = template, scoring
         self._room, self._truncate = longest - template.added, truncate
         self._params: dict[int, SamplingParams] = {}
 
     def to_encode(self, draft: Draft) -> list[Draft]:
-        """Return the document, which must be encoded in addition to the query."""
+        """Return a draft of the document, which must be encoded before `join(draft, …)` is called."""
         (document,) = draft.continuations or ("",)
         return [Draft(draft.params, str(document))]
 
@@ -40,11 +45,11 @@ class PairedTexts:
         Args:
             draft: The query, with the document as its continuation.
             ids: The tokens of the query.
-            encoded: The tokens of the text from `to_encode`.
+            encoded: The tokens of the draft from `to_encode(draft)`.
             encode: Not used.
 
         Raises:
-            RowProblem: The tokens added to a pair leave no room for it.
+            RowProblem: The special tokens of a pair leave no room for its texts.
         """
         (document,) = encoded
         if self._truncate != "error":

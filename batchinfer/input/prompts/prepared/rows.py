@@ -11,16 +11,19 @@ from numpy.typing import NDArray
 
 from batchinfer.core.request import RowError, TokenIds
 from batchinfer.input.prompts.row_facts import RowFacts
-from batchinfer.input.tokenizer.reasoning_styles import Openings
+from batchinfer.input.tokenizer.reasoning_styles import ReasoningOpenings
 
 KEY_TYPE = np.dtype("V32")  # the type of a work key
 
 
 @dataclass(slots=True)
 class PreparedRungs:
-    """The work of n rows on one rung of the job's ladder. Arrays are as in Prepared.
+    """The work of one further attempt (a rung of the job's ladder) at n rows.
 
-    `params_of` is -1 for a row without work on this rung.
+    Attributes:
+        params_of: Per row, the position of its parameters in `Prepared.params`, or -1 without work; shape (n,).
+        max_tokens: Shape (n,).
+        keys: The concatenated work keys.
     """
 
     params_of: NDArray[np.int32]
@@ -29,10 +32,10 @@ class PreparedRungs:
 
 
 class OwnTexts(NamedTuple):
-    """Texts of n rows that determine how their answers are parsed.
+    """Texts of n rows that determine how their answers are parsed: tools or labels.
 
     Args:
-        texts: The distinct texts: tools as `known_tools` writes them, or labels as a JSON list.
+        texts: The distinct texts: tools as JSON text of `known_tools`, or labels as a JSON list.
         of: Per row the position in `texts` plus 1, or 0 for none. Empty if no row has a text.
     """
 
@@ -41,7 +44,12 @@ class OwnTexts(NamedTuple):
 
     @classmethod
     def found(cls, numbers: dict[str, int], of: NDArray[np.int32]) -> OwnTexts:
-        """Return the texts, given their numbers from 1 and the numbers of the rows."""
+        """Return the texts of rows.
+
+        Args:
+            numbers: The number of each distinct text, from 1, in ascending order.
+            of: Per row the number of its text, or 0 for none.
+        """
         return cls(list(numbers), of) if numbers else NO_TEXTS
 
 
@@ -50,7 +58,7 @@ NO_TEXTS = OwnTexts([], np.zeros(0, np.int32))
 
 @dataclass(frozen=True, slots=True)
 class FurtherPrompts:
-    """Further prompts of rows with several inputs. They have the parameters of the first prompt.
+    """The prompts of rows with several inputs, except the first prompt of each row, whose parameters they share.
 
     Args:
         rows: The row of each prompt, ascending, shape (m,).
@@ -74,19 +82,19 @@ NO_PROMPTS = FurtherPrompts(_NONE, _NONE, b"", _NONE)
 
 @dataclass(slots=True)
 class Prepared:
-    """The prompts of n rows for the index. An error row has count 0, a zero key and parameter 0.
+    """The prompts of n rows, as the index stores them. An error row has count 0, a zero key and parameter 0.
 
     Args:
         errors: The errors by row.
         params: The distinct sampling parameters as JSON.
-        params_of: Per row the position in `params`, shape (n,).
-        max_tokens: Shape (n,).
+        params_of: Per row the position of its parameters in `params`, shape (n,).
+        max_tokens: The maximum number of tokens per answer, shape (n,).
         counts: The number of prompt tokens, shape (n,).
         keys: The concatenated work keys.
         tokens: The concatenated prompts.
-        openings: How each prompt ends: whether it has begun the reasoning, shape (n,).
+        openings: Per prompt NO_MARKER, OPEN if it has begun the reasoning, or CLOSED if it has ended it; shape (n,).
         unread: The number of rows per argument that the chat template does not read.
-        rungs: The further attempts.
+        rungs: The work of the further attempts, one element per attempt.
         own_texts: The tools or labels of rows.
         known: True if an earlier run prepared the rows and their answers are stored; `tokens` is then empty.
         samples: The number of answers that each row asks for, 0 if it does not, shape (n,); None if no row asks. For a
@@ -102,7 +110,7 @@ class Prepared:
     counts: TokenIds
     keys: bytes
     tokens: TokenIds
-    openings: Openings
+    openings: ReasoningOpenings
     unread: dict[str, int] = field(default_factory=dict)
     rungs: Sequence[PreparedRungs] = ()
     own_texts: OwnTexts = NO_TEXTS
@@ -115,24 +123,24 @@ class Prepared:
         return len(self.counts)
 
     def tokens_there(self) -> NDArray[np.int64]:
-        """Return the number of tokens per row that `tokens` contains."""
+        """Return the number of tokens per row in `tokens`, shape (n,). It is 0 for all rows if they are known."""
         return np.zeros(len(self), np.int64) if self.known else self.counts.astype(np.int64)
 
     def answers(self, usual: int) -> NDArray[np.int64]:
-        """Return the number of answers per row; `usual` is the number for rows that ask for none."""
+        """Return the number of answers per row, shape (n,). `usual` is the number for rows that ask for none."""
         if self.samples is None:
             return np.full(len(self), usual, np.int64)
         return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
 
     def keys_of_new_work(self) -> bytes:
-        """Return the work keys of the rows in `tokens` and of all further prompts."""
+        """Return the concatenated work keys of all prompts whose tokens are present: first and further prompts."""
         first = np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
         return first + self.further.keys
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """The prompts of rows, and the facts that the index stores."""
+    """The prepared prompts of rows, and the facts about the rows that the index stores."""
 
     prompts: Prepared
     facts: RowFacts

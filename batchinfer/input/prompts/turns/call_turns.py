@@ -20,13 +20,17 @@ _EXAMPLE_TEXT = json.dumps(_EXAMPLE)
 
 
 class CallTurns:
-    """Converts the arguments of calls for one template, whose messages `render` renders."""
+    """Converts the arguments of tool calls in earlier messages to the form that a chat template expects.
+
+    Args:
+        render: Renders messages with the template.
+    """
 
     def __init__(self, render: Callable[[list[Message]], str]) -> None:
         self._render = render
 
     def format(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with the arguments of calls in the template's form. Raises RowProblem."""
+        """Return the messages with the arguments of tool calls in the template's form. Raises RowProblem if invalid."""
         if not any("tool_calls" in message for message in messages):
             return messages
         return [self._format(number, message) for number, message in enumerate(messages)]
@@ -60,17 +64,20 @@ class CallTurns:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """True if the template writes JSON text unchanged."""
+        """True if the template writes arguments that are JSON text unchanged."""
         return _EXAMPLE_TEXT in self._render_call(_EXAMPLE_TEXT)
 
     @cached_property
     def _takes_object(self) -> bool:
-        """True if the template writes an object other than in Python's syntax, or takes neither objects nor texts."""
+        """True if arguments should be objects.
+
+        The template writes them in another syntax than Python's, or takes neither objects nor texts.
+        """
         found = self._render_call(_EXAMPLE)
         return (bool(found) and str(_EXAMPLE) not in found) or not self._takes_text
 
     def _render_call(self, arguments: Any) -> str:
-        """Return a rendered conversation with such a call, or "" if the template raises an error."""
+        """Return a rendered conversation with a tool call with these arguments; "" if the template raises an error."""
         try:
             return self._render(_conversation(arguments))
         except MemoryError:
