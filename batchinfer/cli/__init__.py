@@ -85,7 +85,7 @@ def _guarded(arguments: list[str]) -> int:
 
 @cache
 def _command() -> Callable[..., object]:
-    """Return the command line, cached because building it takes longer than many commands.
+    """Return the command line as a click command. It is cached, since building it takes longer than many commands.
 
     The help of options has links, for docs/cli.md. A terminal shows only their text.
     """

@@ -13,7 +13,12 @@ _INSTEAD = {"--dry-run": "`batchinfer plan JOB.YAML` says what a run would do, w
 
 
 def explain(error: Exception, as_line: bool) -> int:
-    """Print an error, and return its exit code."""
+    """Print an error, and return the exit code of the command.
+
+    Args:
+        error: The error that ended the command.
+        as_line: True to print a line of JSON, too.
+    """
     meant = _meant(error)
     code, text = meant.exit_code, str(meant)
     if as_line:
@@ -32,7 +37,7 @@ def _meant(error: Exception) -> BatchInferError:
 
 
 def _mistakes(error: Exception) -> dict[str, Any]:
-    """Return a job file's mistakes as a list, for editors and other programs."""
+    """Return the mistakes of a JobFileError for a line of JSON; {} for other errors."""
     if not isinstance(error, JobFileError):
         return {}
     return {"path": error.path, "mistakes": [asdict(mistake) for mistake in error.mistakes]}

@@ -133,32 +133,35 @@ def run(
 
 
 def _stop_time(text: str | None) -> StopTime | None:
-    """Return the time that an option names. Raises UsageError."""
+    """Return the time of the option `--stop-at`, or None without the option. Raises UsageError."""
     from batchinfer.job.deadline import StopTime
 
     return None if text is None else StopTime.of(text, datetime.now().astimezone())
 
 
 def _open_progress(job: Job, quiet: bool, as_json: bool) -> Progress:
-    """Return the progress display of a run. It has printed the input files, unless quiet."""
+    """Return the progress display of a run. Unless `quiet`, a line with the input files is printed first."""
     from batchinfer.report.progress import Progress
-    from batchinfer.verbs.opening import opening
+    from batchinfer.verbs.opening import input_line
 
     progress = Progress(sys.stderr, job=job.name, quiet=quiet or as_json)
     if not quiet:
         with job.located():
-            line = opening(job)
+            line = input_line(job)
         if line is not None:
             progress.note(line)
     return progress
 
 
 def _silent(_: str) -> None:
-    """Print nothing, for --quiet."""
+    """Drop a note instead of printing it, for --quiet."""
 
 
 def _show(result: RunResult, job: Job, quiet: bool, as_json: bool) -> None:
-    """Print the result of a run. Raises StorageError if stdout cannot be written, but not if its reader has gone."""
+    """Print the result of a run on stdout.
+
+    Raises StorageError if stdout cannot be written, except if the reader of a pipe has gone.
+    """
     row = result.row
     try:
         if as_json:
@@ -178,7 +181,7 @@ def _show(result: RunResult, job: Job, quiet: bool, as_json: bool) -> None:
 
 
 def _summary(result: RunResult, job: Job) -> str:
-    """Return the summary of a run that published. Answers are only shown on a terminal, to keep them out of logs."""
+    """Return the summary of a run. It has example answers only on a terminal, to keep answers out of logs."""
     from batchinfer.report.summary import NAME_END, summary
 
     examples: list[str] = []
@@ -190,7 +193,10 @@ def _summary(result: RunResult, job: Job) -> str:
 
 
 def _painted(text: str, good: bool) -> str:
-    """Colour a summary: the first line is a heading, and the names of the others are dimmed."""
+    """Return a summary with colours: its first line as a heading, and the names in other lines dimmed.
+
+    `good` is True if the run succeeded.
+    """
     from batchinfer.report.summary import NAME_END
 
     first, *rest = text.splitlines()

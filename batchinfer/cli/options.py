@@ -51,7 +51,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, 
 
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:
-    """Return the job of a job file, or else the given folder. Raises UsageError or JobFileError."""
+    """Load the job if `target` is a job file or the folder of one. Else return `target` itself: a result folder.
+
+    Args:
+        target: The path that the user gave.
+        overrides: The values of `--set`.
+        date: The value of `--date`.
+
+    Raises:
+        UsageError: `--set` or `--date` is given with a result folder.
+        JobFileError: The job file is invalid.
+    """
     from batchinfer.job.file import job_file_in
 
     target = job_file_in(target)
@@ -68,7 +78,7 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
 
 
 def load(path: Path, overrides: list[str] | None, date: str | None, ray: str | None = None) -> Job:
-    """Return the job with the values of `--set`, `--date` and `--ray`. Raises JobFileError or UsageError."""
+    """Load a job file with the values of `--set`, `--date` and `--ray`. Raises JobFileError or UsageError."""
     from batchinfer.job import load_job
     from batchinfer.job.file import job_file_in
 
@@ -77,7 +87,7 @@ def load(path: Path, overrides: list[str] | None, date: str | None, ray: str | N
 
 
 def pairs_of(overrides: list[str] | None) -> list[tuple[str, str]]:
-    """Return the keys and values of `--set`. Raises UsageError."""
+    """Split the values of `--set` into (key, value). Raises UsageError for a value without "="."""
     pairs = []
     for text in overrides or []:
         key, equals, value = text.partition("=")

@@ -18,7 +18,7 @@ from batchinfer.core.errors import BatchInferError, Interrupted
 from batchinfer.core.text import printable
 from batchinfer.machine.folders import make_folder
 from batchinfer.report.tables.queried import QUERIED
-from batchinfer.verbs.answer import shown
+from batchinfer.verbs.answer import answer_lines
 from batchinfer.verbs.query import OpenResult
 
 PROMPT, MORE = "batchinfer> ", "       ...> "
@@ -28,7 +28,7 @@ Type a query in DuckDB's SQL and end it with ; (it may have several lines). Quer
 .tables   list the tables, with the meaning of a row in each
 .help     show this text
 .quit     leave (also Ctrl-D); Ctrl-C discards what is typed, or stops a running query"""
-# A quoted text, a quoted name, a text between dollars, or a comment; an unfinished one of these; any other character
+# A quoted text, a quoted name, a text between dollars, or a comment; the start of an unfinished one; another character
 _PIECE = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/|['"]|/\*|\$\w*\$|.""", re.DOTALL
 )
@@ -36,7 +36,7 @@ _BEGINNING = re.compile(r"""['"]|/\*|\$\w*\$""")
 
 
 def is_whole(text: str) -> bool:
-    """Return True if the text ends with a `;` outside of texts, names and comments."""
+    """Return True if an SQL text ends with a `;` outside of quoted texts, quoted names and comments."""
     last = ""
     for found in _PIECE.finditer(text):
         piece = found.group()
@@ -48,16 +48,21 @@ def is_whole(text: str) -> bool:
 
 
 def history_file(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the history: `${XDG_STATE_HOME:-~/.local/state}/batchinfer/query_history`."""
+    """Return the path of the history of typed queries: `${XDG_STATE_HOME:-~/.local/state}/batchinfer/query_history`."""
     base = env.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(base) / "batchinfer" / "query_history"
 
 
 def converse(result: OpenResult, form: str, escape_formulas: bool = False) -> None:
-    """Answer queries until the input ends.
+    """Read queries from stdin and print their answers, until the input ends.
 
-    On a terminal, an error is printed, and the next query can be typed. On a pipe, an error is raised. A pipe
-    without any query gets the default answer.
+    On a terminal, an error is printed, and the next query can be typed. On a pipe, an error is raised. A pipe without
+    any query gets the default query.
+
+    Args:
+        result: The tables to query.
+        form: The format of the answers.
+        escape_formulas: True to escape formulas in CSV.
     """
     if sys.stdin is not None and sys.stdin.isatty():
         with _history(history_file()):
@@ -114,12 +119,12 @@ def _answer(result: OpenResult, text: str, form: str, escape_formulas: bool) -> 
     width = shutil.get_terminal_size().columns if terminal else None
     for sql in result.statements(text):
         with result.answer(sql) as answer:
-            lines = shown(answer, form, width, escape_formulas)
+            lines = answer_lines(answer, form, width, escape_formulas)
             say_lines(map(printable, lines) if terminal else lines)
 
 
 def _command(text: str, result: OpenResult) -> bool:
-    """Run a dot command. Return False to leave."""
+    """Run a dot command such as ".tables". Return False if the command leaves the prompt."""
     if text in (".quit", ".exit"):
         return False
     if text == ".tables":
@@ -133,7 +138,10 @@ def _command(text: str, result: OpenResult) -> bool:
 
 @contextmanager
 def _history(path: Path) -> Iterator[None]:
-    """Keep the history of typed lines in a file that only the user may read. Does nothing without readline."""
+    """Keep the lines that are typed in the `with` block in a history file that only the user may read.
+
+    Does nothing without readline.
+    """
     if find_spec("readline") is None:
         yield
         return
@@ -152,7 +160,7 @@ def _history(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """Report errors of the history file without failing: queries still work."""
+    """Print errors of the history file instead of raising them, because queries still work."""
     try:
         yield
     except OSError as error:

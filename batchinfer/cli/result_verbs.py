@@ -100,7 +100,7 @@ def query(
 
 
 def _answer(question: Query, form: str) -> None:
-    """Print the answer to a query, or start the prompt if there is no query."""
+    """Print the answer to a query in the format `form`, or start the prompt if there is no SQL."""
     from batchinfer.cli.query_prompt import converse
     from batchinfer.verbs.query import open_result
 
@@ -154,7 +154,7 @@ def verify(
 
 
 def _silent(_: str) -> None:
-    """Print nothing, for --json."""
+    """Drop a note instead of printing it, for --json."""
 
 
 def _tell_problems(problems: Sequence[Problem]) -> None:

@@ -24,18 +24,19 @@ _STYLES: dict[Look, dict[str, Any]] = {
 def say(text: str) -> bool:
     """Print a printable text on stdout. Paths below the current folder become relative.
 
-    Returns False if the reader has gone; further output is dropped.
+    Returns:
+        False if the reader of stdout has gone. Further output is dropped.
     """
     return _write(sys.stdout, with_near_paths(text))
 
 
 def say_verbatim(text: str) -> bool:
-    """Print a text on stdout unchanged, for example one with a user's prompt."""
+    """Print a text on stdout unchanged, such as a user's prompt. Return False if the reader of stdout has gone."""
     return _write(sys.stdout, text)
 
 
 def say_json(value: Mapping[str, Any]) -> bool:
-    """Print one line of JSON on stdout."""
+    """Print an object as a line of JSON on stdout. Return False if the reader of stdout has gone."""
     return _write(sys.stdout, json_line(value))
 
 
@@ -61,7 +62,13 @@ def tell_error(text: str) -> None:
 
 
 def paint(text: str, look: Look | None = None, stream: TextIO | None = None) -> str:
-    """Return a printable text, coloured by `look` if the stream (stdout by default) shows colours."""
+    """Return a text with escaped control characters, coloured if the stream shows colours.
+
+    Args:
+        text: The text.
+        look: The style; None for no colours.
+        stream: The stream that the text is printed on; None for stdout.
+    """
     safe = printable(text)
     return (
         typer.style(safe, **_STYLES[look]) if look and safe and shows_colours(stream or sys.stdout) else safe
@@ -81,12 +88,15 @@ def shows_colours(stream: TextIO | None) -> bool:
 
 
 def columns_of_terminal(stream: TextIO | None) -> int:
-    """Return the width for lines on a stream: that of the terminal, or 80 without one."""
+    """Return the width of the terminal in columns, or 80 if the stream is no terminal."""
     return shutil.get_terminal_size().columns if is_terminal(stream) else 80
 
 
 def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = True) -> bool:
-    """Write to a stream. Returns False if its reader has gone, and raises OSError for other failures."""
+    """Write a text and `end` to a stream. Return False if the reader of the stream has gone.
+
+    Raises OSError for other failures.
+    """
     if stream is None:  # closed before the start
         return False
     try:
@@ -103,7 +113,7 @@ def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = T
 
 
 def _drop(stream: TextIO) -> None:
-    """Discard the buffered output. Python would try to write it at exit, and fail again."""
+    """Discard the buffered output of a stream. Python would try to write it at exit, and fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -76,7 +76,7 @@ class Reader:
     sha256: dict[str, str]
     sample: SampleSize | None = None
     complete: bool = False
-    strata: Strata | None = None  # all rows are read, and only the sampled ones are yielded
+    strata: Strata | None = None
     chunk: ChunkSize = DEFAULT_SIZE
     _schemas: list[pa.Schema | None] = field(default_factory=list)  # the common schema, once it was read
     _wide: WideColumns = field(default_factory=dict)

@@ -41,7 +41,7 @@ RESULT_COLUMNS = (
     "error_message",
     "retryable",
 )
-# Columns that replace those of texts, by task
+# Columns that replace the columns of texts, by task
 TASK_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "embed": ("embedding",),
     "score": ("logprob", "is_greedy", "scored_tokens"),
@@ -64,7 +64,14 @@ _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
 def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
-    """Return all mistakes that involve several fields. Skips fields of a wrong type, which are reported already."""
+    """Return all mistakes that involve several fields of a job file.
+
+    Fields of a wrong type are skipped, because they are already reported.
+
+    Args:
+        values: The values of the job file by section.
+        file: The same file with the origin of each value.
+    """
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     return [
         *_input(sections.get("input")),
@@ -149,7 +156,7 @@ def _draft_section(drafts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _written(section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that options for lines of text are only used with such files."""
+    """Find options for text files (encoding, delimiter, quote) in a job whose input is in another format."""
     form = section.get("format", "auto")
     for names, formats, readers in (
         (("encoding",), LINE_FORMATS, "JSONL and CSV"),
@@ -193,7 +200,7 @@ def _has_requests(sections: Mapping[str, dict[str, Any]], file: JobFile) -> bool
 
 
 def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
-    """Return True if the first input is one readable file that begins like an OpenAI batch."""
+    """Return True if the first line of the first input file, if it can be read, is an OpenAI batch request."""
     for path in _inputs(section, file)[:1]:
         try:
             with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as lines:
@@ -222,9 +229,9 @@ def _template(text: str, loc: Loc, first_line: int | None) -> Iterator[Finding]:
 
 
 def _template_faults(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, message and hint of each mistake in a template.
+    """Yield (line, message, hint) for each mistake in a template.
 
-    Only parses it: evaluating even a constant expression could take forever.
+    The template is only parsed: evaluating even a constant expression could take forever.
     """
     environment = SandboxedEnvironment()
     try:
@@ -267,7 +274,7 @@ def _from_columns(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Check that the job lists the adapters that it names."""
+    """Find adapters that the job names but does not list."""
     model = sections.get("model", {})
     listed, name = model.get("adapters") or {}, model.get("adapter")
     if isinstance(listed, dict) and isinstance(name, str) and name not in listed:
@@ -282,13 +289,15 @@ def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Check that answers have only one constraint, and that columns come from a schema."""
+    """Find several constraints on the same answers, and output.column without a schema."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     schemas = [("output", name) for name in ("schema", "schema_file") if output.get(name) is not None]
     given = [*schemas, *(("sampling", name) for name in CONSTRAINTS if sampling.get(name))]
     for loc in given[1:]:
         first = ".".join(given[0])
-        yield Finding(loc, f"is given together with {first}; give only one of them", "remove one")
+        yield Finding(
+            loc, f"is given together with {first}, and an answer can have only one constraint", "remove one"
+        )
     if not schemas and output.get("column") is not None:
         message = "needs an output.schema, which describes the answers in that column, but there is none"
         yield Finding(("output", "column"), message, "give output.schema, or remove it")
@@ -300,7 +309,7 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Check that answers have listed values, and that log-probabilities are not used otherwise."""
+    """Find reasons why answers cannot have a confidence: no listed values, or other uses of log-probabilities."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     if output.get("confidence") is not True:
         return
@@ -327,7 +336,7 @@ def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterat
 
 
 def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Check that `max_tokens: fit` has a constraint, of the job or of its rows."""
+    """Find `max_tokens: fit` without a constraint, neither of the job nor of its rows."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     if sampling.get("max_tokens") != "fit" or _is_openai(sections.get("input", {}), file):
         return
@@ -365,7 +374,7 @@ def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
 
 
 def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Find why the answers to a row cannot be put into lists."""
+    """Find reasons why the answers to a row cannot be put into lists (output.explode: false)."""
     sampling, source = sections.get("sampling", {}), sections.get("input", {})
     if sections.get("output", {}).get("explode") is not False:
         return
@@ -394,7 +403,7 @@ def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find options that the device does not support. With device: auto, `resolve` refuses them."""
+    """Find data types that a CPU does not support. With device: auto, plan/setup checks them."""
     if engine.get("device") != "cpu":
         return
     if model.get("kv_cache_dtype") == "fp8":
@@ -415,7 +424,7 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
 
 
 def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that tensor and expert parallelism are not combined: tensor parallelism already distributes experts."""
+    """Find tensor and expert parallelism together: tensor parallelism already distributes experts."""
     tensor, experts = (_whole(engine, f"{kind}_parallel_size", 1) for kind in ("tensor", "expert"))
     if tensor is not None and experts is not None and tensor > 1 and experts > 1:
         message = f"is {experts}, but tensor_parallel_size is {tensor} and distributes experts already"
@@ -423,7 +432,7 @@ def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Check that the number of engines on a Ray cluster is given once, with bounds in order."""
+    """Find a second number of engines in a job for a Ray cluster, and bounds in the wrong order."""
     ray, asked = sections.get("ray"), sections.get("engine", {}).get("data_parallel", "auto")
     if ray is None:
         return
@@ -438,12 +447,12 @@ def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def task_columns(task: str) -> tuple[str, ...]:
-    """Return the columns of a result whose answers are no texts."""
+    """Return the names of the result columns of a task whose answers are no texts, such as "embed"."""
     return (*RESULT_COLUMNS[:5], *TASK_COLUMNS[task], "prompt_tokens", *RESULT_COLUMNS[-4:])
 
 
 def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the result's own columns."""
+    """Return the names of the result columns, except columns that are copied from the input or made by a schema."""
     ray = values.get("ray")
     classes = [ENGINE_CLASS] if isinstance(ray, Mapping) and ray.get("classes") == "any" else []
     if (task := str(values.get("task"))) in TASK_COLUMNS:
@@ -463,7 +472,10 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
 
 
 def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:
-    """Check output.columns for duplicates and reserved names. Like DuckDB, ignores case."""
+    """Find duplicate and reserved names in output.columns. Like DuckDB, ignores case.
+
+    `taken` are the names of the other result columns.
+    """
     columns = section.get("columns")
     seen: dict[str, str] = {}
     for at, column in enumerate(columns if isinstance(columns, tuple) else ()):
@@ -499,7 +511,10 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
 
 
 def _expected(sections: Mapping[str, dict[str, Any]], taken: Sequence[str]) -> Iterator[Finding]:
-    """Check that the column of expected answers does not collide with other result columns."""
+    """Find a column of expected answers with the name of another result column.
+
+    `taken` are the names of the other result columns.
+    """
     column = sections.get("input", {}).get("expected")
     if not isinstance(column, str):
         return
@@ -528,7 +543,7 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
         return
     real = Path(os.path.realpath(output))
     if model is not None and _within(real, model):
-        yield _overlap("output", f"{shorten(output, 200)} is the model's folder or lies in it")
+        yield _overlap("output", f"{shorten(output, 200)} is the model's folder or inside it")
     if model is not None and Path(os.path.realpath(model)).is_relative_to(real) and not _within(real, model):
         yield _overlap(
             "output", f"{shorten(output, 200)} holds the model, and results replace their folder as a whole"
@@ -539,7 +554,7 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
             f"{shorten(output, 200)} holds the job file, and results replace their folder as a whole",
         )
     if cache is not None and _within(Path(os.path.realpath(cache)), output):
-        yield _overlap("cache", f"{shorten(cache, 200)} is the results' folder or lies in it")
+        yield _overlap("cache", f"{shorten(cache, 200)} is the results' folder or inside it")
     for path in _inputs(sections.get("input", {}), file):
         message = _input_overlap(path, real)
         if message:
@@ -547,7 +562,7 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
 
 
 def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
-    """Find links to folders whose names are not UTF-8."""
+    """Find links to folders whose names are not UTF-8. `folders` has the path of each section, or None."""
     for section, folder in folders.items():
         shown = None if folder is None else not_utf8(os.path.realpath(folder))
         if shown is not None:
@@ -556,7 +571,7 @@ def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
 
 
 def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str | None, list[Finding]]:
-    """Return the model's folder, and findings about its name."""
+    """Return the path of the model, and findings about its name. The path is None if the job names no usable one."""
     path = _folder_at(sections, "model", file)
     if path is None:
         return None, []
@@ -567,16 +582,16 @@ def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str |
 
 
 def _store(cache: str | None, model: str | None, inputs: Sequence[str]) -> Iterator[Finding]:
-    """Check that the store is not in the model's folder or among the input files. Every run adds files to it."""
+    """Find a store in the model's folder or among the input files. Every run adds files to the store."""
     if cache is None:
         return
     real = Path(os.path.realpath(cache))
     if model is not None and _within(real, model):
-        yield _overlap("cache", f"{shorten(cache, 200)} is the model's folder or lies in it")
+        yield _overlap("cache", f"{shorten(cache, 200)} is the model's folder or inside it")
     for path in inputs:
         if _falls_among_inputs(path, real):
             message = (
-                f"{shorten(cache, 200)} lies among the input {shorten(path, 200)}: a later run would read it"
+                f"{shorten(cache, 200)} is among the input {shorten(path, 200)}: a later run would read it"
             )
             yield _overlap("cache", message)
 
@@ -605,17 +620,17 @@ def _inputs(section: Mapping[str, Any], file: JobFile) -> list[str]:
 
 
 def _input_overlap(path: str, output: Path) -> str | None:
-    """Return how results in `output` would overlap the input `path`, or None if they do not."""
+    """Return how results in `output` would overlap the input `path`, for a message; None if they do not."""
     base = os.path.realpath(_fixed_part(path))
     if Path(base).is_relative_to(output):
         return f"holds the input {shorten(path, 200)}, and results replace their folder as a whole"
     if _falls_among_inputs(path, output):
-        return f"lies in the input's folder {shorten(base, 200)}: a later run would read its own results"
+        return f"is in the input's folder {shorten(base, 200)}: a later run would read its own results"
     return None
 
 
 def _falls_among_inputs(path: str, folder: Path) -> bool:
-    """Return True if the input `path` would read Parquet files in `folder`."""
+    """Return True if the input `path` (a file, folder or glob) would read Parquet files in `folder`."""
     base = os.path.realpath(_fixed_part(path))
     return folder.is_relative_to(base) and (base == os.path.realpath(path) or _may_match_results(path))
 
@@ -628,6 +643,6 @@ def _fixed_part(path: str) -> str:
 
 
 def _may_match_results(glob: str) -> bool:
-    """Return False for a glob whose names cannot end in .parquet, such as *.jsonl."""
+    """Return True if a glob may match names that end in .parquet; False for a glob such as *.jsonl."""
     ending = re.search(r"\.[A-Za-z0-9]+$", glob)
     return ending is None or ending[0].lower() == ".parquet"

@@ -15,14 +15,24 @@ _CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
 
 @dataclass(frozen=True, slots=True)
 class StopTime:
-    """When a run stops."""
+    """The time at which a run stops.
 
-    text: str  # as the user wrote it
+    Attributes:
+        text: The time as the user wrote it.
+        at: The moment that the text means.
+    """
+
+    text: str
     at: datetime
 
     @classmethod
     def of(cls, text: str, now: datetime) -> StopTime:
-        """Return the time that `text` means at `now`, which must have a time zone. Raises UsageError."""
+        """Return the time that a user means. Raises UsageError if the text is invalid or the time has passed.
+
+        Args:
+            text: A time of day (HH:MM), which means its next occurrence, or a timestamp.
+            now: The current time, with a time zone.
+        """
         try:
             at = next_moment(text, now)
         except (ValueError, OverflowError):
@@ -37,16 +47,22 @@ class StopTime:
 
     @property
     def recurs(self) -> bool:
-        """Return True if the same text means a later time tomorrow."""
+        """Return True if the text is a time of day, so that it means another moment tomorrow."""
         return _CLOCK.fullmatch(self.text) is not None
 
 
 def next_moment(text: str, now: datetime) -> datetime:
-    """Return the time that `text` means at `now`, which must have a time zone.
+    """Return the moment that a text means.
 
     HH:MM is its next occurrence by the machine's clock. When clocks are set back, an hour occurs twice; the first
-    occurrence in the future counts. A timestamp without a zone is local. Raises ValueError or OverflowError
-    for other text.
+    occurrence in the future counts. A timestamp without a zone is local.
+
+    Args:
+        text: A time of day (HH:MM) or a timestamp.
+        now: The current time, with a time zone.
+
+    Raises:
+        ValueError or OverflowError: The text is neither.
     """
     clock = _CLOCK.fullmatch(text)
     if clock is None:
@@ -59,7 +75,7 @@ def next_moment(text: str, now: datetime) -> datetime:
 
 
 def _timestamp(text: str) -> str:
-    """Return `text`, or raise ValueError for a bare date: few users mean midnight at its start."""
+    """Return a text with a time of day. Raise ValueError for a bare date: few users mean midnight at its start."""
     if not re.match(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}", text):
         raise ValueError(f"no time of day and no timestamp: {text}")
     return text

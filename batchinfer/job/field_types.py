@@ -34,7 +34,7 @@ from batchinfer.core.values.token_biases import token_biases
 from batchinfer.job.deadline import TIME_FORMATS, next_moment
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
-from batchinfer.job.wording import Right, found
+from batchinfer.job.wording import Right, describe_value
 from batchinfer.job.yaml_tree import shorten
 
 MAX_BYTES = 2**50
@@ -78,7 +78,10 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _ray_address(value: object) -> object:
-    """Return an address of a Ray cluster. Ray's client addresses (ray://) are refused: they have no node IDs."""
+    """Return the address of a Ray cluster if it is valid, else (), which fits no type.
+
+    Addresses of Ray's client (ray://) are invalid: nodes have no IDs there.
+    """
     if not isinstance(value, str) or value == "auto":
         return value
     host, colon, port = value.rpartition(":")
@@ -88,12 +91,12 @@ def _ray_address(value: object) -> object:
 
 
 def _label_pairs(value: object) -> object:
-    """Convert a mapping such as {ray.io/accelerator-type: H100} to pairs."""
+    """Convert a mapping such as {ray.io/accelerator-type: H100} to pairs. Raises ValueError."""
     if not isinstance(value, dict):
         return value
     for name, wanted in value.items():
         if not isinstance(wanted, str) or not wanted:
-            raise ValueError(f"found {found(wanted)} for {name}; it must be the text of a label")
+            raise ValueError(f"found {describe_value(wanted)} for {name}; it must be the text of a label")
     return tuple(value.items())
 
 
@@ -102,7 +105,7 @@ def _folder(info: Info) -> Path:
 
 
 def _anchored(text: str, info: Info) -> str:
-    """Return an absolute path. Refuses paths that would silently mean another place."""
+    """Return an absolute path. Raises ValueError for URLs and for paths that begin with ~."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise ValueError(
             f"found the address {shorten(text)}; buckets and URLs are not supported: a path must be on one of this "
@@ -118,7 +121,7 @@ def _to_path(value: object, info: Info) -> object:
 
 
 def _to_model(value: object, info: Info) -> object:
-    """Return a folder, or the cache folder of a named model. `check` reports a missing model."""
+    """Return the path of a model's folder, or the cache folder of a model name. `check` reports a missing model."""
     if not isinstance(value, str) or not value:
         return value
     path = Path(_anchored(value, info))
@@ -129,7 +132,7 @@ def _to_model(value: object, info: Info) -> object:
 
 
 def _to_adapter(value: object, info: Info) -> object:
-    """Return a folder, or the cache folder of a named adapter."""
+    """Return the path of an adapter's folder, or the cache folder of an adapter name."""
     return locate_adapter(value, Path(_anchored(value, info))) if isinstance(value, str) and value else value
 
 
@@ -152,7 +155,7 @@ def _bytes(text: str) -> int:
 
 
 def _memory(value: object) -> object:
-    """Return auto, bytes (int) or a share (float). Other values become (), which fits no type."""
+    """Return "auto", bytes (int) or a share of the memory (float). Other values become (), which fits no type."""
     if isinstance(value, str):
         value = value if value == "auto" else _bytes(value)
     if value == "auto" or (isinstance(value, int) and MIN_KV_BYTES <= value <= MAX_BYTES):
@@ -163,7 +166,7 @@ def _memory(value: object) -> object:
 
 
 def _min_rows(value: object) -> object:
-    """Return a number of rows (int) or a share (float). Other values become (), which fits no type."""
+    """Return a number of rows (int) or a share of rows (float). Other values become (), which fits no type."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if 1 <= value <= INT32_MAX else ()
     return value if isinstance(value, float) and 0 < value < 1 else ()
@@ -178,7 +181,7 @@ def _size(value: object) -> object:
 
 
 def _pairs(value: object) -> object:
-    """Convert [max_tokens] or {temperature: temp_col} to pairs of a parameter and its column."""
+    """Convert [max_tokens] or {temperature: temp_col} to pairs of a parameter and its column. Raises ValueError."""
     return _checked_pairs(value, _check_parameter)
 
 
@@ -199,7 +202,7 @@ def _checked_pairs(value: object, check: Callable[[object], None]) -> object:
         check(name)
         if not isinstance(column, str) or not column:
             raise ValueError(
-                f"found {found(column)} for {name}; it must be the name of a column of the input"
+                f"found {describe_value(column)} for {name}; it must be the name of a column of the input"
             )
         if name in [earlier for earlier, _ in given[:at]]:
             raise ValueError(f"names {name} twice; give one column for each parameter")
@@ -207,7 +210,7 @@ def _checked_pairs(value: object, check: Callable[[object], None]) -> object:
 
 
 def _marks(value: object) -> object:
-    """Convert {begin: <think>, end: </think>} to a pair of texts."""
+    """Convert {begin: <think>, end: </think>} to a pair of texts. Raises ValueError for other keys."""
     if not isinstance(value, dict):
         return value
     if value.keys() != {"begin", "end"}:
@@ -218,7 +221,7 @@ def _marks(value: object) -> object:
 
 def _distinct_marks(value: Any) -> Any:
     if not isinstance(value, str) and value[0] == value[1]:
-        raise ValueError(f"found {found(value[0])} as begin and as end; give two different texts")
+        raise ValueError(f"found {describe_value(value[0])} as begin and as end; give two different texts")
     return value
 
 
@@ -231,31 +234,41 @@ def _check_parameter(name: object) -> None:
         known = OTHER_NAMES.get(str(name))
         near = [known] if known else difflib.get_close_matches(str(name), _ROW_PARAMETERS, 1)
         better = f"did you mean {near[0]}?" if near else f"there are {', '.join(_ROW_PARAMETERS)}"
-        raise ValueError(f"{found(name)} is not a sampling parameter; {better}")
+        raise ValueError(f"{describe_value(name)} is not a sampling parameter; {better}")
 
 
 def _check_argument(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"found {found(name)}; it must be the name of an argument, such as enable_thinking")
+        raise ValueError(
+            f"found {describe_value(name)}; it must be the name of an argument, such as enable_thinking"
+        )
 
 
 def _from_json_text(value: object, right: str) -> object:
-    """Parse JSON text; return other values unchanged. `right` describes valid values for the error message."""
+    """Parse JSON text; return other values unchanged.
+
+    Args:
+        value: The value in the job file.
+        right: A description of valid values, for the message of ValueError.
+    """
     if not isinstance(value, str):
         return value
     try:
         return read_exactly(value)
     except (ValueError, RecursionError):
-        raise ValueError(f"found {found(value)}; {right}") from None
+        raise ValueError(f"found {describe_value(value)}; {right}") from None
 
 
 def _arguments_text(value: object) -> object:
-    """Convert a mapping, or JSON text of one, to compact JSON text. Arguments that are null are omitted."""
+    """Convert arguments of the chat template, a mapping or its JSON text, to compact JSON text. Raises ValueError.
+
+    Arguments that are null are omitted.
+    """
     value = _from_json_text(value, _RIGHT_ARGUMENTS)
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise ValueError(f"found {found(value)}; {_RIGHT_ARGUMENTS}")
+        raise ValueError(f"found {describe_value(value)}; {_RIGHT_ARGUMENTS}")
     given = {name: one for name, one in value.items() if one is not None}
     for name, one in given.items():
         _check_argument(name)
@@ -267,7 +280,7 @@ def _arguments_text(value: object) -> object:
 
 
 def _tools_text(value: object) -> object:
-    """Convert a list of tools, or JSON text of one, to compact JSON text."""
+    """Convert a list of tools, or its JSON text, to compact JSON text. Raises ValueError."""
     value = _from_json_text(value, "it must be a list of tools")
     if value is None:
         return None
@@ -279,14 +292,14 @@ def _tools_text(value: object) -> object:
 
 
 def _sql_memory(value: object) -> object:
-    """Return auto or a size in bytes. Other values become (), which fits no type."""
+    """Return "auto" or a size in bytes. Other values become (), which fits no type."""
     size = value if value == "auto" else _size(value)
     number = isinstance(size, int) and not isinstance(size, bool) and MIN_SQL_BYTES <= size <= MAX_BYTES
     return size if size == "auto" or number else ()
 
 
 def _encoding(value: object) -> object:
-    """Return Python's name of an encoding: latin-1 becomes iso8859-1."""
+    """Return Python's name of an encoding: latin-1 becomes iso8859-1. Raises ValueError for an unknown one."""
     if not isinstance(value, str) or not value:
         return value
     try:
@@ -298,7 +311,7 @@ def _encoding(value: object) -> object:
         hint = (
             f"did you mean {near[0]}?" if near else f"known are, for example, {', '.join(ENCODING_NAMES[:8])}"
         )
-        raise ValueError(f"found {found(value)}, which is no encoding that can be read; {hint}")
+        raise ValueError(f"found {describe_value(value)}, which is no encoding that can be read; {hint}")
     return name
 
 
@@ -313,14 +326,14 @@ def _quote(value: object) -> object:
 
 
 def _character(value: object, word: str) -> object:
-    """Return one ASCII character or the word. Other texts become (), which fits no type."""
+    """Return a single ASCII character, or the given word. Other texts become (), which fits no type."""
     if not isinstance(value, str) or value == word:
         return value
     return value if len(value) == 1 and value.isascii() and value not in "\0\r\n" else ()
 
 
 def _schema_text(value: object) -> object:
-    """Convert a mapping, or JSON text of one, to compact JSON text."""
+    """Convert a JSON Schema, a mapping or its JSON text, to compact JSON text. Raises ValueError."""
     if value is None:
         return value
     if isinstance(value, str):
@@ -330,7 +343,7 @@ def _schema_text(value: object) -> object:
             raise ValueError(f"the schema {error}") from None
         except (ValueError, RecursionError):
             raise ValueError(
-                f"found {found(value)}, which is not JSON; write the schema as a mapping, "
+                f"found {describe_value(value)}, which is not JSON; write the schema as a mapping, "
                 "or name its file in output.schema_file"
             ) from None
     if (problem := no_schema(value)) is not None:
@@ -339,7 +352,7 @@ def _schema_text(value: object) -> object:
 
 
 def _biases(value: object) -> object:
-    """Convert a mapping such as {50256: -100} to pairs of a token and its bias."""
+    """Convert a mapping such as {50256: -100} to pairs of a token id and its bias."""
     return value if value is None else token_biases(value)
 
 
@@ -358,7 +371,7 @@ def _deadline(text: str) -> str:
 
 
 def bounded(name: str) -> Any:
-    """Return the bounds of a sampling parameter, as an annotation of its type."""
+    """Return the bounds of a sampling parameter, as a pydantic annotation of its type."""
     bounds = BOUNDS[name]
     return Field(gt=bounds.low, le=bounds.high) if bounds.above else Field(ge=bounds.low, le=bounds.high)
 

@@ -20,24 +20,32 @@ MAX_BYTES = 1 << 20  # maximum size; the longest prompts have a few hundred KB
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The origin of a value: the line of its key, or the key of the --set option."""
+    """The origin of a value: a line of the job file, or a --set option.
+
+    Attributes:
+        line: The line of the value's key, from 1, or None if unknown.
+        override: The key of the --set option as a location, or None.
+        text_line: The first line of the text, for a text block (`|`).
+    """
 
     line: int | None
     override: Loc | None = None
-    text_line: int | None = None  # first line of a text block
+    text_line: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
     """A job file as plain values: dict, tuple, str, int, float, bool or None.
 
+    A location is a tuple of keys and positions, such as ("output", "columns", 1).
+
     Attributes:
         path: The file.
-        values: The values.
-        places: Where each value was written.
+        values: The values by section.
+        places: The origin of each value, by location.
         mistakes: Mistakes found so far.
-        broken: Values with a known mistake. Further mistakes of these values are ignored.
-        dated: Texts that name ${date}, expanded with HOLE instead of the date.
+        broken: The locations of values with a known mistake. Further mistakes of these values are ignored.
+        dated: Texts that name ${date}, by location, expanded with HOLE instead of the date.
     """
 
     path: Path
@@ -53,11 +61,11 @@ class JobFile:
         return self.path.parent
 
     def lines(self) -> dict[str, int]:
-        """Return the line of each dotted key."""
+        """Return the line of each dotted key, such as "output.path"."""
         return {dotted(loc): place.line for loc, place in self.places.items() if place.line and _is_key(loc)}
 
     def mistake(self, finding: Finding) -> Mistake:
-        """Return a finding as a mistake, at the line or the `--set` option of its key or nearest known parent."""
+        """Return a finding as a mistake, with the line or the `--set` option that set the value."""
         place = self.place(finding.loc)
         where = dotted(finding.loc)
         if place.override is None:
@@ -66,12 +74,12 @@ class JobFile:
         return Mistake(f"--set {dotted(place.override)}", inner + finding.message, None, finding.hint)
 
     def without_lines(self) -> JobFile:
-        """Return the same values without lines."""
+        """Return a copy in which values and mistakes have no lines."""
         places = {loc: replace(place, line=None, text_line=None) for loc, place in self.places.items()}
         return replace(self, places=places, mistakes=tuple(replace(one, line=None) for one in self.mistakes))
 
     def place(self, loc: Loc) -> Place:
-        """Return the origin of a value, or of its nearest parent with a known origin."""
+        """Return the origin of the value at a location, or of its nearest parent with a known origin."""
         for length in range(len(loc), 0, -1):
             if loc[:length] in self.places:
                 return self.places[loc[:length]]
@@ -91,8 +99,14 @@ def dotted(loc: Iterable[str | int]) -> str:
 def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: Variables) -> JobFile:
     """Read a job file, and apply the overrides.
 
-    Raises InputMissing if the file does not exist, and JobFileError if it is unreadable, not UTF-8, not YAML,
-    empty, or not a mapping.
+    Args:
+        path: The job file.
+        overrides: Pairs of a dotted key and YAML text, as for `--set`.
+        variables: The variables that texts in the file may name.
+
+    Raises:
+        InputMissing: The file does not exist.
+        JobFileError: The file is unreadable, not UTF-8, not YAML, empty, or not a mapping.
     """
     if (shown := not_utf8(path)) is not None:
         message = (
@@ -107,8 +121,14 @@ def read_job_values(
 ) -> JobFile:
     """Convert a mapping as if it were a job file, and apply the overrides. The result has no lines.
 
-    `path` names the mapping in messages, and its folder anchors relative paths. Raises JobFileError, also for
-    values that a job file cannot have.
+    Args:
+        path: Names the mapping in messages. Its folder anchors relative paths.
+        given: The values by section.
+        overrides: Pairs of a dotted key and YAML text, as for `--set`.
+        variables: The variables that texts may name.
+
+    Raises:
+        JobFileError: A value is invalid, or cannot be in a job file.
     """
     try:
         text = json.dumps(given, default=_path_text, ensure_ascii=False)
@@ -130,7 +150,17 @@ def _path_text(value: Any) -> str:
 def read_job_text(
     path: Path, text: str, overrides: Sequence[tuple[str, str]], variables: Variables
 ) -> JobFile:
-    """Parse the text of a job file, and apply the overrides. Raises JobFileError."""
+    """Parse the text of a job file, and apply the overrides.
+
+    Args:
+        path: The job file, for messages and relative paths.
+        text: Its text.
+        overrides: Pairs of a dotted key and YAML text, as for `--set`.
+        variables: The variables that texts in the file may name.
+
+    Raises:
+        JobFileError: The text is not YAML, empty, or not a mapping.
+    """
     root, findings = read_yaml(text)
     values = _Values(variables)
     if root is not None and isinstance(root.value, dict):
@@ -172,7 +202,7 @@ def _read_text(path: Path) -> str:
 
 
 def _no_job_file(path: Path) -> str:
-    """Return a message that suggests an existing job file, or how to create one."""
+    """Return the message for a missing job file, which suggests an existing file, or how to create one."""
     held = sorted(one.name for suffix in ("*.yaml", "*.yml") for one in path.parent.glob(suffix))
     near = difflib.get_close_matches(path.name, held, 1) or held[:1]
     if near:
@@ -196,7 +226,10 @@ def _plain(finding: Finding) -> Mistake:
 
 @dataclass(slots=True)
 class _Values:
-    """Collects plain values and their origins: from the file, then from each override."""
+    """Collects plain values and their origins: first from the job file, then from each override.
+
+    The fields are explained in JobFile.
+    """
 
     variables: Variables
     root: dict[str, Any] = field(default_factory=dict)
@@ -209,7 +242,7 @@ class _Values:
         self.root = self._value(root, (), None)
 
     def override(self, key: str, text: str) -> list[Mistake]:
-        """Apply one `--set key=text`, and return its mistakes."""
+        """Apply a `--set key=text`, and return its mistakes."""
         loc = tuple(UNUSABLE.sub("\ufffd", key).split("."))
         node, findings = read_yaml(text)
         if not all(loc):
@@ -282,7 +315,7 @@ class _Values:
 
 
 def not_utf8(path: str | os.PathLike[str]) -> str | None:
-    """Return a readable form of a path that is not UTF-8, which pyarrow and DuckDB refuse, or None for other paths."""
+    """Return a readable form of a path that is not UTF-8, which pyarrow and DuckDB refuse; None for other paths."""
     data = os.fsencode(path)
     try:
         data.decode("utf-8")
@@ -292,11 +325,11 @@ def not_utf8(path: str | os.PathLike[str]) -> str | None:
 
 
 def job_file_in(path: Path) -> Path:
-    """Return the job.yaml in a folder that has one, or else the path itself."""
+    """Return the job.yaml in the folder `path` if it has one, else `path` itself."""
     held = path / "job.yaml"
     return held if held.is_file() else path
 
 
 def absolute(folder: Path, text: str) -> str:
-    """Return an absolute path. `..` is resolved; links and globs are kept."""
+    """Return the absolute path of `text`, relative to `folder`. `..` is resolved; links and globs are kept."""
     return os.path.normpath(os.path.join(folder, text))

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from batchinfer.core.rung import Rung, with_rung
 from batchinfer.core.sampling import BOUNDS, SamplingParams
-from batchinfer.job.wording import Right, found
+from batchinfer.job.wording import Right, describe_value
 from batchinfer.job.yaml_tree import Finding
 
 MOST_RUNGS = 8
@@ -21,7 +21,7 @@ _FLOATS = frozenset(one.name for one in fields(SamplingParams) if isinstance(one
 
 
 def _rungs(value: object) -> object:
-    """Return the rungs with numbers of their own types. Other values are returned unchanged and fit no type."""
+    """Return the items of a ladder with numbers of their own types. Values other than lists are returned unchanged."""
     if not isinstance(value, tuple | list):
         return value
     if len(value) > MOST_RUNGS:
@@ -31,7 +31,7 @@ def _rungs(value: object) -> object:
 
 def _rung(at: int, value: object) -> Rung:
     if not isinstance(value, dict) or not value:
-        what = "an empty mapping" if value == {} else found(value)
+        what = "an empty mapping" if value == {} else describe_value(value)
         raise ValueError(f"found {what} as item {at}; it must be parameters, such as {{temperature: 0.7}}")
     return {str(name): _number(at, name, given) for name, given in value.items()}
 
@@ -41,7 +41,7 @@ def _number(at: int, name: object, value: object) -> int | float:
         near = difflib.get_close_matches(str(name), LADDER_PARAMETERS, 1)
         better = f"did you mean {near[0]}?" if near else f"there are {', '.join(LADDER_PARAMETERS)}"
         raise ValueError(
-            f"{found(name)} in item {at} is not a parameter with which rows can run again; {better}"
+            f"{describe_value(name)} in item {at} is not a parameter with which rows can run again; {better}"
         )
     bounds, number = BOUNDS[str(name)], value
     kinds = (int, float) if name in _FLOATS else (int,)
@@ -50,7 +50,8 @@ def _number(at: int, name: object, value: object) -> int | float:
         kind = "a number" if name in _FLOATS else "a whole number"
         least = "above" if bounds.above else "from"
         raise ValueError(
-            f"found {found(value)} for {name} in item {at}; it must be {kind} {least} {bounds.low:,} to {bounds.high:,}"
+            f"found {describe_value(value)} for {name} in item {at}; "
+            f"it must be {kind} {least} {bounds.low:,} to {bounds.high:,}"
         )
     return float(number) if name in _FLOATS else number  # type: ignore[arg-type,return-value]
 
@@ -66,9 +67,12 @@ Ladder = Annotated[
 
 
 def ladder_findings(ladder: Sequence[Rung], params: SamplingParams, alike: bool) -> Iterator[Finding]:
-    """Find mistakes in a ladder for rows with these parameters.
+    """Find mistakes in a ladder: items without effect, and items with contradictory parameters.
 
-    `alike` is True if all rows have the same parameters.
+    Args:
+        ladder: The changed parameters of each further attempt.
+        params: The parameters of the first attempt.
+        alike: True if all rows have the same parameters.
     """
     if ladder and alike and params.has_known_length:
         message = (

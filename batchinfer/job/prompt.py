@@ -100,39 +100,42 @@ class PromptSection(Section):
 
     @property
     def source(self) -> str | None:
-        """Return the key that says where prompts come from, or None if the input has OpenAI requests."""
+        """Return the key of the prompt's source, such as "user", or None if the input has OpenAI requests."""
         return next((name for name in PROMPT_SOURCES if getattr(self, name) is not None), None)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the chat-template arguments that all rows share."""
+        """Return the chat-template arguments that all rows share, by name."""
         found: dict[str, Any] = json.loads(self.template_arguments or "{}")
         return found
 
     @property
     def given_tools(self) -> dict[str, Any]:
-        """Return the tools that all rows share, as an argument of the chat template."""
+        """Return the tools that all rows share, as the argument `tools` of the chat template. Empty without tools."""
         return {} if self.tools is None else {"tools": json.loads(self.tools)}
 
     @property
     def may_call(self) -> bool:
-        """Return True if the section says that answers may call tools."""
+        """Return True if the section gives tools, or names the style of tool calls."""
         return bool(self.tool_keys()) or self.tool_calls not in ("auto", "none")
 
     @property
     def asked_call(self) -> dict[str, Any]:
-        """Return the tool call that every answer must make, as in an OpenAI request. Empty if no call is required."""
+        """Return the field `tool_choice` of an OpenAI request, for the call that every answer must make.
+
+        Empty if no call is required.
+        """
         if self.tool_choice == "auto":
             return {}
         named = {"type": "function", "function": {"name": self.tool_choice}}
         return {"tool_choice": "required" if self.tool_choice == "required" else named}
 
     def tool_keys(self) -> list[str]:
-        """Return the keys of the section that give tools."""
+        """Return the keys of the section that are set and give tools."""
         return [name for name in ("tools", "tools_from_column") if getattr(self, name) is not None]
 
     def argument_keys(self) -> list[tuple[str, str]]:
-        """Return each chat-template argument of the section with the key that names it."""
+        """Return (name, key) for each chat-template argument that the section sets."""
         columns = "template_arguments_from_columns"
         return [
             *((name, f"template_arguments.{name}") for name in self.arguments),

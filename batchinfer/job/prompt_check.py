@@ -28,7 +28,12 @@ _ROW_OPTIONS = (
 
 
 def prompt_findings(section: Mapping[str, Any], requests: bool) -> Iterator[Finding]:
-    """Yield all mistakes of the section. `requests` is True for OpenAI batch files, which contain the prompts."""
+    """Find mistakes in the section `prompt`.
+
+    Args:
+        section: The values of the section.
+        requests: True if the input is an OpenAI batch file, which contains the prompts.
+    """
     given = [name for name in PROMPT_SOURCES if section.get(name) is not None]
     if requests and not given:
         yield from _for_requests(section)
@@ -41,7 +46,7 @@ def prompt_findings(section: Mapping[str, Any], requests: bool) -> Iterator[Find
 
 def _source(section: Mapping[str, Any], given: list[str]) -> Iterator[Finding]:
     if not given:
-        message = f"has none of {SOURCES_TEXT}; give exactly one of them"
+        message = f"has none of {SOURCES_TEXT}; give exactly one"
         yield Finding(("prompt",), message, "OpenAI batch files need none: then write input.format: openai")
     for extra in given[1:]:
         message = f"is given together with {given[0]}; give exactly one of {SOURCES_TEXT}"
@@ -54,7 +59,7 @@ def _source(section: Mapping[str, Any], given: list[str]) -> Iterator[Finding]:
 
 
 def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
-    """Find options of chat templates in a section without a chat template."""
+    """Find options of chat templates in a section that uses no chat template."""
     if source in _WITHOUT_TEMPLATE:
         why = f"{source} takes the prompt as it is, without a chat template"
         unused: tuple[str, ...] = ("chat", *_CHAT_OPTIONS)
@@ -89,7 +94,9 @@ def _choice(section: Mapping[str, Any]) -> Iterator[Finding]:
     names = [name for tool in tools if isinstance(name := _tool_name(tool), str)]
     if choice != "required" and choice not in names and len(names) == len(tools):
         message = f"names no tool of prompt.tools: {', '.join(names)}"
-        yield Finding(("prompt", "tool_choice"), message, "write one of them, required, or auto")
+        yield Finding(
+            ("prompt", "tool_choice"), message, "write the name of a listed tool, required, or auto"
+        )
 
 
 def _tool_name(tool: Any) -> Any:

@@ -23,18 +23,24 @@ _TRIAL = "-first-"
 
 
 def trial_results(root: Path, limit: int) -> Path:
-    """Return the result folder of a trial with the first `limit` rows."""
+    """Return the result folder of a trial with the first `limit` rows of a job. `root` is the root of its results."""
     return root.with_name(f"{root.name}{_TRIAL}{limit}")
 
 
 def root_of_trial(results: Path) -> Path | None:
-    """Return the root of a trial's result folder, or None if the name is not that of a trial."""
+    """Return the root of the results of the job, given the result folder of its trial; None for other folders."""
     found = re.fullmatch(rf"(.+){_TRIAL}\d+", results.name)
     return results.with_name(found[1]) if found else None
 
 
 def results_root(text: str, folder: Path, job: str) -> Path:
-    """Return the root of an `output.path` with HOLE instead of each ${date}. `folder` anchors relative paths."""
+    """Return the root of a job's dated results: `output.path` without its date.
+
+    Args:
+        text: The `output.path` with HOLE instead of each ${date}.
+        folder: The folder that relative paths start from.
+        job: The name of the job, for a path that is only a date.
+    """
     parts = [rest for part in PurePath(os.path.normpath(text)).parts if (rest := _closed(part))]
     if all(part in ("..", os.sep, os.sep * 2) for part in parts):
         parts.append(folder_name(job))
@@ -42,7 +48,7 @@ def results_root(text: str, folder: Path, job: str) -> Path:
 
 
 def _closed(part: str) -> str:
-    """Return a path component without its holes and their separators."""
+    """Return a path component without its holes and the separators around them."""
     if HOLE not in part:
         return part
     first, *between, last = part.split(HOLE)
@@ -51,5 +57,5 @@ def _closed(part: str) -> str:
 
 
 def folder_name(job: str) -> str:
-    """Return a job's name in a form that is valid for a folder."""
+    """Return a folder name made from the name of a job."""
     return re.sub(r"[^\w.-]+", "-", job)[:_NAME_LENGTH].strip("-.") or "job"

@@ -148,66 +148,72 @@ class SamplingSection(Section):
 
     @property
     def fits(self) -> bool:
-        """Return True if max_tokens follows from the constraint of an answer."""
+        """Return True for `max_tokens: fit`: the maximum follows from the constraint of an answer."""
         return self.max_tokens == "fit"
 
     @property
     def chooses(self) -> bool:
-        """Return True if more answers are computed than published."""
+        """Return True if more answers to a row are computed than published (best_of is greater than n)."""
         return self.best_of > self.n
 
     def params(self) -> SamplingParams:
-        """Return the parameters of a row without values of its own. With `max_tokens: fit` they have no limit."""
+        """Return the sampling parameters of a row without values of its own.
+
+        With `max_tokens: fit`, the maximum number of tokens is 2^31 - 1.
+        """
         given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
         return SamplingParams(**self._limited(given))
 
     def given_params(self) -> dict[str, Any]:
-        """Return only the parameters that the job file sets, as the engine knows them."""
-        return self._limited(self.given())
+        """Return only the sampling parameters that the job file sets, with the values that the engine gets."""
+        return self._limited(self.explicit_params())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters with a limit for `max_tokens: fit`, and with logprobs for `best_of`.
+        """Return the parameters with a number for `max_tokens: fit`, and with logprobs for `best_of`.
 
-        A row's constraint replaces the limit later. The best answers are chosen by their log-probabilities.
+        A row's constraint replaces the number later. The best answers are chosen by their log-probabilities.
         """
         given = given | ({"max_tokens": INT32_MAX} if self.fits else {})
         return given | ({"logprobs": 0} if self.chooses and given.get("logprobs") is None else {})
 
     @property
     def asks_logprobs(self) -> bool:
-        """Return True if rows may have log-probabilities: the result then has a column for them."""
+        """Return True if answers may have log-probabilities. The result then has a column for them."""
         return self.logprobs is not None or self.chooses or "logprobs" in dict(self.from_columns)
 
     @property
     def asks_prompt_logprobs(self) -> bool:
-        """Return True if rows may have log-probabilities of their prompts: the result then has a column for them."""
+        """Return True if rows may have log-probabilities of their prompts. The result then has a column for them."""
         return self.prompt_logprobs is not None or "prompt_logprobs" in dict(self.from_columns)
 
     @property
     def parameter_columns(self) -> tuple[tuple[str, str], ...]:
-        """Return the parameters that rows set themselves, each with its column."""
+        """Return (parameter, column) for each sampling parameter that rows set themselves."""
         return tuple(pair for pair in self.from_columns if pair[0] != "n")
 
     @property
     def samples_column(self) -> str | None:
-        """Return the column with the number of answers per row, or None."""
+        """Return the column with the number of answers to each row, or None."""
         return dict(self.from_columns).get("n")
 
     @property
     def asks_samples(self) -> bool:
-        """Return True if rows may have several answers: the result then has a column for their number."""
+        """Return True if rows may have several answers. The result then has a column that numbers them."""
         return self.n > 1 or self.best_of > 1 or self.samples_column is not None
 
     def row_parameters(self) -> str:
-        """Return the parameters that rows set themselves, as in `max_tokens, temperature (column temp_col)`."""
+        """Return the options that rows set themselves, as in `max_tokens, temperature (column temp_col)`."""
         return ", ".join(
             name if name == column else f"{name} (column {column})" for name, column in self.from_columns
         )
 
-    def given(self) -> dict[str, Any]:
-        """Return only the parameters that the job file sets. An OpenAI request has its own defaults for the others."""
+    def explicit_params(self) -> dict[str, Any]:
+        """Return only the parameters that the job file sets, by name.
+
+        An OpenAI request has its own defaults for the other parameters.
+        """
         return {name: getattr(self, name) for name in SAMPLING_PARAMETERS if name in self.model_fields_set}
 
-    def said(self) -> dict[str, Any]:
-        """Return `given()`, plus the number of answers per row if it is above 1."""
-        return self.given() | ({"n": self.n} if self.n > 1 else {})
+    def explicit_options(self) -> dict[str, Any]:
+        """Return the parameters that the job file sets, and `n` if it is above 1."""
+        return self.explicit_params() | ({"n": self.n} if self.n > 1 else {})

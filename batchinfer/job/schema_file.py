@@ -11,7 +11,7 @@ _RIGHT = "{type: object, properties: {…}}"
 
 
 def no_schema(value: object) -> str | None:
-    """Return why a value from YAML or JSON is no schema for answers, or None if it is a mapping."""
+    """Return why a value from YAML or JSON is no JSON Schema for answers; None for a mapping, which may be one."""
     if isinstance(value, dict):
         return None
     if value is True:
@@ -31,7 +31,7 @@ def no_schema(value: object) -> str | None:
 
 
 def read_schema_file(path: Path) -> str:
-    """Return the schema in a file as compact JSON text. Raises ValueError with the reason if there is none."""
+    """Return the JSON Schema in a file as compact JSON text. Raises ValueError with the reason if there is none."""
     try:
         schema = read_exactly(path.read_bytes()[: MAX_SCHEMA_BYTES + 1])
     except OSError as error:

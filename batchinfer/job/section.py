@@ -17,16 +17,20 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    def described(self, defaults: bool) -> Iterator[str]:
-        """Yield a line for each option. `defaults` includes options with their default value."""
+    def option_lines(self, defaults: bool) -> Iterator[str]:
+        """Yield a line `key: value` for each option of the section.
+
+        Args:
+            defaults: If False, options with their default value are left out.
+        """
         for key, value in self:
             info = type(self).model_fields[key]
             if defaults or value != info.get_default():
-                yield f"    {info.alias or key}: {shown(key, value)}"
+                yield f"    {info.alias or key}: {option_text(key, value)}"
 
 
-def shown(key: str, value: object) -> str:
-    """Return the value of an option as text."""
+def option_text(key: str, value: object) -> str:
+    """Return the value of the option `key` as text for users."""
     if value is None:
         return "auto" if key == "max_model_len" else "none"
     if key in ("json_schema", "template_arguments", "tools") and isinstance(value, str):

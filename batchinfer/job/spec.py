@@ -58,7 +58,7 @@ from batchinfer.job.results_root import results_root, trial_results
 from batchinfer.job.sampling import SamplingSection
 from batchinfer.job.schema_file import read_schema_file
 from batchinfer.job.scoring import ClassifySection, RerankSection, ScoreSection
-from batchinfer.job.section import Section, shown
+from batchinfer.job.section import Section, option_text
 from batchinfer.job.tasks import TASK_SECTIONS, Task
 from batchinfer.job.template_file import read_template_file
 from batchinfer.job.variables import Variables
@@ -365,7 +365,7 @@ class RaySection(Section):
     )
 
     def engine_count(self, room: int) -> int:
-        """Return the number of engines of a run on a cluster with room for `room` engines."""
+        """Return the number of engines of a run. `room` is the number that fit on the cluster."""
         if isinstance(self.engines, int):
             return self.engines
         bounds = self.engines or RayEngines()
@@ -506,14 +506,14 @@ class Job(Section):
                 self._root = results_root(dated, self._source.parent, self.name)
 
     def params(self) -> SamplingParams:
-        """Return the sampling parameters of a row without values of its own, as the engine knows them."""
+        """Return the sampling parameters of a row without values of its own, with the values that the engine gets."""
         params, schema = self.sampling.params(), self.output.json_schema
         if self.output.confidence:
             params = replace(params, confidence=True)
         return params if schema is None else replace(params, json_schema=schema)
 
     def given_params(self) -> dict[str, Any]:
-        """Return only the sampling parameters that the job file sets."""
+        """Return only the sampling parameters that the job file sets, with the values that the engine gets."""
         schema = self.output.json_schema
         return self.sampling.given_params() | ({} if schema is None else {"json_schema": schema})
 
@@ -524,12 +524,12 @@ class Job(Section):
 
     @property
     def chat_template(self) -> str | None:
-        """Return the text of the file `prompt.chat_template`, read when the job was loaded."""
+        """Return the text of the file `prompt.chat_template`, read when the job was loaded; None without the file."""
         return self._chat_template
 
     @property
     def prompting(self) -> PromptSection:
-        """Return the section `prompt`, or its defaults for OpenAI batch files without one."""
+        """Return the section `prompt`, or its defaults if the job has none."""
         return self.prompt or PromptSection()
 
     @property
@@ -540,27 +540,27 @@ class Job(Section):
 
     @property
     def attempts(self) -> int:
-        """Return the maximum number of attempts per row: one plus the rungs of the ladder."""
+        """Return the maximum number of attempts per row: one, plus the length of the ladder."""
         return 1 + len(self.on_invalid)
 
     @property
     def samples(self) -> int:
-        """Return the number of answers to a row that does not set it itself."""
+        """Return the number of answers that are computed for a row that does not set the number itself."""
         return max(self.sampling.n, self.sampling.best_of)
 
     @property
     def published_samples(self) -> int:
-        """Return the number of published answers to such a row."""
+        """Return the number of published answers to a row that does not set the number itself."""
         return self.sampling.n if self.sampling.chooses else self.samples
 
     @property
     def rows_of_answers(self) -> int:
-        """Return the number of result rows for the answers to such a row."""
+        """Return the number of result rows for the answers to a row that does not set their number itself."""
         return self.published_samples if self.output.explode else 1
 
     @property
     def mixes_classes(self) -> bool:
-        """Return True if several machine classes may answer: the result then names the class."""
+        """Return True if engines may run on several machine classes. The result then names the class per row."""
         return self.ray is not None and self.ray.classes == "any"
 
     @property
@@ -573,7 +573,7 @@ class Job(Section):
 
     @property
     def embeds(self) -> bool:
-        """Return True if rows may ask for vectors: all rows with task: embed, or some OpenAI requests."""
+        """Return True if answers may be vectors: of all rows with task: embed, or of some OpenAI requests."""
         return self.task == "embed" or (self.task == "generate" and self.requests)
 
     @property
@@ -583,7 +583,7 @@ class Job(Section):
 
     @property
     def overrides(self) -> tuple[tuple[str, str], ...]:
-        """Return the overrides of the job file, as passed to `load_job`."""
+        """Return the overrides as passed to `load_job`: pairs of a dotted key and YAML text."""
         return self._overrides
 
     @property
@@ -597,7 +597,7 @@ class Job(Section):
         return self._root
 
     def first_rows(self, limit: int) -> Job:
-        """Return a trial of the job: its first `limit` rows, with a result folder of its own next to the root.
+        """Return a trial of the job: its first `limit` rows, with a result folder next to the root of its results.
 
         `input.min_rows` does not apply to a trial.
         """
@@ -611,7 +611,11 @@ class Job(Section):
         )
 
     def place(self, where: str) -> str:
-        """Return the file and line of the key `where`, for errors that are not mistakes in the job file."""
+        """Return "FILE: line N: KEY" of a key, for errors that are not mistakes in the job file.
+
+        Args:
+            where: The dotted key, such as "input.path".
+        """
         line = self._line(where)
         if where in dict(self._overrides):
             where = f"--set {where}"
@@ -620,12 +624,17 @@ class Job(Section):
         return f"{self.source}: {where}"
 
     def mistake(self, where: str, message: str) -> JobFileError:
-        """Return an error with the line of the key `where`, for mistakes found later, such as a missing column."""
+        """Return an error about a key, for mistakes that are found after loading, such as a missing column.
+
+        Args:
+            where: The dotted key, such as "input.path". The error has its line.
+            message: The problem.
+        """
         return JobFileError(str(self.source), [Mistake(where, message, self._line(where))])
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Add lines of the job file to mistakes that are raised in the block."""
+        """Add lines of the job file to the mistakes of a JobFileError that is raised in the `with` block."""
         try:
             yield
         except JobFileError as error:
@@ -656,12 +665,12 @@ class Job(Section):
         identity |= {} if self.output.explode else {"explode": False}
         identity |= {"engine_class": True} if self.mixes_classes else {}
         if self.requests:  # explicit parameters count there, even at their default
-            identity["sampling"] = self.sampling.said()
+            identity["sampling"] = self.sampling.explicit_options()
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @property
     def draft_sources(self) -> tuple[DraftName, ...]:
-        """Return the draft sources, or none if no texts are generated."""
+        """Return the names of the sources of draft tokens. Empty without sources, or if no texts are generated."""
         if self.task != "generate" or self.drafts == "off":
             return ()
         if isinstance(self.drafts, DraftModelSection):
@@ -670,7 +679,13 @@ class Job(Section):
 
     @property
     def drafting_job(self) -> Job | None:
-        """Return the job as the draft model runs it if it answers all rows first, or None without a draft model."""
+        """Return the job whose answers the draft model computes before the job's model is loaded.
+
+        It has the draft model as its model.
+
+        Returns:
+            None without a draft model.
+        """
         drafts = self.drafts
         if not isinstance(drafts, DraftModelSection) or drafts.model is None:
             return None
@@ -682,7 +697,11 @@ class Job(Section):
         return self.model_copy(update={"model": model, "engine": engine, "drafts": "auto"})
 
     def describe(self, defaults: bool = False) -> str:
-        """Return a description of the job with one line per option. `defaults` includes options at their default."""
+        """Return a text for users with one line per option of the job.
+
+        Args:
+            defaults: If False, options with their default value are left out.
+        """
         lines = [f"{self.name} ({self.source})"]
         for section, spec in self:
             if section in TASK_SECTIONS and section != self.task and not (section == "embed" and self.embeds):
@@ -690,13 +709,16 @@ class Job(Section):
             if section == "sampling" and self.task != "generate":
                 continue
             if section == "sampling" and self.requests:
-                said = [f"    {key}: {shown(key, value)}" for key, value in self.sampling.said().items()]
+                said = [
+                    f"    {key}: {option_text(key, value)}"
+                    for key, value in self.sampling.explicit_options().items()
+                ]
                 lines += ["  sampling", *said, "    the rest: as each request says, or as OpenAI's API does"]
             elif isinstance(spec, Section):
-                options = list(spec.described(defaults))
+                options = list(spec.option_lines(defaults))
                 lines += [f"  {section}", *options] if options else []
             elif section != "name" and (defaults or spec != type(self).model_fields[section].default):
-                lines.append(f"  {section}: {shown(section, spec)}")
+                lines.append(f"  {section}: {option_text(section, spec)}")
         return "\n".join(lines)
 
 
@@ -708,14 +730,16 @@ def load_job(
 ) -> Job:
     """Read and check a job file, or a mapping with its sections. No input is read and nothing is written.
 
-    Raises InputMissing if the file does not exist, and otherwise JobFileError with all mistakes.
-
     Args:
         given: Path of the job file, or a mapping. Relative paths start from the file's folder, or from the working
             directory for a mapping.
         overrides: Pairs of a dotted key and YAML text, as for `--set`.
         date: Value of ${date} as YYYY-MM-DD. None: today.
         env: Environment variables.
+
+    Raises:
+        InputMissing: The file does not exist.
+        JobFileError: The file or its values are invalid; it has all mistakes.
     """
     source = Path(os.path.abspath(_NO_FILE if isinstance(given, Mapping) else given))
     day = _run_date(source, date)
@@ -754,7 +778,7 @@ def _with_schema_file(job: Job) -> Job:
 
 
 def _with_template_file(job: Job) -> Job:
-    """Return the job with the text of its `prompt.chat_template`. Raises JobFileError."""
+    """Read the file `prompt.chat_template`, and return the job with its text. Raises JobFileError."""
     path = None if job.prompt is None else job.prompt.chat_template
     if path is None:
         return job
@@ -780,7 +804,7 @@ def _is_day(text: str) -> bool:
 
 
 def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace sections without any key (all of them commented out) by sections of defaults."""
+    """Return the values of a job file with `{}` for sections without keys (all of them commented out)."""
     sections = {name for name, info in Job.model_fields.items() if isinstance(info.annotation, type)} - {
         "name"
     }
@@ -788,7 +812,10 @@ def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
-    """Sort mistakes by line. Mistakes without a line (a missing section, a --set) come last, in their order."""
+    """Return the mistakes without duplicates, sorted by line.
+
+    Mistakes without a line (a missing section, a --set) come last, in their order.
+    """
     return sorted(dict.fromkeys(mistakes), key=lambda one: (one.line is None, one.line or 0))
 
 

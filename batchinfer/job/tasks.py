@@ -35,9 +35,11 @@ _TEXT_OPTIONS = (
 
 
 def task_findings(values: Mapping[str, Any], requests: bool = False) -> Iterator[Finding]:
-    """Yield options that do not fit the job's task.
+    """Find options that do not fit the job's task.
 
-    `requests` is True if rows are OpenAI requests, which may ask for vectors as well as texts.
+    Args:
+        values: The values of the job file by section.
+        requests: True if rows are OpenAI requests, which may ask for vectors as well as texts.
     """
     task = values.get("task", "generate")
     if task not in _ANSWERS:
@@ -82,7 +84,7 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
     section, source, prompt = (values.get(name) for name in (task, "input", "prompt"))
     given = isinstance(prompt, dict) and any(prompt.get(name) is not None for name in PROMPT_SOURCES)
     if not given or (isinstance(source, dict) and source.get("format") == "openai"):
-        message = f"is {task}, and requests of an OpenAI batch file do not say what is to be scored"
+        message = f"is {task}, and requests of an OpenAI batch file name no text to score"
         yield Finding(("task",), message, "give the prompt section, with input.format: jsonl")
     if task == "rerank":
         asked = section if isinstance(section, dict) else {}
@@ -94,7 +96,7 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
 
 
 def _uncalibrated(section: Mapping[str, Any], prompt: Any, model: Any) -> Iterator[Finding]:
-    """Find why labels cannot be calibrated: one prompt without content must fit all rows."""
+    """Find reasons why labels cannot be calibrated: one prompt without content must fit all rows."""
     loc = ("classify", "calibrate")
     if section.get("choices_from_column") is not None:
         message = (
@@ -113,15 +115,20 @@ def _uncalibrated(section: Mapping[str, Any], prompt: Any, model: Any) -> Iterat
 
 
 def _pairs(given: Mapping[str, Any], prompt: Any) -> Iterator[Finding]:
-    """Find options that do not apply to a cross-encoder, which gets a query and a document."""
+    """Find options that do not apply to a cross-encoder, which gets a query and a document.
+
+    Args:
+        given: The values of the section `rerank`.
+        prompt: The value of the section `prompt`.
+    """
     for name in ("yes", "no"):
         if given.get(name) is not None:
-            message = "is given beside document, of which a cross-encoder makes a score without any answer"
+            message = "is given together with document, which a cross-encoder scores without any answer"
             yield Finding(("rerank", name), message, "remove it")
     if isinstance(prompt, dict) and prompt.get("text") is None:
         source = next((name for name in PROMPT_SOURCES if prompt.get(name) is not None), "user")
         if source != "user" or prompt.get("chat", True) is not False:
-            message = "is given beside rerank.document, and the query is a text as it is"
+            message = "is given together with rerank.document, and the query is a text as it is"
             hint = "use prompt.text, or prompt.user with chat: false, for the query alone"
             yield Finding(("prompt", source), message, hint)
 
@@ -147,7 +154,7 @@ def _labels(section: Any) -> Iterator[Finding]:
     choices = section.get("choices") if isinstance(section, dict) else None
     column = section.get("choices_from_column") if isinstance(section, dict) else None
     if choices and column is not None:
-        message = "is given beside choices: a row has the labels of one of them"
+        message = "is given together with choices, and a row has the labels of only one"
         yield Finding(("classify", "choices_from_column"), message, "remove one of the two")
     if section is None or (isinstance(section, dict) and not choices and column is None):
         message = "are missing: a job with task: classify names its labels"

@@ -75,7 +75,15 @@ on_error:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Example rows, and an instruction for them."""
+    """Example rows and an instruction, for a new job.
+
+    Attributes:
+        system: The system message.
+        column: The name of the column with the texts.
+        texts: The text of each row.
+        max_tokens: The value of `sampling.max_tokens`.
+        output: Further lines of the section `output`.
+    """
 
     system: str
     column: str
@@ -90,10 +98,10 @@ QUESTIONS = Sample(
     "You answer in one short sentence.",
     "question",
     (
-        "What is the capital of France?",
+        "Which city is the capital of France?",
         "How many legs does a spider have?",
         "Which planet is closest to the sun?",
-        "What is the capital of France?",
+        "Which city is the capital of France?",
     ),
     "64",
 )
@@ -120,14 +128,14 @@ def init_text(
     kind: ModelKind = "floats",
     pulled: bool = False,
 ) -> str:
-    """Return a commented job file that runs on the file `prompts.jsonl` in its folder.
+    """Return the text of a commented job file that runs on the file `prompts.jsonl` in its folder.
 
     Args:
         model: The checkpoint's path, or its name in the Hugging Face cache.
         sample: The instruction and the input column.
         name: The name of the job.
         kind: How the model stores its weights, for the comments.
-        pulled: Whether `model` is a name.
+        pulled: True if `model` is a name.
     """
     values = {
         "@NAME@": yaml_text(name),
@@ -144,7 +152,7 @@ def init_text(
 
 
 def yaml_text(text: str) -> str:
-    """Return a text as a quoted YAML scalar without variables."""
+    """Return a text as a quoted YAML scalar, in which $ is escaped."""
     return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
 
 
@@ -155,7 +163,10 @@ def init_files(
     kind: ModelKind = "floats",
     pulled: bool = False,
 ) -> dict[str, str]:
-    """Return the files that `batchinfer init` writes, by file name. See `init_text` for the arguments."""
+    """Return the texts of the files that `batchinfer init` writes, by file name.
+
+    The arguments are explained in `init_text`.
+    """
     rows = (json.dumps({"id": f"r{n}", sample.column: text}) for n, text in enumerate(sample.texts, 1))
     prompts = "".join(f"{row}\n" for row in rows)
     return {"job.yaml": init_text(model, sample, name, kind, pulled), "prompts.jsonl": prompts}

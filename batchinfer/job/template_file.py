@@ -10,7 +10,7 @@ MAX_BYTES = 4 << 20  # 2**20 characters of up to four bytes
 
 
 def read_template_file(path: Path) -> str:
-    """Return the text of a file. Raises ValueError with the reason if it is no chat template."""
+    """Return the text of a file with a chat template. Raises ValueError with the reason if it has none."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would hang
             raise ValueError(f"{path} is no regular file; name a file with a chat template")

@@ -20,7 +20,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class Unexpanded:
-    """Why a variable could not be expanded. `offset` is its position in the text."""
+    """The reason why a variable could not be expanded.
+
+    Attributes:
+        offset: The position of the variable in the text.
+        message: The problem.
+        hint: Advice for the user.
+    """
 
     offset: int
     message: str
@@ -29,13 +35,21 @@ class Unexpanded:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """Looks up variables. `date` is the run's date as YYYY-MM-DD, and overrides a variable with the name date."""
+    """The values of the variables that a job file may name.
+
+    Attributes:
+        date: The value of ${date}, as YYYY-MM-DD. It precedes an environment variable with the name date.
+        env: The environment variables.
+    """
 
     date: str
     env: Mapping[str, str]
 
     def expand(self, text: str) -> tuple[str, list[Unexpanded]]:
-        """Return the text with its variables expanded, and an entry for each variable that could not be expanded."""
+        """Return the text with its variables expanded, and an entry for each variable that could not be expanded.
+
+        If the expanded text would be too long, it is "".
+        """
         if "$" not in text:
             return text, []
         pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""Words the message for a wrong field: what was found, and what is valid by the field's type and bounds."""
+"""Words the message for a wrong field: its value, and the values that the field's type and bounds allow."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ _BOOLEAN_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", "true", "false"}
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """Annotates a field's type with a description of valid values, if the type itself is not clear."""
+    """An annotation of a field's type: a description of valid values, if the type itself is not clear."""
 
     text: str
 
 
 def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Finding]:
-    """Return one finding per field, in plain words, from all errors of pydantic."""
+    """Return one finding per wrong field, in plain words.
+
+    Args:
+        error: Pydantic's error, which may have several entries per field.
+        model: The class of the job file.
+        values: The values of the job file.
+    """
     groups: dict[Loc, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         loc = _of_member(model, details["loc"], values)
@@ -47,12 +53,12 @@ def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[
     return [_finding(model, loc, group, values) for loc, group in groups.items()]
 
 
-def right(info: FieldInfo) -> str:
+def describe_valid_values(info: FieldInfo) -> str:
     """Return a description of a field's valid values, such as `a whole number from 1 to 64, or auto`."""
     return _phrase(info.annotation, info.metadata)
 
 
-def found(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a description of a value, such as `the text "64"`."""
     if value is None:
         return "nothing (null)"
@@ -72,14 +78,14 @@ def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of the section `name` of a model, or None if it is a value or unknown."""
+    """Return the class of the section that the field `name` holds, or None if it is a value or unknown."""
     info = model.model_fields.get(name)
     candidates = [info.annotation, *get_args(info.annotation)] if info else []
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _may_be_value(model: type[BaseModel], name: str) -> bool:
-    """Return True if a field may be a section or another value."""
+    """Return True if the field `name` may be a section or another value."""
     members = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
     return section_of(model, name) is not None and len({*members} - {types.NoneType}) > 1
 
@@ -87,7 +93,8 @@ def _may_be_value(model: type[BaseModel], name: str) -> bool:
 def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> Loc | None:
     """Return the location of an error in a field that may be a section or a value.
 
-    Returns None if the error is about the kind that the value is not.
+    Returns:
+        None if the error is about a section and the job file has a value, or the reverse.
     """
     if len(loc) < 2 or not _may_be_value(model, str(loc[0])):
         return loc
@@ -100,7 +107,7 @@ def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> L
 
 
 def _field_of(model: type[BaseModel], loc: Loc) -> Loc:
-    """Return `loc` without the parts that pydantic adds below a field (members of a union, positions in a list)."""
+    """Return a location without the parts that pydantic adds below a field: members of a union, list positions."""
     current: type[BaseModel] | None = model
     kept: list[str | int] = []
     for part in loc:
@@ -121,7 +128,7 @@ def _finding(
     if "extra_forbidden" in kinds:
         return _unknown(model, owner, loc)
     section = None if _may_be_value(owner, str(loc[-1])) else section_of(owner, str(loc[-1]))
-    expected = _keys(section) if section else right(options(owner)[str(loc[-1])])
+    expected = _keys(section) if section else describe_valid_values(options(owner)[str(loc[-1])])
     if "missing" in kinds:
         return Finding(loc, f"is missing; it must be {expected}")
     own = [details["ctx"]["error"] for details in group if details["type"] == "value_error"]
@@ -133,14 +140,14 @@ def _finding(
 def _wrong(loc: Loc, value: object, expected: str, group: list[ErrorDetails]) -> Finding:
     items = [part for details in group for part in details["loc"] if isinstance(part, int)]
     if isinstance(value, tuple) and items:
-        message = f"found {found(value[items[0]])} as item {items[0] + 1}; it must be {expected}"
+        message = f"found {describe_value(value[items[0]])} as item {items[0] + 1}; it must be {expected}"
         return Finding((*loc, items[0]), message)
     limit = next((details["ctx"]["max_length"] for details in group if details["type"] == "too_long"), None)
     if isinstance(value, tuple) and limit is not None:
         return Finding(loc, f"has {len(value):,} items; the limit is {limit:,}")
     if value in ("", ()):
         return Finding(loc, f"is empty; it must be {expected}")
-    return Finding(loc, f"found {found(value)}; it must be {expected}", _cure(value, expected))
+    return Finding(loc, f"found {describe_value(value)}; it must be {expected}", _cure(value, expected))
 
 
 def _cure(value: object, expected: str) -> str | None:
@@ -211,7 +218,7 @@ def _phrase(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """Return the bounds, including those that pydantic has wrapped in a FieldInfo."""
+    """Return the bounds of a type, including bounds that pydantic has wrapped in a FieldInfo."""
     flat: list[Any] = []
     for one in metadata:
         flat += _flat(one.metadata) if isinstance(one, FieldInfo) else [one]
@@ -225,7 +232,7 @@ def _list(item: Any, metadata: list[Any]) -> str:
 
 
 def _any_of(members: list[Any], metadata: list[Any]) -> str:
-    """Join the alternatives, with auto as the last one."""
+    """Return a description of a union of types: the alternatives, with auto as the last one."""
     phrases = [_phrase(one, metadata) for one in members]
     plain = [phrase for phrase in phrases if phrase != "auto"]
     return ", or ".join([*plain, *(["auto"] if "auto" in phrases else [])])

@@ -69,7 +69,14 @@ _CURES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A mistake at a location of the tree. `line` is only set if it differs from the line of the key."""
+    """A mistake in a job file.
+
+    Attributes:
+        loc: The location: a tuple of keys and positions, such as ("output", "columns", 1).
+        message: The problem.
+        hint: Advice for the user, or None.
+        line: The line, only if it differs from the line of the key.
+    """
 
     loc: Loc
     message: str
@@ -79,7 +86,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of a YAML tree. `text_line` is the first line of the text of a `|` block."""
+    """A value of a YAML tree.
+
+    Attributes:
+        value: A scalar, the items of a list, or the entries of a mapping by key.
+        line: The line of the value, from 1.
+        weight: Its size in characters with all children, after following aliases.
+        depth: The number of nested lists and mappings in it.
+        text_line: The first line of the text, for a `|` block.
+    """
 
     value: Scalar | tuple[Node, ...] | dict[str, Entry]
     line: int
@@ -90,14 +105,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The value of a key, and the line of the key."""
+    """A key of a YAML mapping: its line, and its value."""
 
     line: int
     node: Node
 
 
 class _Stopped(Exception):
-    """Raised if the rest cannot be read. Carries the last finding."""
+    """Raised if the rest of a YAML text cannot be read. Carries the finding."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -110,7 +125,10 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def read_yaml(text: str) -> tuple[Node | None, list[Finding]]:
-    """Return the tree of the only document, and all mistakes. The tree is None if the text is empty or unreadable."""
+    """Return the tree of the only document in a YAML text, and all mistakes.
+
+    The tree is None if the text is empty or unreadable.
+    """
     reader = _Reader(text)
     try:
         return reader.document(), reader.findings
@@ -119,7 +137,7 @@ def read_yaml(text: str) -> tuple[Node | None, list[Finding]]:
 
 
 def resolve(text: str) -> Scalar:
-    """Return the value of a plain scalar by the core schema of YAML 1.2."""
+    """Return the value of a plain (unquoted) YAML scalar by the core schema of YAML 1.2."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -134,7 +152,13 @@ def resolve(text: str) -> Scalar:
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Maps characters to lines as editors count them. The parser also counts U+0085 and U+2028 as line ends."""
+    """Maps positions in a text to lines as editors count them.
+
+    YAML's parser also counts U+0085 and U+2028 as line ends.
+
+    Attributes:
+        starts: The position of the first character of each line.
+    """
 
     starts: list[int]
 
@@ -143,12 +167,12 @@ class _Lines:
         return cls([0, *(match.end() for match in re.finditer(r"\r\n?|\n", text))])
 
     def at(self, index: int) -> int:
-        """Return the line of the character at `index`, counting from 1."""
+        """Return the line, from 1, of the character at position `index`."""
         return bisect.bisect_right(self.starts, index)
 
 
 def _events(text: str, lines: _Lines) -> Iterator[Any]:
-    """Yield the parser's events. Raises _Stopped with a line and advice if the parser refuses the text."""
+    """Yield the events of YAML's parser. Raises _Stopped with a line and advice if the text is not valid."""
     directive = re.search(r"^%", text, re.MULTILINE)
     if directive:
         message = "a line that begins with % (a YAML directive) is not allowed in a job file"
@@ -183,7 +207,7 @@ def _cure(problem: str, source: str) -> str | None:
 
 @dataclass(slots=True)
 class _Reader:
-    """Builds the tree in one pass over the events. Collects mistakes that leave the tree usable."""
+    """Builds a YAML tree in one pass over the parser's events, and collects mistakes that leave the tree usable."""
 
     text: str
     findings: list[Finding] = field(default_factory=list)
@@ -275,7 +299,7 @@ class _Reader:
         return self._text(event, loc)
 
     def _text(self, event: Any, loc: Loc) -> str:
-        r"""Return the text; a surrogate pair such as "\ud83d\ude00", as JSON writes it, is one character."""
+        r"""Return the text of a scalar. A surrogate pair as JSON writes it ("\ud83d\ude00") is one character."""
         text: str = event.value
         if not UNUSABLE.search(text):
             return text

@@ -35,7 +35,7 @@ _A_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|-in
 
 
 def check_format(form: str, output: Path | None) -> None:
-    """Raise UsageError for an unknown format, or one that needs a file."""
+    """Raise UsageError for an unknown format `form`, or for Parquet without an output file."""
     if form not in FORMATS:
         raise UsageError(f"--format {form}: it can be {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
@@ -43,7 +43,15 @@ def check_format(form: str, output: Path | None) -> None:
 
 
 def format_for(form: str, output: Path | None) -> str:
-    """Return the format for a file if `form` is auto: that of its suffix, else auto."""
+    """Return the format of the answer to a query.
+
+    Args:
+        form: The format that the user names, or "auto".
+        output: The output file, or None for stdout. Its suffix decides for "auto".
+
+    Returns:
+        "auto" if nothing decides.
+    """
     if form != "auto" or output is None:
         return form
     ending = output.suffix.lower().lstrip(".")
@@ -52,7 +60,16 @@ def format_for(form: str, output: Path | None) -> str:
 
 
 def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
-    """Return the format, which is CSV if formulas must be escaped and no format is given. Raises UsageError."""
+    """Return the format of an answer, which is CSV if formulas must be escaped and no format is given.
+
+    Args:
+        form: The format that the user names, or "auto".
+        escape_formulas: True if formulas must be escaped.
+        output: The output file, or None for stdout.
+
+    Raises:
+        UsageError: Formulas must be escaped in another format than CSV.
+    """
     if not escape_formulas:
         return form
     found = format_for(form, output)
@@ -65,19 +82,19 @@ def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
     return found
 
 
-def shown(
+def answer_lines(
     answer: duckdb.DuckDBPyRelation, form: str, width: int | None, escape_formulas: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of an answer, without line ends.
+    """Yield the lines of the answer to a query, without line ends.
 
-    `auto` is a table if it fits into the terminal, else blocks. If the output is no terminal, `auto` is a table
-    with one line per row, like that of psql and DuckDB. Control characters are escaped in both.
+    `auto` is a table if it fits into the terminal, else blocks. If the output is no terminal, `auto` is a table with
+    one line per row, like that of psql and DuckDB. Control characters are escaped in tables and blocks.
 
     Args:
         answer: The answer, which DuckDB computes while it is read.
         form: One of FORMATS, except parquet.
-        width: Columns of the terminal. None if the output is no terminal: lines may have any length.
-        escape_formulas: Whether CSV cells that spreadsheet programs would run as formulas get an apostrophe.
+        width: The width of the terminal in columns. None if the output is no terminal: lines may have any length.
+        escape_formulas: True to put an apostrophe before CSV cells that spreadsheet programs would run as formulas.
     """
     if form in JSON_FORMATS:
         yield from _json_lines(answer)
@@ -97,7 +114,15 @@ def shown(
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """An answer as texts written by DuckDB. Python does not support the year 290000 or duplicate column names."""
+    """The answer to a query as texts, which DuckDB writes.
+
+    Python does not support the year 290000 or duplicate column names.
+
+    Attributes:
+        names: The names of the columns.
+        numeric: Per column, True if its values are numbers.
+        batches: The rows, in batches. A null is None.
+    """
 
     names: list[str]
     numeric: list[bool]
@@ -105,7 +130,12 @@ class _Texts:
 
     @classmethod
     def of(cls, answer: duckdb.DuckDBPyRelation, nested: Literal["duckdb", "json"] = "duckdb") -> _Texts:
-        """Return the texts of an answer. `nested` is the format of structs, lists and maps."""
+        """Return an answer as texts.
+
+        Args:
+            answer: The answer.
+            nested: The format of structs, lists and maps.
+        """
         kinds = [str(kind) for kind in answer.types]
         numeric = [kind.startswith(_NUMBERS) or kind.endswith("INT") for kind in kinds]
         as_json = [kind.startswith(_NESTED) or kind.endswith("]") for kind in kinds]
@@ -131,12 +161,19 @@ def _batches(texts: duckdb.DuckDBPyRelation, json_columns: Sequence[int]) -> Ite
 # printed as they are read, and an answer that is too wide becomes blocks.
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A table with one line per row."""
+    """The layout of a table with one line per row.
+
+    Attributes:
+        names: The names of the columns.
+        numeric: Per column, True if it is aligned to the right.
+        widths: The width of each column, in columns of the terminal.
+        one_line: True if no value contains a line break.
+    """
 
     names: list[str]
     numeric: list[bool]
     widths: list[int]
-    one_line: bool  # whether no value contains a line break
+    one_line: bool
 
     @classmethod
     def of(cls, texts: _Texts, rows: Sequence[Cells]) -> _Table:
@@ -172,7 +209,13 @@ def _padded(text: str, width: int, right: bool) -> str:
 
 
 def _blocks(names: Sequence[str], rows: Iterator[Cells], width: int | None) -> Iterator[str]:
-    """Yield one block per row, with the columns below each other."""
+    """Yield the lines of one block per row: a head, and a line per column.
+
+    Args:
+        names: The names of the columns.
+        rows: The values of each row.
+        width: The width of the terminal in columns, or None for lines of any length.
+    """
     shown_names = [on_one_line(name) for name in names]
     indent = max(map(columns_of, shown_names), default=0) + len(_GAP)
     for number, row in enumerate(rows, 1):
@@ -216,7 +259,7 @@ def _csv_lines(texts: _Texts, escape_formulas: bool) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a CSV cell that spreadsheet programs do not run as a formula. Numbers are unchanged."""
+    """Return a text as a CSV cell that spreadsheet programs do not run as a formula. Numbers are unchanged."""
     if not _FORMULA.match(text) or _A_NUMBER.fullmatch(text):
         return _quoted(text)
     return _quoted(f"'{text}")

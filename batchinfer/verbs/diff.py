@@ -14,7 +14,13 @@ from batchinfer.verbs.query import no_result
 def compare_results(a: Path, b: Path, options: DiffOptions) -> ResultDiff:
     """Return the differences between two results of the same rows.
 
-    Raises InputMissing, UsageError, StorageError or OutOfMemory.
+    Args:
+        a: A result folder.
+        b: The result folder to compare with `a`.
+        options: The column to match rows by, and the examples to return.
+
+    Raises:
+        InputMissing, UsageError, StorageError or OutOfMemory.
     """
     return diff_results(_files(a), _files(b), options)
 

@@ -32,24 +32,29 @@ SLOWER = 65  # exit code if the newest run is slower than --fail-if-slower allow
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All runs of a job, oldest first."""
+    """All runs of a job.
+
+    Attributes:
+        report: The report folder of the job.
+        runs: The runs, oldest first.
+    """
 
     report: Path
     runs: tuple[PastRun, ...]
 
     @property
     def comparison(self) -> Comparison:
-        """Return the comparison of the newest run with the earlier ones."""
+        """Return the comparison of the newest run with earlier runs."""
         return compare(self.runs)
 
     def lines(self, limit: int) -> list[str]:
-        """Return a table of the newest runs, and how the newest run compares with the earlier ones."""
+        """Return a table of the newest `limit` runs, and how the newest run compares with earlier runs, as lines."""
         older = len(self.runs) - limit
         more = [f"{older} older runs are not shown; --limit {len(self.runs)} shows all"] if older > 0 else []
         return [*history_lines(trends(self.runs, limit)), *more, *verdict(self.comparison)]
 
     def to_json(self, limit: int) -> dict[str, Any]:
-        """Return the newest runs and the comparison as JSON."""
+        """Return the newest `limit` runs and the comparison as a JSON object."""
         runs = [asdict(run) | {"change": change} for run, change in trends(self.runs, limit)]
         found = self.comparison
         return {
@@ -60,7 +65,11 @@ class History:
 
 
 def history_of(target: Path | Job) -> History:
-    """Return the runs of a job, or of the job of a result or report folder. Raises InputMissing or StorageError."""
+    """Return the runs of a job. Raises InputMissing or StorageError.
+
+    Args:
+        target: The job, or its result folder or report folder.
+    """
     folder = report_folder(target.results_root) if isinstance(target, Job) else _report_of(target)
     files = tables(folder, RUN)
     if not files:
@@ -91,7 +100,7 @@ def _utc(time: datetime | None) -> datetime | None:
 
 
 def share_of(text: str) -> float:
-    """Return a percentage such as `10%` as a share. Raises UsageError."""
+    """Return a percentage such as `10%` as a share: 0.1. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if found is None or not 0 < float(found[1]) < 100:
         raise UsageError(f"--fail-if-slower {text}: wanted a percentage above 0% and below 100%, e.g. 10%")
@@ -101,7 +110,14 @@ def share_of(text: str) -> float:
 def add_report_view(
     database: duckdb.DuckDBPyConnection, table: str, files: Sequence[Path], where: str = ""
 ) -> None:
-    """Create a view over one table of all runs. Columns that older runs lack are null."""
+    """Create a view named `table` over the files of that table from all runs. Columns that older runs lack are null.
+
+    Args:
+        database: The database.
+        table: The name of the table, such as "run".
+        files: Its files.
+        where: An SQL clause that limits the rows, such as " WHERE …", or "".
+    """
     known = f"known_{table}"
     database.register(known, SCHEMAS[table].empty_table())
     rows = parquet(files, ", union_by_name = true")

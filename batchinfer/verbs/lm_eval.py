@@ -32,9 +32,9 @@ Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and its con
 
 @register_model("batchinfer")
 class BatchInferLM(TemplateLM):
-    """A checkpoint that batchinfer runs. Each kind of request of an evaluation is a job.
+    """A model of lm-evaluation-harness that batchinfer runs. Each kind of request of an evaluation is a job.
 
-    Answers are stored in `folder`, so an interrupted evaluation continues, and no request is computed twice.
+    Answers are stored in a folder, so an interrupted evaluation continues, and no request is computed twice.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class BatchInferLM(TemplateLM):
         """Open a checkpoint.
 
         Args:
-            path: Path of the checkpoint.
-            folder: Folder for jobs, their results and the store.
-            max_length: Positions of the model. None: as the checkpoint says.
-            overrides: JSON object with keys of the job file, such as {"engine.device": "cpu"}.
+            path: The path of the checkpoint.
+            folder: The folder for jobs, their results and the store.
+            max_length: The maximum number of positions. None: as the checkpoint says.
+            overrides: A JSON object with keys of the job file, such as {"engine.device": "cpu"}.
             **_: Further options of the harness, such as batch_size, which are ignored.
         """
         super().__init__()
@@ -62,12 +62,12 @@ class BatchInferLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that ends a text. It also replaces an empty context."""
+        """Return the id of the token that ends a text. It also replaces an empty context."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that replaces an empty context."""
+        """Return the id of the token that replaces an empty context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -77,7 +77,13 @@ class BatchInferLM(TemplateLM):
         return str(self._path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text with special tokens, unless the text starts with them or they are not wanted."""
+        """Return the token ids of a text.
+
+        Args:
+            string: The text.
+            add_special_tokens: True to add BOS and so on. None: as the tokenizer does, unless the text starts with BOS.
+            **_: Ignored.
+        """
         bos = self.tokenizer.bos_token
         if add_special_tokens is None and bos and string.startswith(bos):
             add_special_tokens = False
@@ -88,7 +94,12 @@ class BatchInferLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a chat with the checkpoint's template."""
+        """Render a chat with the checkpoint's chat template, and return the prompt.
+
+        Args:
+            chat_history: The messages, with role and content.
+            add_generation_prompt: True if the assistant answers next, False if its last message is continued.
+        """
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -103,7 +114,12 @@ class BatchInferLM(TemplateLM):
         return self._scored([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text. Long texts are scored in windows."""
+        """Return the log-probability of each text. Long texts are scored in windows.
+
+        Args:
+            requests: The requests, each with one text.
+            disable_tqdm: Ignored.
+        """
         pairs, counts = list[Pair](), list[int]()
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -116,7 +132,12 @@ class BatchInferLM(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated after each context, up to a stop string."""
+        """Return the text that is generated after each context, up to a stop string.
+
+        Args:
+            requests: The requests, each with a context and the options of its generation.
+            disable_tqdm: Ignored.
+        """
         rows = [self._generating(*request.args) for request in requests]
         sampling = {"from_columns": list(_SAMPLING)}
         result = self._run("generate", rows, {"prompt": {"token_ids": "context"}, "sampling": sampling})
@@ -153,7 +174,15 @@ class BatchInferLM(TemplateLM):
         return list(zip(*columns, strict=True))
 
     def _run(self, task: str, rows: Sequence[Mapping[str, Any]], sections: Mapping[str, Any]) -> RunResult:
-        """Run a job over these rows. Raises ErrorBudgetExceeded if any row fails: a metric would ignore it."""
+        """Run a job with these rows and return its result. Raises ErrorBudgetExceeded if any row fails.
+
+        A metric would ignore a failed row.
+
+        Args:
+            task: The task of the job.
+            rows: The rows.
+            sections: Further sections of the job file.
+        """
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)
         name = hashlib.sha256(lines.encode()).hexdigest()[:_DIGEST_CHARACTERS]
         folder = self._folder / f"{task}-{name}"

@@ -31,10 +31,16 @@ MOST_BUSY = 0.2  # cores that other processes may use
 
 
 def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] = lambda _: None) -> Path:
-    """Measure the CPU, and the GPU if torch can use one. Record the results, and return the path of the file.
+    """Measure the peaks and step times of this machine, record them, and return the path of the file.
 
-    Reports through `notice` if CPU operators must be compiled first. Raises Busy without recording anything if
-    other processes use the cores before or during the measurement, unless `although_busy` is True.
+    The CPU is measured, and the GPU if torch can use one.
+
+    Args:
+        although_busy: True to measure even if other processes use the cores.
+        notice: Receives a message if CPU operators must be compiled first.
+
+    Raises:
+        Busy: Other processes use the cores before or during the measurement. Nothing is recorded.
     """
     import torch  # slow to import, and only needed here
 
@@ -64,7 +70,11 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
 
 
 def measure_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the times of a step's parts on this CPU, in float32 and each arithmetic that `dtype: auto` chooses."""
+    """Measure the parts of an engine step on this CPU, in float32 and in each data type that `dtype: auto` chooses.
+
+    Yields:
+        (name of the data types, seconds by part).
+    """
     for dtype, quantization in _arithmetics():
         peaks = here.peaks(dtype, quantization)
         if peaks is not None:
@@ -96,7 +106,7 @@ def _step_times(
 
 
 def refuse_busy(load: CoreLoad) -> None:
-    """Raise Busy if other processes used more than MOST_BUSY cores since the last look."""
+    """Raise Busy if other processes used more than 0.2 cores since the last call of `load.look()`."""
     others = load.look()
     if others is not None and others > MOST_BUSY:
         raise Busy(

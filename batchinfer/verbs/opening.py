@@ -8,10 +8,11 @@ from batchinfer.input.files import list_inputs
 from batchinfer.job import Job
 
 
-def opening(job: Job) -> str | None:
+def input_line(job: Job) -> str | None:
     """Return a line with the files that the job reads and their size.
 
-    Returns None if the input is invalid. The error is reported after the checkpoint was checked, as by `validate`.
+    Returns:
+        None if the input is invalid. The error is reported after the checkpoint was checked, as by `validate`.
     """
     if job.input.sql is not None:
         return "reads the rows of a query"

@@ -40,7 +40,19 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class PreviewedRow:
-    """A row as the model reads it: text with special tokens, token ids and parameters, or its error."""
+    """A row as the model reads it, or its error.
+
+    Attributes:
+        file: The name of the input file.
+        row_index: The number of the row in the file, from 0.
+        id: The id of the row, or None.
+        text: The prompt with special tokens, or None for an error row.
+        token_ids: The tokens of the prompt.
+        sampling: The sampling parameters by name.
+        error: The `code` and `message` of the row's error, or None.
+        own_sampling: The sampling parameters that are not the same for all rows.
+        continuations: Texts that are scored after the prompt.
+    """
 
     file: str
     row_index: int
@@ -48,9 +60,9 @@ class PreviewedRow:
     text: str | None = None
     token_ids: list[int] | None = None
     sampling: dict[str, Any] | None = None
-    error: dict[str, str] | None = None  # code, message
-    own_sampling: dict[str, Any] | None = None  # parameters that differ from those of all rows
-    continuations: list[Continuation] | None = None  # texts that are scored after the prompt
+    error: dict[str, str] | None = None
+    own_sampling: dict[str, Any] | None = None
+    continuations: list[Continuation] | None = None
 
     @property
     def head(self) -> str:
@@ -59,7 +71,10 @@ class PreviewedRow:
 
     @property
     def body(self) -> str:
-        """Return the text, its token ids and its continuations. Long prompts and lists are cut in the middle."""
+        """Return the lines about the row: text, token ids and continuations, or the error.
+
+        Long prompts and lists are cut in the middle.
+        """
         if self.error is not None:
             return f"error {self.error['code']}: {self.error['message']}\n"
         own = f"sampling of this row: {_parameters(self.own_sampling)}\n" if self.own_sampling else ""
@@ -79,12 +94,18 @@ def _tokens(ids: list[int]) -> str:
 
 
 def _ends(items: list[str], most: int) -> list[str]:
-    """Return the items, or the first and last ones if there are more than `most`."""
+    """Return the items. If there are more than `most`, return the first and the last items around "…"."""
     return items if len(items) <= most else [*items[: most // 2], "…", *items[-most // 2 :]]
 
 
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
-    """Yield the first rows as the model reads them. `notice` receives warnings about the input."""
+    """Yield the first rows of a job as the model reads them.
+
+    Args:
+        job: The job.
+        rows: The number of rows.
+        notice: Receives warnings about the input.
+    """
     state = state_of(job)
     machine = engine_machine(job, state)
     setup = check_setup(job, state, machine.facts, replace=True, reader=machine.reader)
@@ -107,14 +128,14 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
 
 
 def _shared_sampling(job: Job) -> SamplingParams:
-    """Return the parameters of a row that sets none itself. OpenAI requests are compared with the defaults."""
+    """Return the sampling parameters of a row that sets none itself. For OpenAI requests, they are the defaults."""
     if job.task != "generate":
         return SamplingParams()
     return SamplingParams() if job.requests else job.params()
 
 
 def sampling_of_all(job: Job) -> list[str]:
-    """Return lines about the sampling parameters of all rows."""
+    """Return lines about the sampling parameters that all rows share."""
     if job.task in _ANSWERS:
         return [f"task: {job.task}, the answer to each row is {_ANSWERS[job.task]}"]
     if job.requests:
@@ -127,13 +148,13 @@ def sampling_of_all(job: Job) -> list[str]:
 
 
 def _differences(params: SamplingParams, others: SamplingParams) -> dict[str, Any]:
-    """Return the parameters in which `params` differs from `others`."""
+    """Return the parameters in which `params` differs from `others`, by name."""
     usual = asdict(others)
     return {key: value for key, value in _set_by_people(params).items() if value != usual[key]}
 
 
 def _set_by_people(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters by name, without those derived from a row's prompt."""
+    """Return the parameters by name, without parameters derived from a row's prompt."""
     return {name: value for name, value in asdict(params).items() if name not in DERIVED}
 
 
@@ -158,11 +179,11 @@ def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer, job: Job
 
 
 def _is_continued(job: Job) -> bool:
-    """Return True if texts are scored after the prompt, instead of the prompt itself."""
+    """Return True if a job scores texts after the prompt; False if it scores the prompt itself, or nothing."""
     return job.task == "classify" or (job.task == "score" and job.score.continuation is not None)
 
 
 def _parts(ids: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Return the tokens of the prompt, and of each continuation after it."""
+    """Split token ids into the prompt and its continuations. `lengths` has the tokens of each continuation."""
     ends = list(accumulate(lengths, initial=len(ids) - sum(lengths)))
     return [ids[start:end] for start, end in pairwise([0, *ends])]

@@ -18,11 +18,21 @@ COLUMNS = ("messages", "prompt", "text")  # the first one that a row has is used
 
 
 def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[str, str]]) -> Job:
-    """Return a job that answers the prompts of a file.
+    """Return a job that runs a model on the prompts of a file.
 
     A row's prompt is its column `messages` (a chat), `prompt` (a user message, if the model has a chat template) or
-    `text` (used as it is). A text file has one prompt per line. The job would write to `scratch`. Raises
-    JobFileError, InputMissing, or UsageError for a file without such a column.
+    `text` (used as it is). A text file has one prompt per line.
+
+    Args:
+        model: The path or name of the model.
+        prompts: The file of prompts.
+        scratch: The folder that the job would write to.
+        overrides: Pairs of a dotted key of the job file and its value.
+
+    Raises:
+        JobFileError: An override is invalid, or there is no such model.
+        InputMissing: There is no such file.
+        UsageError: The file has no column with prompts.
     """
     if not prompts.is_file():
         raise InputMissing(f"--prompts {prompts}: there is no such file")
@@ -44,7 +54,7 @@ def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[
 
 
 def _prompt(columns: list[str], job: Job) -> dict[str, str]:
-    """Return the section `prompt` for these columns. Raises UsageError."""
+    """Return the section `prompt` for rows with these columns. Raises UsageError if no column has prompts."""
     found = next((name for name in COLUMNS if name in columns), None)
     if found is None:
         raise UsageError(
@@ -57,7 +67,7 @@ def _prompt(columns: list[str], job: Job) -> dict[str, str]:
 
 
 def _columns(job: Job, prompts: Path) -> list[str]:
-    """Return the columns of the first readable row. Raises UsageError."""
+    """Return the columns of the first readable row of a file. Raises UsageError if there is none."""
     for batch in open_input(job, input_files(job)).batches():
         for row in batch.rows:
             if not isinstance(row, RowError):
@@ -66,7 +76,10 @@ def _columns(job: Job, prompts: Path) -> list[str]:
 
 
 def _as_jsonl(prompts: Path, to: Path) -> Path:
-    """Write the lines of a text file as rows with a column `text`. Raises UsageError if it is not UTF-8."""
+    """Write the lines of a text file as rows with a column `text` to the file `to`, and return `to`.
+
+    Raises UsageError if the text file is not UTF-8.
+    """
     try:
         with to.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": line}) + "\n" for line in _lines(prompts))

@@ -61,28 +61,46 @@ SMALL_FILES = (
     *_SENTENCE_FILES,
 )  # fmt: skip
 _LOOK_S = 0.1  # seconds between updates of the progress display
-_CONTINUES = "the same command continues with what is there"
+_CONTINUES = "the same command continues with the files that are there"
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that is complete in the cache. `problem` says why it cannot be run, if so."""
+    """A model that is complete in the Hugging Face cache.
+
+    Attributes:
+        name: The name of the model.
+        commit: The commit of its repository.
+        folder: The folder in the cache.
+        files: The number of its files.
+        bytes: The size of its files.
+        downloaded_bytes: The bytes of weights that this command downloaded.
+        path: The path for a job: the model's name, or a file if the folder has several models.
+        problem: Why the model cannot be run, or None.
+        is_adapter: True for an adapter instead of a model.
+    """
 
     name: ModelName
     commit: str
     folder: Path
     files: int
     bytes: int
-    downloaded_bytes: int  # bytes of weights downloaded by this command
-    path: str  # path for a job: the model's name, or a file if the folder has several models
+    downloaded_bytes: int
+    path: str
     problem: BatchInferError | None
-    is_adapter: bool = False  # whether it is an adapter instead of a model
+    is_adapter: bool = False
 
 
 def pull_model(name: ModelName, progress: Progress, include: str | None = None) -> Pulled:
-    """Download a model. `include` is a pattern for its GGUF files.
+    """Download a model into the Hugging Face cache. Raises Unavailable, InputMissing, SecurityRefusal or Locked.
 
-    Raises Unavailable, InputMissing, SecurityRefusal, StorageError or Locked.
+    Args:
+        name: The name of the model.
+        progress: The progress display.
+        include: A pattern for the names of its GGUF files, or None.
+
+    Raises:
+        StorageError: The cache cannot be written.
     """
     with _hub_errors(name):
         commit, tree = _listing(name)
@@ -92,7 +110,7 @@ def pull_model(name: ModelName, progress: Progress, include: str | None = None) 
 
 
 def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
-    """Return the commit of the revision, and the files of the repository that a run may read."""
+    """Return the commit of the model's revision, and the files of the repository that a run may read, by name."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import logging
@@ -117,26 +135,33 @@ def _endpoint() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """The download of one model at one commit."""
+    """The download of one model at one commit.
+
+    Attributes:
+        name: The name of the model.
+        commit: The commit.
+        tree: The files of the repository by name.
+        gguf: The files of a GGUF model; empty for other formats.
+    """
 
     name: ModelName
     commit: str
     tree: dict[str, RepoFile]
-    gguf: list[str]  # files of a GGUF model; empty for other formats
+    gguf: list[str]
 
     @property
     def entry(self) -> Path:
-        """Return the model's folder in the cache."""
+        """Return the folder of the model, with all commits, in the cache."""
         return cache_folder() / (HUB_PREFIX + self.name.repo.replace("/", "--"))
 
     @property
     def snapshot(self) -> Path:
-        """Return the folder of this commit."""
+        """Return the folder of this commit in the cache."""
         return self.entry / "snapshots" / self.commit
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock during the block: two commands would damage each other's partial files. Raises Locked."""
+        """Hold a lock during the `with` block: two commands would damage each other's partial files. Raises Locked."""
         path = self.entry / ".batchinfer-pull.lock"
         with storage(path, "open"):
             self.entry.mkdir(parents=True, exist_ok=True)
@@ -156,7 +181,10 @@ class _Pull:
             ) from error
 
     def complete(self, progress: Progress) -> Pulled:
-        """Download the model: small files first, because one of them lists the weights. Update the reference last."""
+        """Download the model: small files first, because the index of weights is a small file.
+
+        The revision's name refers to the commit at the end.
+        """
         self._refuse_unusable()
         ref = self.entry / "refs" / self.name.revision
         if not ref.exists():
@@ -200,7 +228,7 @@ class _Pull:
         return self.snapshot if alone else file
 
     def _refuse_unusable(self) -> None:
-        """Raise an error for a repository that cannot be run, before anything is downloaded."""
+        """Raise InputMissing or SecurityRefusal for a repository that cannot be run, before anything is downloaded."""
         if self.gguf:
             return
         needed = (ADAPTER_WEIGHTS,) if self.is_adapter else (WEIGHTS, WEIGHT_INDEX)
@@ -221,7 +249,7 @@ class _Pull:
         return ADAPTER in self.tree and not any(name in self.tree for name in (WEIGHTS, WEIGHT_INDEX))
 
     def _weights(self) -> list[str]:
-        """Return the weight files. Like loading, prefers a single file to an index."""
+        """Return the names of the weight files. Like loading, prefers a single file to an index."""
         if self.gguf:
             return self.gguf
         if self.is_adapter:
@@ -238,11 +266,11 @@ class _Pull:
         return names
 
     def _download(self, weights: list[str], progress: Progress) -> int:
-        """Download the weights into the cache's blobs. Return the number of bytes."""
+        """Download the weight files into the cache's blobs. Return the number of downloaded bytes."""
         parts = [part for name in weights if (part := self._part(name)) is not None]
         there = sum(part.there() for part in parts)
         needed = sum(part.size for part in parts)
-        needing = f"{cache_folder()}: what is missing of {self.name} needs"
+        needing = f"{cache_folder()}: the missing files of {self.name} need"
         check_free_space(self.entry, needed - there, needing, "set HF_HUB_CACHE to a folder on another disk")
         before = sum(self.tree[name].size for name in weights) - needed
         progress.downloading(before + there, before + needed)
@@ -250,7 +278,11 @@ class _Pull:
         return needed - there
 
     def _part(self, name: str) -> Blob | None:
-        """Return the blob to download for a file, or None if it exists or is stored in git because it is small."""
+        """Return the blob to download for a file.
+
+        Returns:
+            None if the file exists, or is so small that it is stored in git.
+        """
         from huggingface_hub import hf_hub_url
 
         file = self.tree[name]
@@ -263,7 +295,7 @@ class _Pull:
         return Blob(name, url, blob, file.size)
 
     def _link(self, names: list[str]) -> None:
-        """Let huggingface_hub complete the snapshot: small files, and links to blobs."""
+        """Let huggingface_hub complete the snapshot of the commit: download small files, and link blobs."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # not in its __all__
 
@@ -274,7 +306,7 @@ class _Pull:
         )  # fmt: skip
 
     def _refer(self, ref: Path) -> None:
-        """Let the revision's name refer to this commit."""
+        """Let the revision's name refer to this commit. `ref` is the file that stores the reference."""
         if self.name.revision == self.commit:
             return
         with storage(ref, "write"):
@@ -285,7 +317,13 @@ class _Pull:
 
 
 def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
-    """Download files in parallel. An error or signal stops all downloads, and keeps partial files."""
+    """Download blobs in parallel. An error or signal stops all downloads, and keeps partial files.
+
+    Args:
+        parts: The blobs.
+        before: The bytes of files that need no download, for the progress display.
+        progress: The progress display.
+    """
     transfer = Transfer()
     waiting = set(_started(transfer, parts))
     try:
@@ -300,10 +338,10 @@ def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
 
 
 def _started(transfer: Transfer, parts: list[Blob]) -> list[Future[None]]:
-    """Start threads that download the parts, and return their futures.
+    """Start threads that download blobs, and return a future per blob.
 
-    The threads are daemons: a stalled connection blocks a thread for up to ten seconds, and Ctrl-C must not
-    wait for it.
+    The threads are daemons: a stalled connection blocks a thread for up to ten seconds, and Ctrl-C must not wait for
+    it.
     """
     left: SimpleQueue[tuple[Blob, Future[None]]] = SimpleQueue()
     found: list[Future[None]] = []
@@ -316,7 +354,7 @@ def _started(transfer: Transfer, parts: list[Blob]) -> list[Future[None]]:
 
 
 def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> None:
-    """Download parts until none is left, and set the result of each future."""
+    """Download blobs from the queue until it is empty, and set the result of each future."""
     with suppress(Empty):
         while True:
             part, future = left.get_nowait()
@@ -329,7 +367,7 @@ def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> 
 
 
 def _problem(path: Path) -> BatchInferError | None:
-    """Return why the checkpoint cannot be run, or None if it can."""
+    """Return why the checkpoint at `path` cannot be run, or None if it can."""
     try:
         if path.is_dir() and not (path / CONFIG).exists() and (path / ADAPTER).exists():
             check_adapter_config(path)
@@ -343,7 +381,7 @@ def _problem(path: Path) -> BatchInferError | None:
 
 @contextmanager
 def _hub_errors(name: ModelName) -> Iterator[None]:
-    """Convert errors of the hub and of the network to ours, with the next step."""
+    """Convert errors of the hub and of the network in the `with` block to BatchInferErrors that name the next step."""
     import httpx2
     from huggingface_hub import errors
 

@@ -22,7 +22,13 @@ from batchinfer.plan.setup.weights import loss_of
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """Calibrated weights: their folder, their loss, and whether this command made them."""
+    """The calibrated weights of a model.
+
+    Attributes:
+        folder: The folder of the weights.
+        loss: The loss by quantisation, or None if no row was held out.
+        made: True if this command calibrated them, False if an earlier run did.
+    """
 
     folder: Path
     loss: Loss | None
@@ -30,10 +36,15 @@ class QuantizedModel:
 
 
 def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
-    """Calibrate the job's weights as its first run would, or return those of an earlier run.
+    """Calibrate the job's weights for int4 as its first run would, or return the weights of an earlier run.
 
-    If `again` is True, calibrates even if there are weights. Raises JobFileError if the model cannot be calibrated
-    or no row can be run, and the errors of a run.
+    Args:
+        job: The job.
+        again: True to calibrate even if there are weights.
+        listener: Receives the progress.
+
+    Raises:
+        JobFileError: The model cannot be calibrated, or no row can be run.
     """
     job = _in_int4(job)
     state = state_of(job)
@@ -51,10 +62,17 @@ def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
 
 
 def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> QuantizedModel:
-    """Write the job's calibrated model to a new folder, with one scale per `group` inputs.
+    """Calibrate the job's model for int4, and write it as a checkpoint to a new folder.
 
-    Raises OutputConflict, JobFileError if the model cannot be calibrated or no row can be run, and the errors
-    of a run.
+    Args:
+        job: The job.
+        output: The folder.
+        group: The number of inputs that share a scale.
+        listener: Receives the progress.
+
+    Raises:
+        OutputConflict: The folder exists.
+        JobFileError: The model cannot be calibrated, or no row can be run.
     """
     refuse_existing(output)
     if job.model.adapters:

@@ -27,7 +27,7 @@ from batchinfer.store.index.index import MARKER, Index
 from batchinfer.store.results.find_state import find_state
 from batchinfer.store.results.manifest import read_manifest
 from batchinfer.store.results.published import open_published
-from batchinfer.verbs.answer import check_format, format_for, shown
+from batchinfer.verbs.answer import answer_lines, check_format, format_for
 from batchinfer.verbs.history import add_report_view
 
 RESULTS = "results"
@@ -45,14 +45,14 @@ _PIVOT = re.compile(r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ResultPlace:
-    """The folders of a result and of its report. One of the two may be missing."""
+    """The folders of a result and of the report of its job. One of them may be None, but not both."""
 
     results: Path | None
     report: Path | None
 
     @classmethod
     def of(cls, folder: Path) -> ResultPlace:
-        """Return the result and report of a result or report folder. Raises InputMissing for another folder."""
+        """Return the result and the report that belong to a folder, which is either of them. Raises InputMissing."""
         if read_manifest(Location.at(folder)) is not None:
             report = report_folder(find_state(folder).root)
             return cls(folder, report if tables(report, RUN) else None)
@@ -62,9 +62,9 @@ class ResultPlace:
 
     @property
     def ending(self) -> str:
-        """Return the end of the `output` path of this result's runs.
+        """Return the end of the path of the result folder, relative to the folder of the report.
 
-        It stays valid if result and report are moved together.
+        Runs that made this result have an `output` path with this end, even if result and report were moved together.
         """
         if self.results is None or self.report is None:
             return ""
@@ -73,14 +73,14 @@ class ResultPlace:
 
 
 def _reported(report: Path) -> Path | None:
-    """Return the result of a report, if it is next to the report."""
+    """Return the result folder next to a report folder, or None if there is none."""
     folder = report.absolute()
     results = folder.with_name(folder.name.removesuffix("-report"))
     return results if results != folder and read_manifest(Location.at(results)) is not None else None
 
 
 def no_result(folder: Path) -> str:
-    """Return why a folder has no result, and where there may be one."""
+    """Return a message why a folder has no result, with advice."""
     state = find_state(folder)
     if any(state.scratch.glob(f"*/{MARKER}")):
         return f"{folder}: no published result there yet; --partial reads what its run has finished so far"
@@ -102,7 +102,12 @@ def _is_running(state: StateFolder) -> bool:
 
 
 class OpenResult:
-    """A result and its report as tables, for several queries."""
+    """A result and its report as tables in a database, for several queries.
+
+    Attributes:
+        names: The names of the tables.
+        usual: The query that runs if the user gives none.
+    """
 
     def __init__(self, folder: Path, connection: duckdb.DuckDBPyConnection, names: Sequence[str]) -> None:
         self._folder, self._connection = folder, connection
@@ -110,16 +115,18 @@ class OpenResult:
         self.usual = FIRST_ROWS if RESULTS in names else RUNS
 
     def statements(self, text: str) -> list[str]:
-        """Return the statements of a text. Raises UsageError if it is not SQL."""
+        """Split an SQL text into its statements. Raises UsageError if it is not SQL."""
         with _explained(self._folder, self.names):
             return [str(statement.query) for statement in self._connection.extract_statements(text)]
 
     @contextmanager
     def answer(self, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
-        """Yield the answer to a statement. DuckDB computes it while it is read in the block; a signal ends it.
+        """Yield the answer to a statement. DuckDB computes it while it is read in the `with` block; a signal ends it.
 
-        Raises UsageError for SQL that fails or would change something, StorageError or OutOfMemory, also while the
-        answer is read.
+        Raises:
+            UsageError: The SQL fails, or would change something. Also raised while the answer is read.
+            StorageError: The result was damaged or replaced.
+            OutOfMemory: The query needs too much memory.
         """
         with interruptible(self._connection), _explained(self._folder, self.names):
             yield self._connection.sql(_reading(self._connection, sql))
@@ -129,7 +136,13 @@ class OpenResult:
 def open_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
     """Open a result or report folder. The result is the table `results`; the other tables are the report's.
 
-    If `partial` is True, opens the committed answers of an unfinished run. Raises InputMissing or StorageError.
+    Args:
+        folder: The folder.
+        partial: True to open the committed answers of an unfinished run instead of the published result.
+
+    Raises:
+        InputMissing: The folder has no result.
+        StorageError: A file is damaged.
     """
     with _database() as (connection, spill):
         if partial:
@@ -142,9 +155,14 @@ def open_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
 
 @contextmanager
 def open_answer(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
-    """Yield the answer to a query, or to the default query.
+    """Open a result and yield the answer to a query, or to the default query.
 
     Raises the errors of `open_result` and `OpenResult.answer`.
+
+    Args:
+        folder: The result or report folder.
+        sql: The query, or None for the default query.
+        partial: True to read the committed answers of an unfinished run.
     """
     with (
         open_result(folder, partial) as result,
@@ -184,9 +202,9 @@ def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> lis
 
 
 def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
-    """Create views of the report's tables. Tables without files are empty.
+    """Create views of the report's tables, and return their names. Tables without files are empty.
 
-    A report covers all results of a job, including other dates and trials. `rows` is limited to this result.
+    A report covers all results of a job, including other dates and trials. The table `rows` is limited to this result.
     """
     names: list[str] = []
     for name, schema in SCHEMAS.items() if place.report is not None else ():
@@ -202,7 +220,16 @@ def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[
 def _add_reported(
     connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path], where: str
 ) -> list[str]:
-    """Create a view over one table of all runs, and for the run table also the view that compares runs."""
+    """Create a view of a report table over the files of all runs, and return the names of the views.
+
+    For the run table, this includes a view that compares runs.
+
+    Args:
+        connection: The database.
+        name: The name of the table.
+        files: Its files.
+        where: An SQL clause that limits the rows, or "".
+    """
     try:
         add_report_view(connection, name, files, where)
         if name == RUN:
@@ -213,7 +240,7 @@ def _add_reported(
 
 
 def _made(place: ResultPlace) -> str:
-    """Return an SQL condition for the runs that made this result."""
+    """Return an SQL clause that selects rows of the runs that made this result, or "" if they cannot be found."""
     if not place.ending:
         return ""
     return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal(place.ending)}))"
@@ -228,9 +255,14 @@ def _add_results(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -
 
 
 def _partial(results: Path, spill: Path, watched: Watched) -> Path:
-    """Write the committed answers of an unfinished run, with their rows, to a file.
+    """Write the committed answers of an unfinished run, with their rows, to a Parquet file, and return its path.
 
     A file is needed because a query may read its table several times, while a stream can be read once.
+
+    Args:
+        results: The result folder of the run.
+        spill: The folder to write to.
+        watched: The database's watcher for signals.
     """
     # These imports take 130 ms, which queries of a published result do not need
     from batchinfer.input.tokenizer.tokenizer import Tokenizer
@@ -257,7 +289,7 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
 
 
 def _reading(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
-    """Return the only statement of `sql`. Raises UsageError unless it only reads."""
+    """Return the only statement of an SQL text. Raises UsageError for several, or one that changes something."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UsageError(f"the query has {len(statements)} statements; give one")
@@ -276,7 +308,7 @@ def _reading(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
 
 @contextmanager
 def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Convert DuckDB's errors to ours, and list the tables."""
+    """Convert DuckDB's errors in the `with` block to BatchInferErrors. Their messages list the tables `names`."""
     try:
         yield
     except duckdb.OutOfMemoryException as error:
@@ -296,10 +328,13 @@ def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query and the folder that it reads.
+    """A query, and the folder that it reads.
 
-    Without `sql`, the query returns the first rows, or the newest runs if there are no rows.
-    `escape_formulas` is for CSV.
+    Attributes:
+        folder: The result or report folder.
+        sql: The query. None for the first rows, or the newest runs if there are no rows.
+        partial: True to read the committed answers of an unfinished run.
+        escape_formulas: True to escape formulas in CSV.
     """
 
     folder: Path
@@ -308,19 +343,27 @@ class Query:
     escape_formulas: bool = False
 
     def lines(self, form: str, width: int | None) -> Iterator[str]:
-        """Yield the answer for stdout. Raises the errors of `open_answer`."""
+        """Yield the lines of the answer for stdout. Raises the errors of `open_answer`.
+
+        Args:
+            form: The format.
+            width: The width of the terminal in columns, or None if stdout is no terminal.
+        """
         check_format(form, None)
         with open_answer(self.folder, self.sql, self.partial) as answer:
-            yield from shown(answer, form, width, self.escape_formulas)
+            yield from answer_lines(answer, form, width, self.escape_formulas)
 
     def save(self, form: str, output: Path) -> None:
-        """Write the answer to a new file atomically. Also raises OutputConflict."""
+        """Write the answer to the new file `output` atomically, in the format `form`.
+
+        Raises OutputConflict if the file exists, and the errors of `open_answer`.
+        """
         form = format_for(form, output)
         check_format(form, output)
         refuse_existing(output)
         with open_answer(self.folder, self.sql, self.partial) as answer:
             if form != "parquet":
-                lines = shown(answer, form, None, self.escape_formulas)
+                lines = answer_lines(answer, form, None, self.escape_formulas)
                 write_new(output, ((line + "\n").encode() for line in lines), FileOps())
                 return
             with temporary_folder("answer") as spill:

@@ -26,7 +26,14 @@ PAGE = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class WrittenPage:
-    """The written page and its run."""
+    """The page that was written about a run.
+
+    Attributes:
+        path: The file of the page.
+        bytes: Its size.
+        run_id: The id of the run.
+        exit_status: How the run ended.
+    """
 
     path: str
     bytes: int
@@ -34,15 +41,23 @@ class WrittenPage:
     exit_status: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
 
 def write_page(folder: Path, output: Path | None = None, run_id: str | None = None) -> WrittenPage:
-    """Write the page of the newest run of a result or report folder, or of the run `run_id`.
+    """Write a page about a run, and return its path and size. Replaces an earlier page, but no other file.
 
-    Without `output`, the page is `report.html` in the report folder. Replaces an earlier page, but no other file.
-    Raises InputMissing if no run has written a table, OutputConflict, StorageError or OutOfMemory.
+    Args:
+        folder: A result folder or report folder.
+        output: The file to write. None for `report.html` in the report folder.
+        run_id: The id of the run. None for the newest run.
+
+    Raises:
+        InputMissing: No run has written its tables.
+        OutputConflict: Another file is in the way.
+        StorageError: A file cannot be read or written.
+        OutOfMemory: The tables need too much memory.
     """
     place, report = _place(folder)
     path = report / PAGE if output is None else output
@@ -65,7 +80,7 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
 
 
 def _place(folder: Path) -> tuple[ResultPlace, Path]:
-    """Return a result, published or not, and its report folder. Raises InputMissing."""
+    """Return the result of a folder, which may be unpublished, and its report folder. Raises InputMissing."""
     if not tables(folder, RUN) and read_manifest(Location.at(folder)) is None:
         report = report_folder(find_state(folder).root)
         if tables(report, RUN):
@@ -80,7 +95,7 @@ def _place(folder: Path) -> tuple[ResultPlace, Path]:
 
 
 def _check_begun(folder: Path) -> None:
-    """Raise InputMissing if a run has begun, but none has reached its end, where it writes its tables."""
+    """Raise InputMissing if a run of the folder has begun, but no run has ended and written its tables."""
     try:
         state = status_of(folder).state
     except InputMissing:  # no run has begun: the error of `query` is used
@@ -92,7 +107,7 @@ def _check_begun(folder: Path) -> None:
 
 
 def _check_ours(path: Path) -> None:
-    """Raise OutputConflict if the path exists and is no page that batchinfer wrote. Raises StorageError."""
+    """Raise OutputConflict if the file exists and is no page that batchinfer wrote."""
     if not os.path.lexists(path):
         return
     if not _is_page(path):
@@ -115,7 +130,7 @@ def _no_run(folder: Path, report: Path, run_id: str | None) -> str:
 
 
 def _newer(folder: Path, row: RunRow) -> str:
-    """Return a sentence about a newer run without a table, or an empty text."""
+    """Return a sentence about a run of the folder that is newer than `row` and has no tables, or ""."""
     try:
         status = status_of(folder)
     except InputMissing:  # a report folder, or a state that was removed

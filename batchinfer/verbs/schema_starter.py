@@ -28,7 +28,13 @@ DESCRIPTION_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class SchemaFile:
-    """A JSON Schema file that answers can follow."""
+    """A JSON Schema file that answers can follow.
+
+    Attributes:
+        path: The file.
+        data: Its content.
+        schema: The parsed schema.
+    """
 
     path: Path
     data: bytes
@@ -36,7 +42,7 @@ class SchemaFile:
 
     @classmethod
     def read(cls, path: Path) -> SchemaFile:
-        """Read a schema. Raises InputMissing, or InputCorrupt if it is invalid or not supported."""
+        """Read and check a schema file. Raises InputMissing, or InputCorrupt if it is invalid or not supported."""
         try:
             with open(path, "rb") as file:
                 data = file.read(MAX_SCHEMA_BYTES + 1)
@@ -52,7 +58,7 @@ class SchemaFile:
         return cls(path, data, schema)
 
     def sample(self, name: str) -> Sample:
-        """Return example rows and an instruction for a job with `output.schema_file: name`."""
+        """Return example rows and an instruction for a job whose `output.schema_file` is `name`."""
         output = [f"  schema_file: {yaml_text(name)}    # answers follow it"]
         if not self._has_columns():
             output.append(f"  column: {COLUMN}          # the whole answer in one column")
@@ -83,7 +89,7 @@ class SchemaFile:
         return _literal("\n".join([head, *lines]))
 
     def _properties(self) -> Iterator[str]:
-        """Yield a line for each property of the answer."""
+        """Yield a line of the instruction for each property of the answer."""
         found = self._followed(self.schema)
         properties = found.get("properties")
         for name, one in list(properties.items() if isinstance(properties, dict) else ())[:DESCRIBED]:
@@ -93,7 +99,7 @@ class SchemaFile:
             yield f"- {name}: {' '.join(str(text).split())[:DESCRIPTION_CHARS]}" if text else f"- {name}"
 
     def _followed(self, schema: Any) -> dict[str, Any]:
-        """Return the schema that a reference refers to, or the schema itself."""
+        """Return the schema that a reference refers to, or the schema itself if it is no reference."""
         references = References(self.schema)
         for _ in range(DESCRIBED):
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -106,7 +112,7 @@ class SchemaFile:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Describe a value in a few words: its values, its format or its types."""
+    """Describe the values that a schema allows in a few words: listed values, a format or types."""
     values = schema.get("enum")
     if isinstance(values, list) and len(values) <= DESCRIBED:
         return "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in values)
@@ -117,5 +123,5 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a Jinja template that renders to this text."""
+    """Return a Jinja template whose rendered text is `text`."""
     return text.replace("{", "{{ '{' }}")

@@ -16,7 +16,7 @@ from batchinfer.filesystem.duck import parquet
 from batchinfer.filesystem.location import Location
 from batchinfer.store.outputs.registry import answer_column, probability_column
 from batchinfer.store.results.manifest import read_manifest
-from batchinfer.verbs.answer import BATCH_ROWS, columns_of, shown
+from batchinfer.verbs.answer import BATCH_ROWS, answer_lines, columns_of
 from batchinfer.verbs.query import RESULTS, OpenResult, no_result, open_result
 
 MOST_LINES = 6  # maximum lines of a value
@@ -33,14 +33,14 @@ Row = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class ShownRows:
-    """The rows of a result to show: the first that match.
+    """The rows of a result to show: the first rows that match.
 
     Args:
-        folder: Folder of the result or its report.
-        rows: Maximum number of rows.
-        errors: Show only error rows.
-        where: SQL condition on the columns of the result.
-        partial: Show the answers that an unfinished run has committed.
+        folder: The folder of the result or its report.
+        rows: The maximum number of rows.
+        errors: True to show only error rows.
+        where: An SQL condition on the columns of the result, or None.
+        partial: True to show the answers that an unfinished run has committed.
     """
 
     folder: Path
@@ -50,9 +50,12 @@ class ShownRows:
     partial: bool = False
 
     def cards(self, width: int) -> Iterator[tuple[str, str]]:
-        """Yield the head and body of each card, and finally a line with the number of rows and an empty body.
+        """Yield (head, body) of each row's card, and finally a line with the number of rows and an empty body.
 
         Raises UsageError for an invalid condition, and the errors of `open_result`.
+
+        Args:
+            width: The width of the terminal in columns.
         """
         with open_result(self.folder, self.partial) as result:
             self._check(result)
@@ -63,11 +66,11 @@ class ShownRows:
             yield self._ending(result, first), ""
 
     def json_lines(self) -> Iterator[str]:
-        """Yield a JSON object per row. Raises the errors of `cards`."""
+        """Yield a line of JSON per row. Raises the errors of `cards`."""
         with open_result(self.folder, self.partial) as result:
             self._check(result)
             with result.answer(self._sql) as answer:
-                yield from shown(answer, "json", None)
+                yield from answer_lines(answer, "json", None)
 
     def _check(self, result: OpenResult) -> None:
         if RESULTS not in result.names:
@@ -89,7 +92,7 @@ class ShownRows:
         return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
     def _ending(self, result: OpenResult, first: int) -> str:
-        """Return the line with the number of all rows and of shown rows."""
+        """Return the line with the number of all rows. `first` is the number of rows that were shown."""
         number, errors = (
             _number(result, f"SELECT count(*) FROM {RESULTS}{condition}")
             for condition in (self._condition, " WHERE status = 'error'")
@@ -106,7 +109,7 @@ class ShownRows:
 
 
 def example_lines(results: Path, width: int) -> list[str]:
-    """Return the answers to the first rows of a published result, one line each."""
+    """Return the answers to the first rows of a published result, one line of at most `width` columns each."""
     manifest = read_manifest(Location.at(results))
     if manifest is None or not manifest.files:
         return []
@@ -120,7 +123,7 @@ def example_lines(results: Path, width: int) -> list[str]:
 
 
 def _rows_of(answer: duckdb.DuckDBPyRelation) -> Iterator[Row]:
-    """Yield each row with its values as DuckDB writes them."""
+    """Yield each row as values by column, as DuckDB writes them."""
     names = list(answer.columns)
     for batch in answer.project("CAST(COLUMNS(*) AS VARCHAR)").to_arrow_reader(BATCH_ROWS):
         for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
@@ -158,7 +161,7 @@ def _head(row: Row, width: int) -> str:
 
 
 def _body(row: Row, width: int) -> Iterator[str]:
-    """Yield the lines of a card: its error, and the columns that have a value."""
+    """Yield the lines of a row's card: its error, and the columns that have a value. `width` is in terminal columns."""
     values = [(name, value) for name, value in row.items() if name not in _NOT_LISTED and value is not None]
     if row.get("error_code") is not None:
         again = " (retryable)" if row.get("retryable") == "true" else ""
@@ -172,7 +175,7 @@ def _body(row: Row, width: int) -> Iterator[str]:
 
 
 def _clipped(text: str, room: int) -> list[str]:
-    """Return the first lines of a text, and how much was cut."""
+    """Return the first lines of a text, wrapped to `room` columns, and a line about the rest of the text."""
     # Enough: combining accents aside, a line has at most `room` characters
     part = text[: room * MOST_LINES * 2]
     lines = [piece for line in printable(part).expandtabs(4).split("\n") for piece in _wrapped(line, room)]
@@ -195,7 +198,7 @@ def _wrapped(line: str, room: int) -> Sequence[str]:
 
 
 def _first_columns(text: str, room: int) -> str:
-    """Return the beginning of a text that fits into `room` columns, with at least one character."""
+    """Return the beginning of a text that fits into `room` terminal columns, with at least one character."""
     taken = 0
     for at, char in enumerate(text):
         taken += columns_of(char)

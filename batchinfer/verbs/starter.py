@@ -1,4 +1,4 @@
-"""Implements `batchinfer init`: writes a job that runs, example rows, and a small model if none is given."""
+"""Implements `batchinfer init`: writes a job that runs, example rows, and a small model unless one is named."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstar
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """The written files, and the model that the job names.
+    """The files that `batchinfer init` wrote, and the model that the job names.
 
     Attributes:
         wrote: The written files.
-        model: Folder of the model, or its name.
-        ready: Whether the model exists.
-        stand_in: Whether the quickstart's model is used with another schema: answers follow it but are meaningless.
+        model: The folder of the model, or its name.
+        ready: True if the model exists.
+        stand_in: True if the quickstart's model is used with another schema: answers follow it but are meaningless.
     """
 
     wrote: tuple[Path, ...]
@@ -40,11 +40,18 @@ class Starter:
 
 
 def write_starter(folder: Path, model: str | None, schema: Path | None = None) -> Starter:
-    """Write a new job into `folder`.
+    """Write a new job into a folder.
 
-    The job uses `model` (a folder, or a name in the Hugging Face cache), else the model in `folder`, else a copy of
-    the quickstart's model. Its answers follow the JSON Schema in the file `schema`, if given. Raises UsageError if
-    the job exists already, InputMissing or InputCorrupt for the schema, or StorageError.
+    Args:
+        folder: The folder.
+        model: A folder, or a name in the Hugging Face cache. None for the model in `folder`, or else a copy of the
+            quickstart's model.
+        schema: The file of a JSON Schema that answers follow, or None.
+
+    Raises:
+        UsageError: The folder has a job.
+        InputMissing or InputCorrupt: The schema is missing or invalid.
+        StorageError: A file cannot be written.
     """
     answer = None if schema is None else SchemaFile.read(schema)
     name = None if model is None else _name(model)
@@ -73,7 +80,7 @@ def write_starter(folder: Path, model: str | None, schema: Path | None = None) -
 
 
 def _name(model: str) -> ModelName | None:
-    """Return the name of a model in the cache, or None for a folder, including a new one in an existing folder."""
+    """Parse the name of a model in the cache. Return None for a folder, including a new one in an existing folder."""
     if Path(model).exists() or Path(model).parent.exists():
         return None
     try:
@@ -83,13 +90,13 @@ def _name(model: str) -> ModelName | None:
 
 
 def _job_name(folder: Path) -> str:
-    """Return the folder's name without characters that job names may not have."""
+    """Return the name of a job for a folder: the folder's name without characters that job names may not have."""
     name = folder.resolve().name.encode("utf-8", "replace").decode()
     return re.sub(r"[\x00-\x1f\x7f]", "-", name)[:_MOST_OF_NAME] or "my-job"
 
 
 def _kind(path: Path) -> ModelKind:
-    """Return how the model stores its weights.
+    """Return how the model at `path` stores its weights.
 
     An unreadable checkpoint counts as floats: the next command checks the job.
     """
@@ -109,7 +116,13 @@ def _is_model(path: Path) -> bool:
 
 
 def _beside(answer: SchemaFile, folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the copy of the schema, or nothing if it is in the folder already."""
+    """Return the copy of the schema file to write into the folder: its data by name. {} if it is there already.
+
+    Args:
+        answer: The schema file.
+        folder: The folder of the job.
+        files: The other files to write, by name.
+    """
     name = answer.path.name
     if name in files:
         raise UsageError(f"{answer.path}: has the name of a file that init writes; rename it")

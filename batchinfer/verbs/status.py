@@ -27,7 +27,29 @@ Standing = Literal["running", "finished", "stopped", "interrupted", "failed", "c
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of a run. None values are unknown or do not apply to the current phase."""
+    """The status of a run. None values are unknown or do not apply to the current phase.
+
+    Attributes:
+        state: "running", or how the run ended.
+        output: The result folder.
+        job: The name of the job.
+        run_id: The id of the run.
+        pid: The process id of the driver.
+        started_at: The start, as an ISO timestamp.
+        updated_at: The time of the last progress, as an ISO timestamp.
+        phase: The current phase, or the last one if the run has ended.
+        rows: The rows that are done in the phase.
+        rows_total: All rows of the phase.
+        tokens: The tokens that are done, including tokens saved by shared prefixes.
+        tokens_total: The tokens that the run is expected to do.
+        share: The share of the phase that is done, 0 to 1.
+        per_s: The rate in tokens per second, or rows per second if `tokens` is None.
+        left_s: The seconds to the end of the phase.
+        errors: The number of error rows by code.
+        memory_bytes: The resident memory of the run's processes.
+        exit_code: The exit code, if the run has ended.
+        exit_status: How the run ended.
+    """
 
     state: Standing
     output: str
@@ -36,30 +58,30 @@ class RunStatus:
     pid: int | None = None
     started_at: str | None = None
     updated_at: str | None = None
-    phase: str | None = None  # current phase, or the last one if the run has ended
+    phase: str | None = None
     rows: int | None = None
     rows_total: int | None = None
     tokens: int | None = None
     tokens_total: int | None = None
-    share: float | None = None  # share of the phase that is done, 0 to 1
+    share: float | None = None
     per_s: float | None = None
-    left_s: float | None = None  # seconds to the end of the phase
-    errors: dict[str, int] = field(default_factory=dict)  # error rows by code
+    left_s: float | None = None
+    errors: dict[str, int] = field(default_factory=dict)
     memory_bytes: int | None = None
     exit_code: int | None = None
     exit_status: str | None = None
 
     @property
     def running(self) -> bool:
-        """Return True if the run is running."""
+        """Return True if the run has not ended."""
         return self.state == "running"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
     def lines(self, now: datetime) -> list[str]:
-        """Return the status as lines, a heading first."""
+        """Return the status as lines for users, a heading first. `now` is the current time."""
         told = [("phase", self._phase()), ("rows", _of(count(self.rows), self.rows_total, count)),
                 ("tokens", _of(short(self.tokens), self.tokens_total, short)), ("speed", self._speed()),
                 ("errors", self._errors()), ("memory", size(self.memory_bytes) if self.memory_bytes else ""),
@@ -106,7 +128,11 @@ def _of(done: str, total: int | None, shown: Any) -> str:
 
 
 def status_of(target: Path | Job) -> RunStatus:
-    """Return the status of a job's or result's run. Raises InputMissing if there is no run, or StorageError."""
+    """Return the status of a run. Raises InputMissing if there is no run, or StorageError.
+
+    Args:
+        target: A job, or its result folder.
+    """
     state = state_of(target) if isinstance(target, Job) else find_state(target)
     parts = state.recorded_parts()
     running = [part for part in parts if state.is_running(part)]
@@ -125,7 +151,7 @@ def _read(path: Path, running: bool) -> RunStatus:
 
 
 def _recorded(path: Path) -> RunStatus:
-    """Return the recorded status, without its state. Raises StorageError for a damaged file."""
+    """Return the status in a progress file, with the state "running". Raises StorageError if it is damaged."""
     facts = read_json(path)
     wrong = StorageError(f"{path}: this version cannot read this progress file; the next run replaces it")
     if not isinstance(facts, dict) or facts.pop("format", None) != PROGRESS_FORMAT:
@@ -152,7 +178,7 @@ def _standing(running: bool, ended: str | None) -> Standing:
 
 
 def _unrecorded(state: StateFolder) -> RunStatus:
-    """Return the status before any run has recorded its progress, or after the record was removed."""
+    """Return the status of a job without a progress file: before its first run records one, or after its removal."""
     if state.path.is_dir() and state.is_running(state.path):
         return RunStatus("running", str(state.results), phase=STARTING)
     manifest = read_manifest(state.destination)
@@ -163,7 +189,7 @@ def _unrecorded(state: StateFolder) -> RunStatus:
 
 
 def prometheus_lines(found: RunStatus) -> Iterator[str]:
-    """Yield the status in Prometheus's exposition format 0.0.4."""
+    """Yield the lines of a status in Prometheus's exposition format 0.0.4."""
     labels = {"job": found.job or "", "output": found.output}
     for name, help_text, value in _metrics(found):
         if value is not None:

@@ -18,12 +18,19 @@ from batchinfer.filesystem.durable import sha256_of, storage
 
 
 class Stopped(Exception):
-    """Raised when a transfer was ended by the failure of another file, or by a signal."""
+    """Raised if a download was ended by the failure of another file, or by a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A file to download. The blob is named after the SHA-256 of its content."""
+    """A file to download into the Hugging Face cache.
+
+    Attributes:
+        name: The name of the file in its repository.
+        url: The address.
+        blob: The path in the cache, named after the SHA-256 of the content.
+        size: The size in bytes.
+    """
 
     name: str
     url: str
@@ -36,7 +43,7 @@ class Blob:
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     def there(self) -> int:
-        """Return the number of bytes that have arrived."""
+        """Return the number of bytes that are on disk."""
         for path in (self.blob, self.partial):
             try:
                 return min(path.stat().st_size, self.size)
@@ -52,11 +59,14 @@ class Transfer:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Stop running downloads at their next bytes, and start no further ones."""
+        """Stop running downloads at their next bytes, and let `fetch` start no further ones."""
         self._stopping.set()
 
     def fetch(self, part: Blob) -> None:
-        """Complete a download, check it, and move it into place. Raises Unavailable, Stopped or errors of HTTP."""
+        """Download a blob or the rest of it, check it, and move it into the cache.
+
+        Raises Unavailable, Stopped or errors of HTTP.
+        """
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its __all__
 
@@ -88,7 +98,10 @@ class Transfer:
         )
 
     def _watch(self, file: Any) -> Any:
-        """Return a progress-bar class for http_get, which calls it for every piece."""
+        """Return a progress-bar class for http_get, which calls it for every piece.
+
+        It writes the piece to `file`, and raises Stopped after `stop`.
+        """
         stopping = self._stopping
 
         class Watch:

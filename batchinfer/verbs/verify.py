@@ -13,9 +13,12 @@ from batchinfer.store.results.verify import verify_result, verify_store
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The damage that was found.
+    """The damage that was found in a result and its stored answers.
 
-    `store` is the store whose answers were checked, or None with the reason in `unchecked`.
+    Attributes:
+        problems: The damaged files.
+        store: The store whose answers were checked, or None.
+        unchecked: Why stored answers were not checked, or None.
     """
 
     problems: list[Problem]
@@ -24,7 +27,7 @@ class Verified:
 
 
 def verify_results(results: Path) -> Verified:
-    """Read a result and its stored answers completely, and check them."""
+    """Read a result folder and its stored answers completely, and check every checksum."""
     state, problems = find_state(results), verify_result(Location.at(results))
     if state.completions.is_dir():
         return Verified([*problems, *verify_store(state.completions)], state.completions)

@@ -109,10 +109,10 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"sentence_transformers": {"activation_fn": "torch.nn.Tanh"}}, {}, NOT_COMPUTED),
     ({"id2label": {"0": "a", "1": "b"}}, {}, "tensors of a wrong shape: classifier.bias [1] instead of [2]"),
     ({}, {"rerank": None}, "rerank.document: is missing"),
-    ({}, {"rerank": {"document": "document", "yes": "good"}}, "rerank.yes: is given beside document"),
+    ({}, {"rerank": {"document": "document", "yes": "good"}}, "rerank.yes: is given together with document"),
     ({}, {"rerank": {"activation": "identity"}}, "rerank.activation: is given without document"),
     ({}, {"rerank": {"document": "doc"}}, "the input has no column 'doc'"),
-    ({}, {"prompt": {"token_ids": "query"}}, "prompt.token_ids: is given beside rerank.document"),
+    ({}, {"prompt": {"token_ids": "query"}}, "prompt.token_ids: is given together with rerank.document"),
     ({}, {"prompt": {"user": "{{ query }}"}}, "use prompt.text, or prompt.user with chat: false"),
 ]
 

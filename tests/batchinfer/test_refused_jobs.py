@@ -51,7 +51,7 @@ CASES: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     (PLAIN | {"task": "classify", "classify": "{choices: [a]}"}, ("classify.choices: has one label",)),
     (PLAIN | {"task": "classify", "classify": "{choices: [a, b, a]}"}, ('has "a" 2 times',)),
     (PLAIN | {"task": "classify", "classify": "{choices: [a, b], choices_from_column: c}"},
-        ("is given beside choices",)),
+        ("is given together with choices",)),
     (PLAIN | {"task": "classify", "classify": "{choices_from_column: text, calibrate: true}"},
         ("labels of their own",)),
     (PLAIN | {"task": "classify", "classify": "{choices: [a, b], calibrate: 3}"},

@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from batchinfer.core.exact_json import write_exactly
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.input.constraints.constraint_wording import faulty_place, shown
+from batchinfer.input.constraints.constraint_wording import faulty_place, reword_message
 from batchinfer.input.constraints.generated_schema import generated_schema, parsed_schema, subschemas
 from batchinfer.input.constraints.patterns.engine_syntax import engine_pattern
 from batchinfer.input.constraints.patterns.schemas import translate_patterns
@@ -80,7 +80,7 @@ def _make(params: SamplingParams) -> str:
     try:
         return _MAKERS[name](getattr(params, name))
     except (BadSchema, ValueError) as error:
-        raise BadConstraint(shown(str(error))) from None
+        raise BadConstraint(reword_message(str(error))) from None
 
 
 def limits_of(params: SamplingParams) -> LLParserLimits:
@@ -134,7 +134,7 @@ def _problem(params: SamplingParams) -> str | None:
     wrong, problems = _on_stack(
         CHECK_STACK_BYTES, lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     )
-    return shown(problems[0]) if wrong else None
+    return reword_message(problems[0]) if wrong else None
 
 
 def _place(params: SamplingParams) -> str:
@@ -154,7 +154,7 @@ def _of_part(schema: Any) -> str | None:
 
 def _refuse_failed(params: SamplingParams, made: LLMatcher) -> None:
     if made.is_error():
-        raise BadConstraint(f"{params.constraint}: {shown(made.get_error())}")
+        raise BadConstraint(f"{params.constraint}: {reword_message(made.get_error())}")
 
 
 def _on_stack(size: int, call: Callable[[], Any]) -> Any:
@@ -221,7 +221,7 @@ def _lark_of(gbnf: str) -> str:
     try:
         return gbnf_to_lark(gbnf)
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for a missing rule
-        raise BadConstraint(shown(str(error))) from None
+        raise BadConstraint(reword_message(str(error))) from None
 
 
 def _check_size(text: str) -> None:

@@ -97,6 +97,8 @@ class GrammarConstraint:
 
 def row_error(problem: str) -> RowError:
     """Return the error of a row whose constraint cannot be followed. `problem` is a message of llguidance."""
-    from batchinfer.input.constraints.constraint_wording import shown
+    from batchinfer.input.constraints.constraint_wording import reword_message
 
-    return RowError("constraint_failed", "policy", f"the constraint cannot be followed: {shown(problem)}")
+    return RowError(
+        "constraint_failed", "policy", f"the constraint cannot be followed: {reword_message(problem)}"
+    )

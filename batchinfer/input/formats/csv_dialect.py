@@ -28,10 +28,10 @@ class CsvDialect:
 
     delimiter: str
     quote: str | None
-    record: re.Pattern[bytes] = field(init=False)  # the fields of a record, from its start to the first error
-    rest: re.Pattern[bytes] = field(init=False)  # the fields that follow a quoted field
-    records: re.Pattern[bytes] = field(init=False)  # consecutive whole records with their line ends
-    within: re.Pattern[bytes] = field(init=False)  # from inside a quoted field to before its closing quote
+    record: re.Pattern[bytes] = field(init=False)
+    rest: re.Pattern[bytes] = field(init=False)
+    records: re.Pattern[bytes] = field(init=False)
+    within: re.Pattern[bytes] = field(init=False)
     _cut: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:

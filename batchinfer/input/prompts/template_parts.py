@@ -60,7 +60,7 @@ def template_parts(source: str) -> list[TemplatePart] | None:
         return None
 
 
-def in_order(parts: list[TemplatePart], source: str) -> str:
+def join_parts(parts: list[TemplatePart], source: str) -> str:
     """Return the text of a template that consists of the parts, separated by blank lines if `source` has them."""
     return ("\n\n" if "\n\n" in source else "\n").join(part.source for part in parts)
 

@@ -14,7 +14,7 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.request import RowError
 from batchinfer.core.wording import count
 from batchinfer.input.job_input import open_input
-from batchinfer.input.prompts.template_parts import TemplatePart, in_order, template_parts
+from batchinfer.input.prompts.template_parts import TemplatePart, join_parts, template_parts
 from batchinfer.job import Job
 from batchinfer.machine.cpus import usable_cpus
 from batchinfer.plan.forecast.engine import forecast_engine
@@ -89,7 +89,7 @@ class Linter:
         for kind, ordered in ways.items():
             if ordered == seen:
                 continue
-            template = in_order([*ordered, *end], source)
+            template = join_parts([*ordered, *end], source)
             after = self._planned(self._read(template))
             if before.tokens - after.tokens >= max(1, LEAST_SHARE * before.tokens):
                 yield self._reordered(kind, _advice(kind, ordered, seen), template, before, after)

@@ -273,7 +273,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
     "cache in the output": (GOOD + "cache: {path: results/c}\n", [(6, "cache.path", ("results' folder",))]),
     "cache in the model": (GOOD + "cache: {path: m/c}\n", [(6, "cache.path", ("the model's folder",))]),
     "cache among the input": (instead("input", "input: {path: data/**/*.parquet}") + "cache: {path: data/c}\n",
-        [(6, "cache.path", ("lies among the input", "a later run would read it"))]),
+        [(6, "cache.path", ("is among the input", "a later run would read it"))]),
     # variables
     "unset variables": (instead("prompt", "prompt:", "  user: |", "    one",
         "    ${NOPE} ${SET} ${NOPE2:-ok} ${NOPE3}"), [(7, "prompt.user", ("NOPE ", ":-default}")),

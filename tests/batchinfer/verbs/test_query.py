@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import UsageError
-from batchinfer.verbs.answer import columns_of, shown
+from batchinfer.verbs.answer import answer_lines, columns_of
 from batchinfer.verbs.query import OpenResult, open_result
 from tests.batchinfer.wrong_jobs import NO_ENGINE, CliOf, Command, Ended, Place, copy_of, make_place, run_once
 
@@ -69,24 +69,24 @@ def answer(sql: str) -> duckdb.DuckDBPyRelation:
 
 def test_what_fits_is_a_table() -> None:
     assert list(
-        shown(answer("select 1 as n, 'ä' as t union all select 1000, null order by 1"), "auto", 80)
+        answer_lines(answer("select 1 as n, 'ä' as t union all select 1000, null order by 1"), "auto", 80)
     ) == ["   n  t", "────  ────", "   1  ä", "1000  NULL"]
 
 
 def test_what_does_not_fit_is_blocks_with_the_whole_text() -> None:
-    lines = list(shown(answer(f"select 7 as row_id, '{LONG}' as generated_text"), "auto", 60))
+    lines = list(answer_lines(answer(f"select 7 as row_id, '{LONG}' as generated_text"), "auto", 60))
     assert lines[0].startswith("── 1 ──")
     assert lines[1] == "row_id          7"
     assert max(map(len, lines)) <= 60
     assert " ".join(" ".join(lines[2:]).split()) == f"generated_text {LONG.strip()}"
-    whole = list(shown(answer(f"select '{LONG}' as t"), "blocks", None))
+    whole = list(answer_lines(answer(f"select '{LONG}' as t"), "blocks", None))
     assert whole[1] == f"t  {LONG.strip()}"  # no line is broken where no terminal is
 
 
 def test_on_a_pipe_each_row_is_one_line_however_long() -> None:
     sql = f"select 1 as row_id, 'ok' as status, 'one' || chr(10) || 'two' as note, '{LONG}' as answer, 7 as n"
     lines = list(
-        shown(answer(f"{sql} union all select 2, 'ok', 'x', 'short', 8 order by row_id"), "auto", None)
+        answer_lines(answer(f"{sql} union all select 2, 'ok', 'x', 'short', 8 order by row_id"), "auto", None)
     )
     assert lines[0].split() == ["row_id", "status", "note", "answer", "n"]
     assert [line.split()[0] for line in lines[2:]] == ["1", "2"]
@@ -96,35 +96,39 @@ def test_on_a_pipe_each_row_is_one_line_however_long() -> None:
 
 
 def test_texts_of_many_lines_stay_readable() -> None:
-    lines = list(shown(answer("select 'one\n  two\n\nthree' as t, 5 as n"), "auto", 80))
+    lines = list(answer_lines(answer("select 'one\n  two\n\nthree' as t, 5 as n"), "auto", 80))
     assert lines[1:] == ["t  one", "     two", "", "   three", "n  5"]
-    assert list(shown(answer("select 'one\ntwo' as t"), "table", 80))[2] == "one\\ntwo"
+    assert list(answer_lines(answer("select 'one\ntwo' as t"), "table", 80))[2] == "one\\ntwo"
 
 
 def test_no_control_character_reaches_a_terminal() -> None:
     for form in ("table", "blocks"):
-        text = "\n".join(shown(answer("select 'a' || chr(27) || '[31mb' as \"x" + "\x1b" + '"'), form, 80))
+        text = "\n".join(
+            answer_lines(answer("select 'a' || chr(27) || '[31mb' as \"x" + "\x1b" + '"'), form, 80)
+        )
         assert "\x1b" not in text
         assert "a\\x1b[31mb" in text
 
 
 def test_wide_characters_take_two_columns() -> None:
     assert (columns_of("abc"), columns_of("日本"), columns_of("e\u0301")) == (3, 4, 1)
-    lines = list(shown(answer("select '日本' as a, 1 as b union all select 'x', 2 order by b"), "table", 80))
+    lines = list(
+        answer_lines(answer("select '日本' as a, 1 as b union all select 'x', 2 order by b"), "table", 80)
+    )
     assert [columns_of(line) for line in lines[1:]] == [columns_of(lines[1])] * 3
 
 
 def test_values_that_python_does_not_have() -> None:
     sql = "select date '290000-01-01' as d, 1 as a, 2 as a, '\\xff'::blob as b, 'nan'::double as x, [1, null] as l"
-    assert list(shown(answer(sql), "csv", None))[1] == '290000-01-01,1,2,\\xFF,nan,"[1,null]"'
-    (line,) = shown(answer(sql), "jsonl", None)
+    assert list(answer_lines(answer(sql), "csv", None))[1] == '290000-01-01,1,2,\\xFF,nan,"[1,null]"'
+    (line,) = answer_lines(answer(sql), "jsonl", None)
     assert json.loads(line, parse_constant=pytest.fail) == {
         "d": "290000-01-01", "a": 1, "a_1": 2, "b": "\\xFF", "x": None, "l": [1, None],
     }  # fmt: skip
 
 
 def test_csv_can_be_read_again() -> None:
-    lines = shown(
+    lines = answer_lines(
         answer("""select 'a,"b"' as "x,y", '' as e, null as n, 'one' || chr(10) || 'two' as t"""), "csv", None
     )
     rows = list(csv.reader(io.StringIO("\n".join(lines))))
@@ -138,20 +142,20 @@ def test_formulas_are_escaped_on_request(text: str) -> None:
     quoted = "'" + text.replace("'", "''") + "'"
     sql = f'select {quoted} as t, [{quoted}] as l, {quoted} as "{text.replace(chr(34), chr(34) * 2)}"'
     for escape, wanted in ((False, text), (True, "'" + text)):
-        lines = "\n".join(shown(answer(sql), "csv", None, escape))
+        lines = "\n".join(answer_lines(answer(sql), "csv", None, escape))
         names, row = csv.reader(io.StringIO(lines, newline=""))
         assert (row[0], row[2], names[2]) == (wanted, wanted, wanted)
 
 
 def test_numbers_are_no_formulas() -> None:
     sql = "select -5 as i, -2.5e-7 as f, '-5' as t, '+1.5' as u, '-inf'::double as n, 'a=1' as later, '-' as dash"
-    assert list(shown(answer(sql), "csv", None, True))[1] == "-5,-2.5e-07,-5,+1.5,-inf,a=1,'-"
+    assert list(answer_lines(answer(sql), "csv", None, True))[1] == "-5,-2.5e-07,-5,+1.5,-inf,a=1,'-"
 
 
 def test_csv_has_structs_and_lists_as_json() -> None:
     sql = """select {'a': 'x,"y"', 'b': [1, null]} as s, [{'c': date '2024-01-02'}] as l, map {'k': 'nan'::double} as m,
         [1, 2]::int[2] as f, null::int[] as n, 7 as s"""
-    (row,) = csv.reader(io.StringIO(list(shown(answer(sql), "csv", None))[1]))
+    (row,) = csv.reader(io.StringIO(list(answer_lines(answer(sql), "csv", None))[1]))
     assert [json.loads(cell) if cell else None for cell in row] == [
         {"a": 'x,"y"', "b": [1, None]},
         [{"c": "2024-01-02"}],
@@ -164,12 +168,12 @@ def test_csv_has_structs_and_lists_as_json() -> None:
 
 def test_an_answer_without_rows_has_its_columns() -> None:
     for form in ("table", "csv"):
-        assert "n" in next(iter(shown(answer("select 1 as n where false"), form, 80)))
-    assert list(shown(answer("select 1 as n where false"), "jsonl", 80)) == []
+        assert "n" in next(iter(answer_lines(answer("select 1 as n where false"), form, 80)))
+    assert list(answer_lines(answer("select 1 as n where false"), "jsonl", 80)) == []
 
 
 def test_many_rows_come_as_they_are_read() -> None:
-    lines = shown(answer("select i from range(100000000) t(i)"), "csv", None)
+    lines = answer_lines(answer("select i from range(100000000) t(i)"), "csv", None)
     assert [next(lines) for _ in range(3)] == ["i", "0", "1"]
 
 
