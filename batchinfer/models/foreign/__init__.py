@@ -1,1 +1,1 @@
-"""Decoders that are no family of ours: transformers' modelling code over our paged cache and attention."""
+"""Models that batchinfer does not implement: transformers runs them over the engine's cache and attention."""

@@ -20,17 +20,24 @@ from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantizat
 from batchinfer_kernels.cost import ModelCost
 
 PROBE = "batchinfer.models.foreign.probe:serve"
-# Importing torch and transformers takes some 5 s, describing a model of a hundred layers less than 10
+# Importing torch and transformers takes about 5 s, and describing a model of a hundred layers less than 10 s
 WITHIN_S = 300.0
-# (config.json, generation_config.json) → what they describe; raises CannotRun
+# (config.json, generation_config.json) → spec of the model; raises CannotRun
 Describe = Callable[[Mapping[str, Any], Mapping[str, Any]], ForeignSpec]
-# Of buffers that old checkpoints hold, which transformers ignores
+# Dtypes of buffers in old checkpoints, which transformers ignores
 WHOLE_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 
 
 def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Describe a model as `probe.describe` does, in another process. Raises CannotRun, and what `ask_child`
-    raises."""
+    """Describe a model as `probe.describe` does, in a child process.
+
+    Args:
+        raw: The contents of config.json.
+        generation: The contents of generation_config.json.
+
+    Raises:
+        CannotRun: If transformers cannot run the model here, or the child process died.
+    """
     what = "the process that looks at the model"
     try:
         found = ask_child(what, PROBE, raw, generation, within_s=WITHIN_S)
@@ -44,27 +51,34 @@ def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint(WeightFiles):
-    """A folder of a decoder that is no family of ours, and that transformers can run."""
+    """A checkpoint folder of a decoder that batchinfer does not implement, but that transformers can run.
+
+    Attributes:
+        spec: The description of the model.
+        raw: The contents of config.json.
+        unused_code: Messages about Python code in the folder, which is not run.
+        stored_quantization: "none", since only float weights are supported.
+    """
 
     spec: ForeignSpec
-    raw: dict[str, Any] = field(repr=False)  # config.json
-    unused_code: tuple[str, ...] = ()  # what a user should know of code in the folder
+    raw: dict[str, Any] = field(repr=False)
+    unused_code: tuple[str, ...] = ()
 
-    stored_quantization: ClassVar[Quantization] = "none"  # only float weights are read
+    stored_quantization: ClassVar[Quantization] = "none"
 
     @property
     def dtype(self) -> Dtype:
-        """Return the dtype that config.json states, or else that of most of the stored bytes."""
+        """Return the dtype that config.json states, or else the float dtype with the most stored bytes."""
         return self.spec.dtype or self.stored_dtype
 
     @property
     def modelling(self) -> str:
-        """Return whose code computes the model, and its version, for the key of its answers."""
+        """Return "transformers" and its version, as a part of the model's work keys."""
         return f"transformers {self.spec.version}"
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return what a user should know before it runs."""
+        """Return messages to show before the job runs: the model is slower, and code in its folder is not run."""
         slower = (
             f"batchinfer has no code of its own for {self.spec.family}: transformers {self.spec.version} computes it, "
             "which is slower (docs/models.md)"
@@ -76,7 +90,16 @@ class ForeignCheckpoint(WeightFiles):
         return self
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """Return what is asked for and cannot be had of this model: key of the job file, and why."""
+        """Return the requested settings that transformers' code does not support.
+
+        Args:
+            quantized: True if the job asks for quantised weights.
+            deterministic: True if the job asks for answers that do not depend on other rows.
+            coded_cache: True if the job asks for a quantised KV cache.
+
+        Returns:
+            (key of the job file, reason) of each unsupported setting.
+        """
         why = f"{self.spec.family} is computed by transformers' code, in which"
         asked = (
             (quantized, "model.quantization", f"{why} no layer is quantised; leave it out"),
@@ -85,7 +108,7 @@ class ForeignCheckpoint(WeightFiles):
                 "engine.deterministic",
                 f"{why} a row's numbers may depend on others; leave it out",
             ),
-            (coded_cache, "model.kv_cache_dtype", f"{why} the cache keeps values, no codes; leave it out"),
+            (coded_cache, "model.kv_cache_dtype", f"{why} the cache is not quantised; leave it out"),
         )
         return [(key, text) for wanted, key, text in asked if wanted]
 
@@ -97,15 +120,30 @@ class ForeignCheckpoint(WeightFiles):
         device: Device = "cpu",
         deterministic: bool = False,
     ) -> ModelCost:
-        """Return what its steps cost; activations, weights and the cache have one size."""
+        """Return the cost of the model's steps.
+
+        Args:
+            itemsize: Bytes of a weight, an activation or a cached value.
+            quantization: Ignored, like the other arguments.
+            kv_cache: Ignored.
+            device: Ignored.
+            deterministic: Ignored.
+        """
         return foreign_cost(self.spec, itemsize)
 
 
 def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
-    """Check the folder of a model that is none of our families.
+    """Check the folder of a model that batchinfer does not implement.
 
-    Raises SecurityRefusal as `inspect_checkpoint` does: an auto_map in config.json is ignored where transformers' own
-    class runs the model. Raises JobFileError for what cannot be run, with the reason.
+    An auto_map in config.json is ignored if a class of transformers runs the model.
+
+    Args:
+        path: The checkpoint folder.
+        describe: Returns the model's spec from config.json and generation_config.json.
+
+    Raises:
+        SecurityRefusal: If the model or its tokenizer needs code from the folder.
+        JobFileError: If the model cannot run, with the reason.
     """
     folder = config_folder(path)
     raw = read_config_json(folder.path)
@@ -117,7 +155,7 @@ def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
     try:
         spec = describe(raw, load_if_there(folder.path / "generation_config.json"))
     except CannotRun as error:
-        folder.refuse_model_code()  # which may well be why transformers does not know it
+        folder.refuse_model_code()  # transformers may not know the model because the folder has its code
         raise _refused(folder.path, raw, error) from error
     folder.refuse_tokenizer_code()
     files = read_weight_files(folder)

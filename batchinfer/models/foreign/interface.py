@@ -1,8 +1,8 @@
 """The parts of transformers that run a model: its classes for a config.json, and its attention interface.
 
-transformers looks attention up by a name, and hands the function the module that called it. What the function writes
-to and reads is the module's own: `attach` gives every module of a model the same object, so that two models in one
-process do not meet. Nothing of the checkpoint's folder is run or looked up.
+transformers looks up an attention function by name, and passes it the module that called it. The function passes the
+call on to the receiver in the module's attribute, so several models can run in one process. Code from the checkpoint's
+folder is never run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchinfer.models.foreign.spec import CannotRun
 
 ATTENTION_NAME = "batchinfer_paged"
 _ATTRIBUTE = "batchinfer_attention"
-# How a run goes is ours to say: which attention, what is returned, which files are read
+# Keys of config.json that are ignored, since the engine decides on attention, outputs and files
 OURS = (
     "attn_implementation",
     "auto_map",
@@ -37,14 +37,14 @@ OURS = (
     "transformers_weights",
     "use_cache",
 )
-# Angles that depend on the longest sequence of the batch: then an answer would, too. Those of `dynamic` do so beyond
-# max_position_embeddings only, where no row goes.
+# Their angles depend on the longest sequence of the batch, so answers would too. `dynamic` is supported: its angles do
+# so only after max_position_embeddings, and no row is that long.
 UNSTEADY_ROPES = ("longrope",)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """transformers warns of much that is no business of a job's."""
+def silence_transformers() -> Iterator[None]:
+    """Suppress the warnings, log messages and progress bars of transformers within a `with` block."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
@@ -53,19 +53,32 @@ def quiet() -> Iterator[None]:
 
 
 class Attending(Protocol):
-    """The receiver of a model's calls of attention."""
+    """Receives the attention calls of a model's layers."""
 
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """(1, heads, T, D) each → (1, T, q_heads, v_dim)"""
+        """Compute the attention of a layer for the tokens of a step.
+
+        Args:
+            module: The layer's attention module.
+            q: Queries (1, query heads, T, head size), for T tokens.
+            k: Keys (1, KV heads, T, head size).
+            v: Values (1, KV heads, T, size of a value).
+            mask: The result of `mask`, if the layer passes it on unchanged.
+            scale: The factor of scores, or None for the default.
+            more: Other keyword arguments of transformers' attention interface.
+
+        Returns:
+            (1, T, query heads, size of a value).
+        """
 
     def mask(self, **of: Any) -> Any:
-        """Return the mask that the layers get."""
+        """Return the mask for layers to pass to `attend`. The arguments are defined by transformers."""
 
 
 def attach(model: Any, attending: Attending) -> None:
-    """Send the attention of all layers of `model`, and its masks, to `attending`."""
+    """Send the attention and mask calls of all layers of `model` to `attending`."""
     for module in model.modules():
         setattr(module, _ATTRIBUTE, attending)
     setattr(model.config, _ATTRIBUTE, attending)
@@ -95,7 +108,16 @@ AttentionMaskInterface.register(ATTENTION_NAME, _mask)
 
 
 def config_of(raw: Mapping[str, Any]) -> Any:
-    """Make transformers' configuration. Raises CannotRun for a model type without one, and for wrong values."""
+    """Return transformers' configuration object for a config.json.
+
+    Args:
+        raw: The contents of config.json.
+
+    Raises:
+        CannotRun: If transformers does not know the model type or rejects a value, or the rotary embedding depends on
+            the
+            longest row of a batch.
+    """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CannotRun("transformers knows no model of this type")
@@ -111,7 +133,15 @@ def config_of(raw: Mapping[str, Any]) -> Any:
 
 
 def class_of(config: Any, raw: Mapping[str, Any]) -> Any:
-    """transformers' class of the decoder with its head. Raises CannotRun where the checkpoint holds something else."""
+    """Return transformers' class of the decoder with its head.
+
+    Args:
+        config: Transformers' configuration object.
+        raw: The contents of config.json.
+
+    Raises:
+        CannotRun: If the model is not a plain decoder, or config.json names another class.
+    """
     if config.is_encoder_decoder:
         raise CannotRun("it is an encoder and a decoder")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -136,7 +166,7 @@ def _base_name(causal: Any) -> str:
 
 
 def _decoded(value: Any) -> Any:
-    """transformers writes an infinity, which JSON does not have, as {"__float__": "Infinity"}."""
+    """Convert infinities, which transformers writes as {"__float__": "Infinity"}, to floats in nested JSON values."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -145,7 +175,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _unsteady(value: object) -> Iterator[str]:
-    """The types of rotary embedding, anywhere in a configuration, that this engine cannot batch."""
+    """Yield the types of rotary embedding, anywhere in a configuration, that depend on the longest row of a batch."""
     if isinstance(value, Mapping):
         for key in ("rope_type", "type"):
             if value.get(key) in UNSTEADY_ROPES:
@@ -155,9 +185,9 @@ def _unsteady(value: object) -> Iterator[str]:
 
 
 class Given(nn.Module):
-    """Stands in for a decoder whose hidden states are known: the model around it then computes their logits alone.
+    """Replaces a decoder and returns given hidden states, so that the model around it computes only logits.
 
-    They are handed in as `inputs_embeds`. `kind`: the class of what the decoder returns.
+    The states are passed to the model as `inputs_embeds`. `kind` is the class of the decoder's output.
     """
 
     def __init__(self, kind: type) -> None:
@@ -165,5 +195,5 @@ class Given(nn.Module):
         self._kind = kind
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """The hidden states, as the decoder would return them."""
+        """Return `inputs_embeds`, the hidden states, in the form of a decoder's output."""
         return self._kind(last_hidden_state=inputs_embeds)

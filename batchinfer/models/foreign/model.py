@@ -1,4 +1,4 @@
-"""A decoder in transformers' code over our paged KV cache, as the engine's runner needs it."""
+"""A decoder that transformers' code computes, over the engine's paged KV cache and attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 @dataclass(slots=True)
 class _Step:
-    """The state of one forward pass; `done` counts the layers whose attention was computed."""
+    """The state of one forward pass.
+
+    Attributes:
+        inputs: The tokens of the step, for each cache group.
+        caches: The cache of each layer.
+        plans: The attention plan of each cache group.
+        done: Number of layers whose attention was computed.
+    """
 
     inputs: Sequence[AttentionInputs]
     caches: Sequence[LayerCache]
@@ -29,13 +36,23 @@ class _Step:
 
 
 class TransformersModel:
-    """Runs all tokens of a step as one row, each at its position: only attention, which is ours, looks at more than one
-    token. Layers are told apart by the order in which they call it, which is that of `spec.layers`."""
+    """Runs transformers' code with all tokens of a step as one row, each at its own position.
+
+    Only attention mixes tokens, and the engine's operators compute it. A layer is identified by the order of attention
+    calls, which is the order of `spec.layers`.
+    """
 
     classifier: ClassVar[None] = None  # transformers' decoders make logits of tokens alone
 
     def __init__(self, causal: Any, spec: ForeignSpec, ops: Ops, returned: type) -> None:
-        """`causal`: the loaded model, which is taken apart; `returned`: the class of what its decoder returns."""
+        """Prepare a loaded model: redirect its attention and replace its decoder.
+
+        Args:
+            causal: The loaded model with its head, which is modified.
+            spec: The description of the model.
+            ops: The operators that compute attention.
+            returned: The class of the decoder's output.
+        """
         self.spec = spec
         self._ops = ops
         self._step: _Step | None = None
@@ -46,7 +63,7 @@ class TransformersModel:
 
     @property
     def expert_loads(self) -> ExpertLoads:
-        """None: transformers' code does not count them."""
+        """Return empty loads: transformers' code does not count the tokens of experts."""
         return ExpertLoads({})
 
     def forward(
@@ -56,8 +73,17 @@ class TransformersModel:
         caches: Sequence[LayerCache],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """token_ids (T,) int64 → hidden states (T, hidden), ready for the head. Writes K and V to `caches`, each of
-        which names its group, of which `inputs` and `plans` have an element."""
+        """Run the decoder on the tokens of a step, and write their K and V to the caches.
+
+        Args:
+            token_ids: (T,) int64.
+            inputs: The positions, slots and block tables of the step, for each cache group.
+            caches: The cache of each layer, with the number of its group.
+            plans: The attention plan of each cache group.
+
+        Returns:
+            The hidden states after the final norm, (T, hidden).
+        """
         self._step = _Step(inputs, caches, plans)
         try:
             places = inputs[0].positions[None]
@@ -68,23 +94,26 @@ class TransformersModel:
         return hidden
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return rows of `forward` as they are: they are behind the final norm."""
+        """Return hidden states of `forward` unchanged, since the final norm is already applied."""
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(n, hidden) → (n, vocab) float32."""
+        """Compute the head: hidden states (n, hidden) → logits (n, vocab) float32."""
         found: Tensor = self._around(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return found.float()
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """(n, hidden) → (n,) int64; NO_TOKEN where logits are no finite numbers."""
+        """Return the most probable token of each hidden state, (n,) int64, or NO_TOKEN if its logits are not finite."""
         return finite_argmax(self.logits(hidden))
 
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """Compute a layer's attention; see Attending. Raises RuntimeError outside of a step, and for a layer that was
-        not there when the model was described."""
+        """Compute the attention of the step's next layer; see `Attending.attend`.
+
+        Raises:
+            RuntimeError: If no step runs, or the step has called the attention of all known layers.
+        """
         step = self._step
         if step is None or step.done == len(self.spec.layers):
             raise RuntimeError("attention was called by no layer of a step")
@@ -102,11 +131,11 @@ class TransformersModel:
         return found[None, ..., : layer.v_dim].to(v.dtype)
 
     def mask(self, **_: Any) -> None:
-        """Return no mask, because our operators know it; see Attending."""
+        """Return None, since the operators apply the mask themselves; see `Attending.mask`."""
 
     @staticmethod
     def _heads(heads: Tensor, dim: int, cache: LayerCache) -> Tensor:
-        """(1, heads, T, D) → (T, heads, dim), what is missing zero: it changes no score, and no sum that is kept."""
+        """Convert (1, heads, tokens, size) to (tokens, heads, dim) in the cache's dtype, padded with zeros."""
         laid = heads[0].transpose(0, 1)
         if laid.shape[2] < dim:
             laid = F.pad(laid, (0, dim - laid.shape[2]))

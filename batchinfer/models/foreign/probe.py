@@ -16,21 +16,34 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from batchinfer.models.families.family import ConfigFiles, eos_token_ids, stated_dtype
 from batchinfer.models.files.config_fields import Fields, shown
-from batchinfer.models.foreign.interface import ATTENTION_NAME, Given, attach, class_of, config_of, quiet
+from batchinfer.models.foreign.interface import (
+    ATTENTION_NAME,
+    Given,
+    attach,
+    class_of,
+    config_of,
+    silence_transformers,
+)
 from batchinfer.models.foreign.recorder import Recorder
 from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
 
-TOKENS = 13  # of the sequence that is run
+TOKENS = 13  # length of the sequence that is run
 MOST_POSITIONS = 1 << 22
 STATEFUL = "it keeps more than keys and values of each layer, as state-space and recurrent models do"
 MIXING = "it mixes tokens beside attention"
 ELSEWHERE = "its attention does not go through transformers' attention interface"
-# What tells one token of another in another way than through attention
+# Modules that pass data between tokens without attention
 MIXERS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
 
 
 def serve(raw: Mapping[str, Any], generation: Mapping[str, Any], connection: Connection[Any, Any]) -> None:
-    """Entry point of a process of its own: sends a ForeignSpec, or the reason why there is none."""
+    """Describe a model and send its ForeignSpec, or (reason, detail) if it cannot run. Entry point of a child process.
+
+    Args:
+        raw: The contents of config.json.
+        generation: The contents of generation_config.json.
+        connection: The pipe to the parent process.
+    """
     try:
         connection.send(describe(raw, generation))
     except CannotRun as error:
@@ -38,8 +51,16 @@ def serve(raw: Mapping[str, Any], generation: Mapping[str, Any], connection: Con
 
 
 def describe(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Describe the model of these JSON objects (config.json, generation_config.json). Raises CannotRun."""
-    with quiet():
+    """Return the spec of a model that transformers computes.
+
+    Args:
+        raw: The contents of config.json.
+        generation: The contents of generation_config.json.
+
+    Raises:
+        CannotRun: If the model cannot run, or not correctly.
+    """
+    with silence_transformers():
         config = config_of(raw)
         kind = class_of(config, raw)
         positions = _positions(config)
@@ -47,13 +68,13 @@ def describe(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSp
         _check_modules(model)
         recorder = Recorder(positions)
         attach(model, recorder)
-        with _told_apart(), recorder.watching(model), FlopCounterMode(display=False) as flops:
+        with _raise_cannot_run(), recorder.watching(model), FlopCounterMode(display=False) as flops:
             vocab = _run(model).logits.shape[-1]
         _check_calls(recorder, config)
-        with _told_apart():
+        with _raise_cannot_run():
             _check_caches(recorder, config, positions)
         decoder = recorder.outermost[0]
-        with _told_apart():
+        with _raise_cannot_run():
             halves = _halves(model, decoder, vocab)
         return ForeignSpec(
             architecture=kind.__name__,
@@ -76,17 +97,16 @@ def _positions(config: Any) -> int:
 
 
 def _without_weights(kind: Any, config: Any) -> Any:
-    """Experts are computed for each token by itself, where the model lets that be chosen: other ways look at numbers,
-    which the meta device does not have."""
+    # Other implementations of experts look at the values, which the meta device does not have
     more = {"experts_implementation": "batched_mm"} if kind._can_set_experts_implementation() else {}
-    with _told_apart(), torch.device("meta"):
+    with _raise_cannot_run(), torch.device("meta"):
         return kind._from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=torch.float32, **more
         ).eval()
 
 
 def _check_modules(model: Any) -> None:
-    """Raise CannotRun for a model that passes something from token to token outside of attention."""
+    """Raise CannotRun for a model that passes data between tokens outside of attention."""
     if model._is_stateful:
         raise CannotRun(STATEFUL)
     for name, module in model.named_modules():
@@ -95,14 +115,14 @@ def _check_modules(model: Any) -> None:
 
 
 @contextmanager
-def _told_apart() -> Iterator[None]:
-    """Whatever goes wrong in the model's own code is a reason."""
+def _raise_cannot_run() -> Iterator[None]:
+    """Raise exceptions of the model's own code as CannotRun within a `with` block."""
     try:
         yield
     except CannotRun:
         raise
     except Exception as error:
-        if ATTENTION_NAME in str(error):  # a table of its own, in which ours is not
+        if ATTENTION_NAME in str(error):  # the model looks attention up in a table of its own
             raise CannotRun(ELSEWHERE) from error
         text = f"{type(error).__name__}: {error}"
         raise CannotRun("its code cannot be run without weights, to look at it", shown(text)) from error
@@ -125,8 +145,10 @@ def _check_calls(recorder: Recorder, config: Any) -> None:
 
 
 def _check_caches(recorder: Recorder, config: Any, positions: int) -> None:
-    """Raises CannotRun where transformers' own cache keeps something else than the masks say: its answers then depend
-    on how a prompt is cut, and nobody could say which is right."""
+    """Raise CannotRun if transformers' own cache keeps other tokens than the attention masks show.
+
+    The answers of such a model depend on how a prompt is divided into chunks, so no answer is the correct one.
+    """
     for layer, cache in zip(recorder.layers, DynamicCache(config=config).layers, strict=True):
         if type(cache) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise CannotRun(STATEFUL, type(cache).__name__)
@@ -155,7 +177,7 @@ def _facts(config: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """Counts of values; see ForeignSpec."""
+    """Counts of a model's values; see ForeignSpec."""
 
     hidden: int
     parameters: int
@@ -164,7 +186,11 @@ class _Halves:
 
 
 def _halves(model: Any, path: str, vocab: int) -> _Halves:
-    """Run the decoder and what is around it one after the other. Raises CannotRun where that is not the same."""
+    """Run the decoder and the rest of the model separately, and return the sizes of both.
+
+    Raises:
+        CannotRun: If their logits have another shape than the logits of the whole model.
+    """
     decoder, embedding = model.get_submodule(path), model.get_input_embeddings().weight
     attach(model, Recorder(TOKENS))
     out = _run(decoder)

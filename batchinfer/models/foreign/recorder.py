@@ -1,4 +1,4 @@
-"""Records what a model asks of attention while it runs on the meta device, where nothing is computed."""
+"""Records the attention calls of a model that runs on the meta device, where nothing is computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer.models.foreign.spec import CannotRun, ForeignLayer
 
 _WINDOW = "batchinfer_window"
-# What layers hand to attention that changes nothing here: positions are in q and k already, the mask says the window
+# Arguments of attention that can be ignored: q and k already include positions, and the mask includes the window
 NEUTRAL = (
     "cache_position",
     "cu_seq_lens_k",
@@ -25,13 +25,17 @@ NEUTRAL = (
     "sliding_window",
     "use_cache",
 )
-# (batch, head, query, key), positions as tensors that broadcast → whether the query sees the key
+# (batch, head, query, key) as tensors of positions that broadcast → True if the query attends to the key
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 class Recorder:
-    """Stands in for attention. `layers` are the calls so far; `outermost` has for each the path of the outermost module
-    under the whole model that it came through, "" where there is none."""
+    """Receives the attention calls of a model and records what each needs; see `Attending`.
+
+    Attributes:
+        layers: The attention of each call so far.
+        outermost: For each call, the path of the outermost submodule that it came through, or "" for none.
+    """
 
     def __init__(self, positions: int) -> None:
         self.layers: list[ForeignLayer] = []
@@ -42,13 +46,13 @@ class Recorder:
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """Record what the layer asks of attention; return values of the right shape. See Attending."""
+        """Record the layer's attention, and return an empty tensor of the right shape. See `Attending.attend`."""
         self.outermost.append(self._path[1] if len(self._path) > 1 else "")
         self.layers.append(_layer(module, q, k, v, mask, scale, more))
         return q.new_empty(*(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
     def mask(self, **of: Any) -> Any:
-        """Return a tensor that knows its window; a layer that changes it passes on one that does not. See Attending."""
+        """Return a tensor with the mask's window as an attribute, which is lost if a layer changes the mask."""
         found = torch.empty(1, 1, of["q_length"], of["kv_length"], dtype=torch.bool, device="meta")
         setattr(found, _WINDOW, window_of(of["mask_function"], self._positions))
         return found
@@ -58,7 +62,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Track, within the block, the path of modules of the model that are being called."""
+        """Track the modules of `model` that are being called, within a `with` block."""
         hooks = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
@@ -71,7 +75,7 @@ class Recorder:
 
 
 def _unknown(more: dict[str, Any]) -> list[str]:
-    """Return the names of arguments that our attention does not know."""
+    """Return the names of keyword arguments that the engine's attention does not support."""
     found = [
         name
         for name, value in more.items()
@@ -124,9 +128,14 @@ def _has_sinks(stated: object, heads: int) -> bool:
 
 
 def window_of(mask_function: MaskFunction, positions: int) -> int | None:
-    """Return how many keys, its own included, a query sees in a sequence of that many tokens; None: all before it.
+    """Return the number of keys that a query attends to, its own included, or None for all earlier keys.
 
-    Raises CannotRun for a mask that is neither causal nor a sliding window.
+    Args:
+        mask_function: Returns True for each pair of a query and a key that it attends to.
+        positions: The length of the longest sequence.
+
+    Raises:
+        CannotRun: If the mask is neither causal nor a sliding window.
     """
     last = positions - 1
     window = int(_seen(mask_function, last, positions).sum())
@@ -140,7 +149,7 @@ def window_of(mask_function: MaskFunction, positions: int) -> int | None:
 
 
 def _seen(mask_function: MaskFunction, query: int, positions: int) -> Tensor:
-    """Return which positions the query sees, (positions,) bool."""
+    """Return, for each position, True if the query attends to it, (positions,) bool."""
     zero = torch.zeros((), dtype=torch.long)
     try:
         found = mask_function(zero, zero, torch.tensor(query), torch.arange(positions))

@@ -1,4 +1,4 @@
-"""Looks, once the weights are loaded, whether a model computes the same here as in transformers' own attention."""
+"""Checks that a loaded model computes the same logits here as with transformers' own attention."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
 from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.interface import Ops
 
-LENGTHS = (11, 7, 1)  # of the rows that are run together
-CHUNKS = (4, 3, 1)  # how many tokens of each of them a step takes: their ends and beginnings are everywhere
+LENGTHS = (11, 7, 1)  # tokens of each row
+CHUNKS = (4, 3, 1)  # tokens of each row per step; chunks begin and end at different offsets in blocks
 BLOCK = 4
-# Mean over tokens of how far logits are from transformers', as a share of their length. Right models are at 1e-6 in
-# float32 and below 2e-2 in halves of it, whose products round differently with each number of rows; a token that read
-# a neighbour which it must not see is at about 1.
+# Largest mean relative distance of logits from transformers' logits. Correct models are at 1e-6 in float32 and below
+# 2e-2 in 16-bit floats, whose products round differently for each number of rows. A token that attends to a token that
+# it must not see is at about 1.
 FARTHEST = {torch.float32: 1e-2}
 FARTHEST_HALF = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Rows of token ids, their logits in transformers' own attention, and the class of what the decoder returned."""
+    """The expected results of a check.
+
+    Attributes:
+        rows: Token ids of each row, (tokens,).
+        logits: Logits of each row with transformers' own attention, (tokens, vocab).
+        returned: The class of the decoder's output.
+    """
 
     rows: tuple[Tensor, ...]
     logits: tuple[Tensor, ...]
@@ -35,7 +41,16 @@ class Wanted:
 
 
 def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wanted:
-    """Run each row by itself, as transformers does by default. Raises CannotRun where logits are no numbers."""
+    """Run random rows one at a time with transformers' own attention, and return them with their logits.
+
+    Args:
+        causal: The loaded model with its head.
+        spec: The description of the model.
+        device: The device of the model.
+
+    Raises:
+        CannotRun: If any logits are not finite.
+    """
     generator, returned = torch.Generator().manual_seed(0), []
     rows = tuple(torch.randint(spec.vocab, (n,), generator=generator).to(device) for n in LENGTHS)
     causal.set_attn_implementation("eager")
@@ -54,7 +69,11 @@ def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wan
 
 
 def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: torch.dtype) -> None:
-    """Raises CannotRun unless the rows have the same logits when they share steps, chunks and a paged cache."""
+    """Run the rows of `wanted` together, in chunks and with a paged cache, and compare their logits.
+
+    Raises:
+        CannotRun: If the logits differ by more than rounding.
+    """
     blocks = sum(-(-length // BLOCK) for length in LENGTHS)
     device = wanted.rows[0].device
     caches = [ops.allocate_cache(layer.cache, blocks, BLOCK, dtype, device) for layer in model.spec.layers]
@@ -70,7 +89,7 @@ def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: to
 
 
 def _distance(found: Tensor, wanted: Tensor) -> Tensor:
-    """Return the distance of each token's logits, relative to their size, (tokens,)."""
+    """Return the distance of each token's logits, relative to the length of the expected logits, (tokens,)."""
     centred = wanted - wanted.mean(-1, keepdim=True)
     off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (found - wanted, centred))
     share: Tensor = off / size.clamp_min(1e-6)
@@ -92,7 +111,7 @@ def _together(
 
 
 def _steps() -> Iterator[list[tuple[int, range]]]:
-    """(row, positions) of each step, until all rows are through."""
+    """Yield the parts of each step, (row, range of positions), until all rows are complete."""
     starts = [0] * len(LENGTHS)
     while any(start < length for start, length in zip(starts, LENGTHS, strict=True)):
         spans = []
@@ -104,7 +123,6 @@ def _steps() -> Iterator[list[tuple[int, range]]]:
 
 
 def _inputs(spans: list[tuple[int, range]], device: torch.device) -> AttentionInputs:
-    """The blocks of the rows lie one row after the other."""
     counts = [-(-length // BLOCK) for length in LENGTHS]
     first = [sum(counts[:row]) for row in range(len(counts))]
     width = max(counts)

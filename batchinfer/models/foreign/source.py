@@ -19,7 +19,7 @@ from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.files.config_fields import checkpoint_error
 from batchinfer.models.files.weight_files import StoredTensor, listed
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint
-from batchinfer.models.foreign.interface import ATTENTION_NAME, class_of, config_of, quiet
+from batchinfer.models.foreign.interface import ATTENTION_NAME, class_of, config_of, silence_transformers
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.self_check import check_together, run_alone
 from batchinfer.models.foreign.spec import CannotRun, ForeignSpec
@@ -37,21 +37,32 @@ _GROUPED_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ForeignSource:
-    """A checkpoint of an unsupported family, which transformers' code computes."""
+    """A checkpoint whose model transformers' code computes.
+
+    Attributes:
+        checkpoint: The checkpoint folder.
+        quantization: The quantisation that the job asks for.
+        can_be_captured: False, since a step may launch other kernels each time.
+        adapters: Empty, since adapters are unsupported.
+        prompt_layers: Empty, since no prompt kernels are compared for these models.
+    """
 
     checkpoint: ForeignCheckpoint
-    quantization: Quantization = "none"  # as the job states it
-    # Its steps may launch other kernels each time
+    quantization: Quantization = "none"
     can_be_captured: ClassVar[bool] = False
-    adapters: ClassVar[Mapping[str, StoredAdapter]] = MappingProxyType({})  # adapters are unsupported
+    adapters: ClassVar[Mapping[str, StoredAdapter]] = MappingProxyType({})
     prompt_layers: ClassVar[Mapping[AttentionRules, int]] = MappingProxyType({})
 
     @property
     def spec(self) -> ForeignSpec:
+        """Return the description of the model."""
         return self.checkpoint.spec
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
-        """Return the device's operators for attention, or torch's if layers differ in their heads.
+        """Return the operators for attention: the device's, or torch's if layers differ in their heads.
+
+        Args:
+            arithmetic: Device, dtypes and determinism of the engine.
 
         Raises:
             Unavailable: If transformers' code does not support the arithmetic.
@@ -72,8 +83,12 @@ class ForeignSource:
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], TransformersModel]:
         """Load and check the model, and return a function that returns it and ignores its arguments.
 
+        Args:
+            ops: The operators that compute attention.
+            arithmetic: Device and dtype of the model.
+
         Raises:
-            JobFileError: If its results differ from those of transformers' own attention.
+            JobFileError: If its logits differ from the logits with transformers' own attention.
         """
         spec = self.spec
         causal = load_causal(self.checkpoint, arithmetic.dtype, arithmetic.device)
@@ -86,28 +101,33 @@ class ForeignSource:
         return lambda _ops, _longest: model
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
-        """Return the cost of its steps."""
+        """Return the cost of the model's steps, for the dtype of `arithmetic`."""
         itemsize = arithmetic.dtype.itemsize
         return self.checkpoint.cost(itemsize)
 
     def weight_bytes(self, cost: ModelCost) -> int:
-        """Return the bytes of its loaded weights."""
+        """Return the bytes of the loaded weights, for a cost that states the bytes of a value."""
         return self.spec.parameters * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
-        """Return the library that computes it, for the report. `ops` compute only its attention."""
+        """Return ("transformers", "transformers"), the libraries that compute the model. `ops` is ignored."""
         return NAME, NAME
 
 
 def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
     """Return the model with its head, in `dtype` on `device`.
 
+    Args:
+        checkpoint: The checkpoint folder.
+        dtype: The dtype of weights and activations.
+        device: The device of the weights.
+
     Raises:
         JobFileError: If the weights do not match config.json.
     """
     config = config_of(checkpoint.raw)
     kind = class_of(config, checkpoint.raw)
-    with quiet():
+    with silence_transformers():
         causal, found = kind.from_pretrained(
             None,
             config=config,
@@ -133,7 +153,7 @@ def _can_be_grouped(causal: Any) -> bool:
 
 
 def _mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Return views of the memory-mapped files, which are read when they are copied."""
+    """Return tensors by name, as views of memory-mapped files, which are read when the tensors are copied."""
     opened: dict[Path, Any] = {}
     with ExitStack() as stack:
         for stored in tensors.values():

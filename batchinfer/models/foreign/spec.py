@@ -26,7 +26,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ForeignLayer:
-    """The attention that a layer needs.
+    """The attention of one layer of a model that transformers computes.
 
     Args:
         q_heads: The number of query heads.
@@ -61,33 +61,48 @@ class ForeignLayer:
 
     @property
     def cache(self) -> CacheSpec:
+        """Return the KV cache that the layer needs."""
         return CacheSpec(self.kv_heads, self.head_dim, self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignSpec:
-    """A decoder that transformers computes, as found by running its code.
+    """A decoder that transformers computes, described by running its code without weights.
 
-    `parameters` counts all its values, `active` the values that a token is multiplied with before the head, `head` the
-    values of the head, and `streamed` the values that a step reads at most.
+    Attributes:
+        family: `model_type` of config.json.
+        architecture: The name of transformers' class.
+        decoder: The path of the submodule that computes hidden states from token ids.
+        version: The version of transformers.
+        hidden: The size of hidden states.
+        vocab: The number of logits per token.
+        max_positions: The maximum number of tokens of a sequence.
+        eos_token_ids: The tokens that end an answer.
+        dtype: The dtype that config.json states, or None.
+        layers: The attention of each layer.
+        parameters: The number of all weights.
+        active: The number of weights that a token is multiplied with before the head.
+        head: The number of weights of the head.
+        streamed: The maximum number of weights that a step reads.
+        causal: True, since a token attends only to earlier tokens; other models are refused.
     """
 
     family: str
-    architecture: str  # the class of transformers
-    decoder: str  # the path of the module under it that makes hidden states of token ids
-    version: str  # of transformers
+    architecture: str
+    decoder: str
+    version: str
     hidden: int
     vocab: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
-    dtype: Dtype | None  # as config.json states it
+    dtype: Dtype | None
     layers: tuple[ForeignLayer, ...]
     parameters: int
     active: int
     head: int
     streamed: int
 
-    causal: ClassVar[bool] = True  # a token sees only earlier tokens: other models are refused
+    causal: ClassVar[bool] = True
 
     @property
     def caches(self) -> Caches:
@@ -95,7 +110,13 @@ class ForeignSpec:
         return [layer.cache for layer in self.layers]
 
     def content_roots(self, max_model_len: int) -> ContentRoots:
-        """Return the content roots of requests. All share one root, since transformers' code rotates them alike."""
+        """Return the roots of content hashes, by which requests share cached blocks.
+
+        All requests share one root, since transformers rotates the keys of all rows alike.
+
+        Args:
+            max_model_len: The maximum number of tokens of a sequence.
+        """
         return ContentRoots(max_model_len)
 
     @property
@@ -109,6 +130,10 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
 
     Everything except attention and the head is one operator. Its cost uses the values that were counted when the model
     was described, without most activations.
+
+    Args:
+        spec: The description of the model.
+        itemsize: Bytes of a weight, an activation or a cached value.
     """
     decoder = OperatorCost(
         "decoder",

@@ -1,1 +1,1 @@
-"""Models in GGUF files: maps their metadata and tensors to those of a supported family."""
+"""Reads GGUF files: maps their metadata and tensors to the names of a supported family."""

@@ -26,7 +26,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NORMS_BEHIND = {
+_NORMS_AFTER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -56,10 +56,10 @@ _LARGEST = {"gemma2": 46, "gemma3": 62}
 class Architecture:
     """A supported family as llama.cpp stores it.
 
-    Args:
+    Attributes:
         model_type: `model_type` of config.json.
         of: `architectures` of config.json.
-        names: Names of a layer's modules that differ from Llama's.
+        names: Names of a layer's modules that differ from Llama's: the name in the file → the name in the family.
         pairs: If True, the two rows of queries and keys that are rotated together are adjacent.
         norms: An offset that the file has added to the weights of norms.
         eps: The key of the norms' epsilon in the file, and in config.json.
@@ -68,7 +68,7 @@ class Architecture:
     """
 
     model_type: str
-    of: str  # config.json's `architectures`
+    of: str
     names: Mapping[str, str] = field(default_factory=dict)
     pairs: bool = False
     norms: float = 0.0
@@ -77,11 +77,23 @@ class Architecture:
     joined: bool = False
 
     def module(self, name: str) -> str | None:
-        """Return the family's name for a module outside the layers, or None if it has none."""
+        """Return the family's name for a module outside the layers, or None if it has none.
+
+        Args:
+            name: The name in the file, such as "token_embd".
+        """
         return "lm_head" if name == "output" else f"model.{_TABLES[name]}" if name in _TABLES else None
 
     def layer_tensor(self, number: str, name: str, end: str) -> str | None:
-        """Return the family's name for a tensor of a layer, with EXPERT as the number in a tensor of all experts."""
+        """Return the family's name for a tensor of a layer, or None if it has none.
+
+        If the tensor holds all experts, the name contains EXPERT instead of an expert's number.
+
+        Args:
+            number: The layer's number.
+            name: The module's name in the file, such as "attn_q".
+            end: "weight" or "bias".
+        """
         whole = self.names.get(f"{name}.{end}")
         module = self.names.get(name) or _LAYER.get(name)
         found = whole or (None if module is None else f"{module}.{end}")
@@ -186,7 +198,7 @@ def _cohere2(fields: Fields, _: GgufModel, __: Mapping[str, Any]) -> dict[str, A
 
 
 def _gpt_oss(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of gpt-oss. Its YaRN ramp is not rounded to whole dimensions; files do not say so."""
+    """Return the configuration of gpt-oss. Files do not state that its YaRN ramp is not rounded to whole dimensions."""
     inner, scaling = (
         fields.integer("expert_feed_forward_length", common["intermediate_size"]),
         common["rope_scaling"],
@@ -201,7 +213,7 @@ def _gpt_oss(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dic
 
 
 _LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
-_GEMMA_NORMS = {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA_NORMS = {**_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", _MIXTRAL_EXPERTS, pairs=True, adds=_mixtral)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", pairs=True, adds=_biases),
@@ -219,7 +231,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         adds=_phi3,
     ),
     "granite": Architecture("granite", "GraniteForCausalLM", pairs=True, adds=_granite),
-    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _NORMS_BEHIND),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _NORMS_AFTER),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _GPT_OSS, adds=_gpt_oss, joined=True),
     "command-r": Architecture("cohere", "CohereForCausalLM", eps=_LAYER_NORM, adds=_cohere),
     "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", eps=_LAYER_NORM, adds=_cohere2),

@@ -1,4 +1,4 @@
-"""The configuration of a model in GGUF, as config.json would state it."""
+"""The configuration of a model in a GGUF file, as config.json would state it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.models.files.weight_files import FLOAT_DTYPES
 from batchinfer.models.gguf.architectures import ARCHITECTURES, Architecture, architecture_of
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-# Tensors of divisors of the rotation's frequencies: Llama 3's, and LongRoPE's for short and for long rows
+# Tensors of divisors of the rotation's frequencies: Llama 3's, and LongRoPE's for short and long rows
 FACTORS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _MOST_LAYERS = 10_000
 _INSTEAD = (
@@ -25,7 +25,7 @@ _INSTEAD = (
 
 
 def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture and the equivalent of config.json.
+    """Return the model's architecture and the contents of an equivalent config.json.
 
     Raises:
         JobFileError: If the model is unsupported, with all reasons.
@@ -91,7 +91,7 @@ def _common(fields: Fields, model: GgufModel, known: Architecture) -> dict[str, 
 
 
 def _dtype(model: GgufModel) -> dict[str, str]:
-    """Return bfloat16 for quantised files, whose float32 norms do not show the model's dtype; else nothing."""
+    """Return {"dtype": "bfloat16"} for a quantised file, whose float32 norms do not show the model's dtype; else {}."""
     blocks = any(tensor.type.name not in FLOAT_DTYPES for tensor in model.tensors.values())
     return {"dtype": "bfloat16"} if blocks else {}
 
@@ -109,7 +109,7 @@ def _rope(fields: Fields, model: GgufModel, head: int) -> dict[str, Any]:
 
 
 def _scaling(fields: Fields, model: GgufModel) -> dict[str, Any]:
-    """Return how the rotation is scaled. Llama 3's factors are those of a LongRoPE whose long rows have the same."""
+    """Return `rope_scaling` of config.json. Llama 3's factors become LongRoPE factors for all lengths."""
     if FACTORS in model.tensors:
         factors = _floats(model, FACTORS)
         return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
@@ -133,13 +133,17 @@ def _scaling(fields: Fields, model: GgufModel) -> dict[str, Any]:
 
 
 def _old_scaling(fields: Fields) -> dict[str, Any]:
-    """Return the scaling as files of 2023 state it."""
+    """Return the scaling of the rotation in the notation of files from 2023."""
     linear = fields.number("rope.scale_linear", 1.0)
     return {} if linear == 1.0 else {"rope_type": "linear", "factor": linear}
 
 
 def _floats(model: GgufModel, name: str) -> list[float]:
-    """Read a small tensor. Raises JobFileError."""
+    """Read a float32 tensor with one dimension.
+
+    Raises:
+        JobFileError: If the tensor has another type or shape.
+    """
     tensor = model.tensors[name]
     if tensor.type.name != "F32" or len(tensor.shape) != 1:
         told = f"{list(tensor.shape)} of {tensor.type.name}; wanted one dimension of F32"
@@ -151,7 +155,7 @@ def _floats(model: GgufModel, name: str) -> list[float]:
 
 
 def _tokens(model: GgufModel) -> Mapping[str, Any]:
-    """Return the ids of the tokens that begin and end texts."""
+    """Return `bos_token_id` and `eos_token_id`, or {} if the file has no vocabulary."""
     vocabulary = vocabulary_of(model)
     if vocabulary is None:
         return {}

@@ -1,4 +1,4 @@
-"""The tensors of experts that a family has in one tensor with gate and up by turns, and GGUF in several."""
+"""Expert weights that the family stores in one tensor with interleaved rows, and a GGUF file in several tensors."""
 
 from __future__ import annotations
 
@@ -12,26 +12,40 @@ from batchinfer.models.formats.gguf import GgufBiases, GgufExperts, GgufWeight
 from batchinfer.models.formats.packed_tensor import PackedTensor
 
 _NAME = re.compile(r"blk\.(?P<number>\d+)\.ffn_(?:(?:gate|up)_exps\.(?:weight|bias)|down_exps\.weight)")
-# What a family calls the matrices of its experts, and the tensors that hold their rows by turns
+# For each expert matrix of the family, the names of the GGUF tensors whose rows it interleaves
 _MATRICES = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 def part_of(tensor: GgufTensor, shape: tuple[int, ...], number: int = 0, parts: int = 1) -> StoredTensor:
-    """Return one of equal parts of a tensor, of this shape; its place is one in the whole file."""
+    """Return one of `parts` equal parts of a tensor, with its position in the file.
+
+    Args:
+        tensor: A tensor of a GGUF file.
+        shape: The shape of the part.
+        number: The number of the part, from 0.
+        parts: The number of parts.
+    """
     size = (tensor.end - tensor.start) // parts
     start = tensor.start + number * size
     return StoredTensor(tensor.file, TensorInfo(tensor.type.name, shape, start, start + size))
 
 
 def is_joined(name: str) -> bool:
-    """Whether a tensor is one of several that are joined."""
+    """Return True if a tensor with this name in a GGUF file is part of a tensor of `joined_experts`."""
     return _NAME.fullmatch(name) is not None
 
 
 def joined_experts(
     tensors: Mapping[str, GgufTensor],
 ) -> Iterator[tuple[str, PackedTensor, dict[str, StoredTensor]]]:
-    """Yield the family's tensors by name, and what lies under the names that they are made of."""
+    """Yield the family's expert tensors that combine several tensors of a GGUF file.
+
+    Args:
+        tensors: All tensors of the file by name.
+
+    Yields:
+        (the family's name, the tensor, its stored parts by the names that the tensor reads them under).
+    """
     numbers = sorted({int(found["number"]) for name in tensors if (found := _NAME.fullmatch(name))})
     for number in numbers:
         start, ours = f"blk.{number}.ffn_", f"model.layers.{number}.mlp.experts."

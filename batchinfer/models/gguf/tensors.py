@@ -1,4 +1,4 @@
-"""The tensors of a GGUF model under the names that the family's checkpoints give them."""
+"""The tensors of a GGUF file under the names that the family's checkpoints use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.models.gguf.architectures import EXPERT, Architecture
 from batchinfer.models.gguf.config import FACTORS, LONG, SHORT
 from batchinfer.models.gguf.joined_experts import is_joined, joined_experts, part_of
 
-# They are in the configuration, or computed
+# Their contents are in the configuration, or computed
 _UNREAD = (FACTORS, SHORT, LONG)
 _UNREAD_ENDS = (".attn_rot_embd.weight", ".rope_freqs.weight")
 _LAYER = re.compile(r"blk\.(?P<number>\d+)\.(?P<module>.+)")
@@ -26,8 +26,18 @@ Stored = dict[str, StoredTensor]
 def stored_tensors(
     model: GgufModel, known: Architecture, config: Mapping[str, Any]
 ) -> tuple[Stored, dict[str, PackedTensor]]:
-    """Return all tensors that are read, and of these the ones that are stored in blocks or in another form. A tensor of
-    all experts becomes one for each, and one that the family does not know keeps its name."""
+    """Return the tensors of a GGUF file under the family's names.
+
+    A tensor of all experts becomes one tensor per expert. A tensor that the family does not know keeps its name.
+
+    Args:
+        model: The GGUF file.
+        known: Its architecture.
+        config: Its configuration, from `config_of`.
+
+    Returns:
+        All tensors that are read, and the weights that must be dequantised, reordered or shifted after reading.
+    """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     stored: Stored = {}
     packed: dict[str, PackedTensor] = {}
@@ -38,7 +48,7 @@ def stored_tensors(
         leaf = module.rpartition(".")[2]
         pairs = heads.get(leaf, 0) if known.pairs else 0
         less = known.norms if leaf.endswith("norm") else 0.0
-        for ours, part in _placed(known, module, end, name, tensor):
+        for ours, part in _named_parts(known, module, end, name, tensor):
             stored[ours] = part
             weight = GgufWeight(part.info.shape, (ours,), tensor.type, pairs, less)
             if weight.quantized or pairs or less:
@@ -49,10 +59,10 @@ def stored_tensors(
     return stored, packed
 
 
-def _placed(
+def _named_parts(
     known: Architecture, module: str, end: str, name: str, tensor: GgufTensor
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the family's names for a tensor, and what lies under each."""
+    """Yield (the family's name, position in the file) for a tensor, or for each expert's part of it."""
     found = _LAYER.fullmatch(module)
     if found:
         ours = known.layer_tensor(found["number"], found["module"], end)

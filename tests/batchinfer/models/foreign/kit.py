@@ -14,7 +14,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.models.foreign.checkpoint import ForeignCheckpoint, inspect_foreign
-from batchinfer.models.foreign.interface import quiet
+from batchinfer.models.foreign.interface import silence_transformers
 from batchinfer.models.foreign.model import TransformersModel
 from batchinfer.models.foreign.probe import describe
 from batchinfer.models.foreign.source import ForeignSource
@@ -61,7 +61,7 @@ class Foreign:
     def greedy(self, prompts: list[list[int]], most: int) -> list[list[int]]:
         """By transformers' own `generate`, one prompt at a time, with its own cache and attention."""
         answers = []
-        with quiet():
+        with silence_transformers():
             self.theirs.set_attn_implementation("eager")
             for prompt in prompts:
                 ids = torch.tensor([prompt])
