@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from batchinfer.models.checkpoint.config import known_types
-from batchinfer.models.foreign.interface import quiet
+from batchinfer.models.foreign.interface import silence_transformers
 
 VOCAB = 260
 EOS = 257
@@ -113,7 +113,7 @@ def make_foreign(folder: Path, kind: str, seed: int = 1) -> Any:
     Matrices are large enough that a slip in any of them changes the answer; norms and biases are no ones and zeros.
     """
     config = config_of_type(kind, RUNS[kind])
-    with quiet():
+    with silence_transformers():
         torch.manual_seed(seed)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
         generator = torch.Generator().manual_seed(seed)
@@ -146,7 +146,7 @@ def other_types() -> list[str]:
 
 def stated(kind: str) -> dict[str, Any]:
     """A config.json of a type that is none of RUNS: transformers' defaults, mostly of the first model of the type."""
-    with quiet():
+    with silence_transformers():
         config = CONFIG_MAPPING[kind](**JUDGED_BY.get(kind, {}))
         raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return raw

@@ -132,7 +132,7 @@ class ModelSource:
             causal=self.spec.causal,
         )
         for cache in caches:
-            if not ops.holds(cache):
+            if not ops.supports_cache(cache):
                 raise Unavailable(
                     f"{ops.name} operators do not support a KV cache in {cache.dtype}; use engine.device: cuda with "
                     "Triton (docs/gpu.md), int8 on a CPU with a C compiler, or remove model.kv_cache_dtype"

@@ -133,7 +133,7 @@ class DummySteps:
     def _most_bytes(self, meter: MemoryMeter, tokens: int) -> int:
         """Return the peak bytes of a step of `tokens` tokens: of whole prompts or of later chunks of prompts."""
         found = list[int]()
-        parts = self.runner.ops.parts_take_more and self.longest > tokens > self.rows
+        parts = self.runner.ops.chunks_need_more_memory and self.longest > tokens > self.rows
         for later in (False, True)[: 1 + parts]:
             meter.restart()
             chunks = self.chunks(tokens, self.rows, self.longest, self.costly, later=later)

@@ -101,7 +101,7 @@ class Search:
 
     def _without_layers(self, tables: Tables, quantised: bool) -> Decoder:
         """Return a decoder with the embedding and the head, but without layers."""
-        head = self._ops.in_form(tables.head, self.spec.head_form if quantised else None)
+        head = self._ops.convert_weight(tables.head, self.spec.head_form if quantised else None)
         packed = PackedWeights(
             replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device
         )

@@ -250,8 +250,8 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
     k, v = weight[:, : attention.plain_dim], weight[:, attention.plain_dim :]
     form = next(linear.form for linear in spec.linears if linear.heads)
     return LatentHeads(
-        ops.pack_heads(ops.heads_in_form(k.transpose(1, 2), form)),
-        ops.pack_heads(ops.heads_in_form(v, form)),
+        ops.pack_heads(ops.convert_heads(k.transpose(1, 2), form)),
+        ops.pack_heads(ops.convert_heads(v, form)),
         attention.rank,
         attention.plain_dim,
     )

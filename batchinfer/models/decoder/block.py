@@ -226,7 +226,7 @@ def _weight(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Weight:
     if scales is None:
         if linear.form is not None and not linear.form.coded:
             return SparseWeight(weight)
-        return ops.in_form(weight, linear.form)
+        return ops.convert_weight(weight, linear.form)
     group = 0 if linear.form is None else linear.form.group
     lines, zeros = (weights.get(linear.name + end) for end in (LINES, ZEROS))
     return CodedWeight(weight, scales, lines, group, zeros)

@@ -91,7 +91,7 @@ def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWe
     weight, scales, lines = split(""), split(SCALES), weights.get(linear.name + LINES)
     assert weight is not None, "a layer has all of its weights"
     if scales is None and linear.form is not None and linear.form.coded:
-        return ops.quantized_experts(ExpertWeights(weight, split(BIAS)), linear.form)
+        return ops.quantize_experts(ExpertWeights(weight, split(BIAS)), linear.form)
     return ExpertWeights(
         weight,
         split(BIAS),

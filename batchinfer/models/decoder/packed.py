@@ -98,7 +98,7 @@ def pack_weights(
         ranks: The ranks that compute the model together.
     """
     tables = weights.tables()
-    head = ops.pack_head(ops.in_form(tables.head, spec.head_form)) if spec.has_head else None
+    head = ops.pack_head(ops.convert_weight(tables.head, spec.head_form)) if spec.has_head else None
     if head is not None and spec.tokens is not None:
         head = SplitHead(head, spec.vocab, ranks.tensor)
     head_spec = spec.classifier

@@ -87,7 +87,7 @@ class ProductContest:
         self._tried = True
         return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}
 
-    def settle(self, chosen: Chosen) -> None:
+    def apply(self, chosen: Chosen) -> None:
         """Apply a choice of this or another engine to all layers.
 
         Our kernels compute shapes without a choice, and shapes that the library fails at on this machine.
@@ -204,5 +204,5 @@ def fastest_operators(
     if not chosen:
         _log.warning("an engine died while kernels were compared; in this run batchinfer's own are used")
     if products is not None:
-        products.settle(chosen.get("products", {}))
+        products.apply(chosen.get("products", {}))
     return ops if prompts is None or "prompts" not in chosen else prompts.winner(chosen["prompts"])

@@ -39,7 +39,7 @@ class ItemPlan(AttentionPlan):
         self.step: list[ItemPlan] = [] if beside is None else beside.step  # the plans of all groups
         self.step.append(self)
 
-    def left(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
+    def find_room(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
         """The room in which a layer of any group left x and residual."""
         rooms = (plan.room for plan in self.step if plan.room is not None)
         return next((room for room in rooms if room.holds(x, residual)), None)
@@ -117,15 +117,15 @@ class CompiledLayer(DecoderLayer):
             raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
         assert cache is not None, "it has attention"
         room = plan.room
-        if room is None or not self._left(room, x, residual, cache.block_size):
-            room = plan.room = self._room(x, inputs, cache, plan, plan.left(x, residual))
+        if room is None or not self._is_in(room, x, residual, cache.block_size):
+            room = plan.room = self._room(x, inputs, cache, plan, plan.find_room(x, residual))
             if residual is not None and residual is not room.residual:
                 room.residual.copy_(residual)
         first = residual is None
         self._compiled.decoder_layer(self._layer, room, cache.k, cache.v, first, cache.scales)
         return room.x, None if self._layer.weights.norms_sums else room.residual
 
-    def _left(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
+    def _is_in(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
         """Whether a layer of these sizes, with the same blocks, left x and residual in the room."""
         same = room.places.block_size == block_size
         return room.holds(x, residual) and same and room.fits(self._layer)

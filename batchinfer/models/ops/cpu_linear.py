@@ -92,7 +92,7 @@ class CompiledHeads(HeadsLinear):
         )
 
 
-def pack(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> PackedExperts:
+def pack_experts(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> PackedExperts:
     """The weights in panels."""
     if weights.form is not None and weights.form.codes == "int8":
         return compiled.pack_rounded_expert_int8(weights.weight, weights.bias, kind)

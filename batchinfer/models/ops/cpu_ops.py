@@ -16,7 +16,7 @@ from batchinfer.models.ops.cpu_linear import (
     CompiledHead,
     CompiledHeads,
     CompiledLinear,
-    pack,
+    pack_experts,
 )
 from batchinfer.models.ops.layers import (
     AdapterRoom,
@@ -32,8 +32,8 @@ from batchinfer.models.ops.layers import (
     Linear,
     RoundedWeight,
     Weight,
-    placed,
     values_of,
+    write_result,
 )
 from batchinfer.models.ops.torch_ops import TorchOps
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec
@@ -91,18 +91,18 @@ class CpuOps(TorchOps):
         tiles = self._compiled.has_tiles and (way in ("int8", "int4") or self._dtype == torch.bfloat16)
         return f"{way}, in tiles" if tiles else way
 
-    def rounded(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
+    def round_weight(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
         if form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16):
             return self._compiled.round_int8(weight)
-        return super().rounded(weight, form)
+        return super().round_weight(weight, form)
 
-    def quantized(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantized(weight, form)
+    def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
+        return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantize(weight, form)
 
-    def quantized_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
+    def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
         if self._rounds(weights.weight, form):
             return replace(weights, form=form)
-        return super().quantized_experts(weights, form)
+        return super().quantize_experts(weights, form)
 
     def _rounds(self, weight: Tensor, form: WeightForm) -> bool:
         """Whether weights like this one are quantised while they are packed."""
@@ -129,8 +129,8 @@ class CpuOps(TorchOps):
         return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, "float"))
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        into = pack(self._compiled, gate_up, GATES[activation])
-        back = pack(self._compiled, down, "plain")
+        into = pack_experts(self._compiled, gate_up, GATES[activation])
+        back = pack_experts(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
@@ -156,7 +156,7 @@ class CpuOps(TorchOps):
         covered = CompiledLayer.covers(spec, parts, self._compiled.layer_widens(self._dtype))
         return CompiledLayer(self._compiled, spec, parts) if covered else None
 
-    def holds(self, cache: CacheSpec) -> bool:
+    def supports_cache(self, cache: CacheSpec) -> bool:
         """Whether these operators have such a cache: one in int8 where the compiled operators were asked for it, none
         in fp8, and none of quantised latents."""
         codes = cache.dtype == "int8" and not cache.latent and self._compiled.keeps_codes
@@ -260,10 +260,10 @@ class CpuOps(TorchOps):
             rules,
             scales=cache.scales,
         )
-        return placed(attended, out)
+        return write_result(attended, out)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        return CompiledHeads(self._compiled, pack(self._compiled, weights, "plain"))
+        return CompiledHeads(self._compiled, pack_experts(self._compiled, weights, "plain"))
 
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int

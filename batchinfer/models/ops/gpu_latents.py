@@ -72,25 +72,25 @@ class LatentPlan(AttentionPlan):
         """Return what is to be done with the tokens of a layer with these heads."""
         sizes = decompressed_sizes(q, heads)
         if sizes not in self._work:
-            self._work[sizes] = self._divided(sizes, q.dtype)
+            self._work[sizes] = self._divide(sizes, q.dtype)
         return self._work[sizes]
 
-    def _divided(self, sizes: LatentSizes | None, dtype: torch.dtype) -> LatentWork:
+    def _divide(self, sizes: LatentSizes | None, dtype: torch.dtype) -> LatentWork:
         lens, contexts = (
             np.array(of, np.int64) for of in (self._inputs.query_lens, self._inputs.context_lens)
         )
-        chosen = np.zeros(len(lens), bool) if sizes is None else decompresses(lens, contexts, sizes)
+        chosen = np.zeros(len(lens), bool) if sizes is None else choose_decompressed(lens, contexts, sizes)
         if not chosen.any():
             return LatentWork(self._plan(self._inputs), None, ())
-        groups = grouped(np.flatnonzero(chosen), contexts, int(lens.sum()))
-        made = [self._decompressed(group, lens, contexts, dtype) for group in groups]
+        groups = group_by_keys(np.flatnonzero(chosen), contexts, int(lens.sum()))
+        made = [self._plan_group(group, lens, contexts, dtype) for group in groups]
         rest = np.flatnonzero(~chosen & (lens > 0))
         if not len(rest):
             return LatentWork(None, None, made)
         rows = copy_to_device(np.flatnonzero(np.repeat(~chosen, lens)), self._device, np.int64)
-        return LatentWork(self._plan(self._of(rest)), rows, made)
+        return LatentWork(self._plan(self._select(rest)), rows, made)
 
-    def _of(self, sequences: Ints) -> AttentionInputs:
+    def _select(self, sequences: Ints) -> AttentionInputs:
         """Return the inputs of some of the sequences, as far as attention reads them."""
         inputs = self._inputs
         return replace(
@@ -103,7 +103,7 @@ class LatentPlan(AttentionPlan):
             host_tables=None,
         )
 
-    def _decompressed(self, group: Ints, lens: Ints, contexts: Ints, dtype: torch.dtype) -> Decompressed:
+    def _plan_group(self, group: Ints, lens: Ints, contexts: Ints, dtype: torch.dtype) -> Decompressed:
         own = contexts[group]
         firsts = np.cumsum(own) - own
         rows = (np.cumsum(lens) - lens)[group]
@@ -138,7 +138,7 @@ def decompressed_sizes(q: Tensor, heads: LatentHeads) -> LatentSizes | None:
     return LatentSizes(heads.rank, heads.plain, q.shape[2] - heads.plain, heads.v.values.shape[1])
 
 
-def decompresses(lens: Ints, contexts: Ints, sizes: LatentSizes) -> NDArray[np.bool_]:
+def choose_decompressed(lens: Ints, contexts: Ints, sizes: LatentSizes) -> NDArray[np.bool_]:
     """Return for which sequences K and V are made, (S,): those that it takes fewer operations, if they have enough
     tokens together. None has more keys than the step has tokens, so that a step takes as much memory as one that reads
     whole prompts."""
@@ -147,7 +147,7 @@ def decompresses(lens: Ints, contexts: Ints, sizes: LatentSizes) -> NDArray[np.b
     return found if lens[found].sum() >= LEAST_TOKENS else np.zeros_like(found)
 
 
-def grouped(sequences: Ints, contexts: Ints, most: int) -> list[Ints]:
+def group_by_keys(sequences: Ints, contexts: Ints, most: int) -> list[Ints]:
     """Divide sequences into groups with up to `most` keys each, none of which has more by itself."""
     found: list[list[int]] = []
     room = 0

@@ -96,7 +96,7 @@ class KernelLinear(Linear):
         return self._product(x, self._activation)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        y, gate = added.onto(self._product(x, None)), self._activation
+        y, gate = added.add_to(self._product(x, None)), self._activation
         return y if gate is None else gated_activation(y, gate)
 
 

@@ -35,7 +35,7 @@ from batchinfer.models.ops.layers import (
     RoundedWeight,
     Weight,
     finite_argmax,
-    placed,
+    write_result,
 )
 from batchinfer.models.spec.parameters import BIAS
 from batchinfer.models.spec.spec import CacheSpec, LayerSpec, NormSpec
@@ -68,33 +68,33 @@ class Ops(ABC):
         """Return how linear layers are computed, for the report; `codes`: of most of their weights."""
         return self.name if codes is None else codes
 
-    def rounded(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
+    def round_weight(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
         """weight: (N, K) of floats → codes (N, K), and scales (N,) float32 or (N, groups), as the form's reference
         makes them, bit by bit."""
         if form.codes == "int4":
             return quantize_groups(weight, form.group)
         return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)
 
-    def quantized(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        """Quantise a weight (out, in) of floats as `rounded` does, or have that done while it is packed."""
-        return CodedWeight(*self.rounded(weight, form), group=form.group)
+    def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
+        """Quantise a weight (out, in) of floats as `round_weight` does, or have that done while it is packed."""
+        return CodedWeight(*self.round_weight(weight, form), group=form.group)
 
-    def quantized_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        """Quantise the experts' weights, which are in floats, as `quantized` does each."""
+    def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
+        """Quantise the experts' weights, which are in floats, as `quantize` does each."""
         count, outputs, inputs = weights.weight.shape
-        codes, scales = self.rounded(weights.weight.view(-1, inputs), form)
+        codes, scales = self.round_weight(weights.weight.view(-1, inputs), form)
         scales = scales.view(count, outputs, *scales.shape[1:])
         return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
 
-    def in_form(self, weight: Tensor, form: WeightForm | None) -> Weight:
+    def convert_weight(self, weight: Tensor, form: WeightForm | None) -> Weight:
         """Return a weight (out, in) in its form; None: as it is."""
-        return weight if form is None else self.quantized(weight, form)
+        return weight if form is None else self.quantize(weight, form)
 
-    def heads_in_form(self, weight: Tensor, form: WeightForm | None) -> ExpertWeights:
+    def convert_heads(self, weight: Tensor, form: WeightForm | None) -> ExpertWeights:
         """Return the weights (heads, out, in) in their form; None: as they are."""
         if form is None:
             return ExpertWeights(weight)
-        coded = [self.rounded(matrix, form) for matrix in weight]
+        coded = [self.round_weight(matrix, form) for matrix in weight]
         # As bytes: torch does not stack float8_e4m3fn everywhere
         codes = torch.stack([codes.view(torch.uint8) for codes, _ in coded]).view(coded[0][0].dtype)
         return ExpertWeights(codes, scales=torch.stack([scales for _, scales in coded]))
@@ -163,7 +163,7 @@ class Ops(ABC):
         """Return the shape of one block of K or V in one layer, (heads, block_size, dim), perhaps rounded up."""
         return cache.heads, block_size, cache.dim
 
-    def holds(self, cache: CacheSpec) -> bool:
+    def supports_cache(self, cache: CacheSpec) -> bool:
         """Return True if these operators read and write such a cache."""
         return cache.dtype is None
 
@@ -200,7 +200,7 @@ class Ops(ABC):
         Raises:
             ValueError: If these operators do not support the cache.
         """
-        if not self.holds(cache):
+        if not self.supports_cache(cache):
             raise ValueError(f"{self.name} operators keep no {cache.dtype}")
         shape = (blocks, *self.cache_shape(cache, block_size))
         kept = dtype if cache.dtype is None else CODES[cache.dtype]
@@ -270,7 +270,7 @@ class Ops(ABC):
             copy_parts_reference(k, v, parts)
 
     @property
-    def parts_take_more(self) -> bool:
+    def chunks_need_more_memory(self) -> bool:
         """Return True if a chunk after cached tokens may need more memory than a whole prompt of the same length."""
         return False
 
@@ -344,7 +344,7 @@ class Ops(ABC):
         """
         plain, turned = q[..., : heads.plain], q[..., heads.plain :]
         absorbed = torch.cat((heads.k(plain), turned), -1)
-        return placed(heads.v(self.absorbed_attention(absorbed, cache, plan, scale, heads.rank)), out)
+        return write_result(heads.v(self.absorbed_attention(absorbed, cache, plan, scale, heads.rank)), out)
 
     @abstractmethod
     def absorbed_attention(

@@ -40,7 +40,7 @@ class AddedValues:
         whole = torch.nn.functional.pad(self.values, (0, 0, missing, 0)) if missing else self.values
         return whole[self.rows.places]
 
-    def onto(self, results: Tensor) -> Tensor:
+    def add_to(self, results: Tensor) -> Tensor:
         """Add them to the results (T, out) of a product."""
         return (results.float() + self.spread()).to(results.dtype)
 
@@ -82,7 +82,7 @@ class Linear(ABC):
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
         """Return x W^T + b plus the adapters' values, with the layer's activation, if any, applied to the sum."""
-        return added.onto(self(x))
+        return added.add_to(self(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +202,7 @@ def finite_argmax(logits: Tensor) -> Tensor:
     return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
-def placed(result: Tensor, out: Tensor | None) -> Tensor:
+def write_result(result: Tensor, out: Tensor | None) -> Tensor:
     """Return `out` with a copy of the result, or the result itself without `out`."""
     return result if out is None else out.copy_(result)
 

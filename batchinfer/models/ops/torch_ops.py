@@ -22,8 +22,8 @@ from batchinfer.models.ops.layers import (
     HeadsLinear,
     Linear,
     Weight,
-    placed,
     values_of,
+    write_result,
 )
 from batchinfer_kernels.cpu.paged_attention import (
     AttentionGroup,
@@ -235,7 +235,7 @@ class TorchOps(Ops):
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         found = grouped_attention(q, cache.k, cache.v, plan.groups, rules)
-        return placed(found, out)
+        return write_result(found, out)
 
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int

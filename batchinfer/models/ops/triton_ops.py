@@ -162,7 +162,7 @@ class TritonOps(Ops):
             return dtype in DTYPES and head_dim <= MAX_LATENT
         return dtype in DTYPES and group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM
 
-    def holds(self, cache: CacheSpec) -> bool:
+    def supports_cache(self, cache: CacheSpec) -> bool:
         return cache.dtype is None or not cache.latent
 
     def linear(self, codes: WeightCodes | None) -> str:
@@ -289,7 +289,7 @@ class TritonOps(Ops):
             copy_parts(k, v, parts)
 
     @property
-    def parts_take_more(self) -> bool:
+    def chunks_need_more_memory(self) -> bool:
         """Return whether whole prompts attend to K and V of each head, and parts of prompts to the latents."""
         return self._shape.latent and not self._shape.deterministic
 

@@ -302,8 +302,8 @@ def test_codes_take_a_byte_and_memory_is_counted_so(dtype: Any, device: str) -> 
     assert {cache.k.dtype for cache in made} == {CODES[dtype]}
     wanted = 5 * layout.depth * 16 * 2 * 2 * (16 + 4)
     assert held(made) == 5 * block_bytes(ops, spec.caches, layout, 2) == wanted
-    assert not ops.holds(CacheSpec(1, 8, latent=True, dtype="int8"))
-    assert ops.holds(CacheSpec(1, 16, dtype="fp8")) == (device == "gpu")
+    assert not ops.supports_cache(CacheSpec(1, 8, latent=True, dtype="int8"))
+    assert ops.supports_cache(CacheSpec(1, 16, dtype="fp8")) == (device == "gpu")
     plain = MadeUp((0, 1, 1, 0), (None, 24, 24, None)).spec
     cost, values = model_cost(spec, 2), model_cost(plain, 2)
     assert cost.kv_bytes(300) * 32 == values.kv_bytes(300) * 20

@@ -80,7 +80,7 @@ def _is_able(
     if library.version() is None:
         return False
     reason = library.why_not(ops.shape, sizes.block_size, device)
-    if reason is None and not any(map(library.knows, layers)):
+    if reason is None and not any(map(library.supports, layers)):
         reason = "every layer has an attention that it does not compute, or codes in its cache"
     if reason is not None and library.is_installed:
         _log.info("%s is installed and not used: %s", library.name, reason)
@@ -113,9 +113,9 @@ class PromptContest:
         self._sound = {}
         try:
             steps = self._steps()
-            tried = {name: self._tried(name, steps) for name in self._libraries}
+            tried = {name: self._try_library(name, steps) for name in self._libraries}
             self._sound = {name: ops for name, ops in tried.items() if ops is not None}
-            took = self._timed({OURS: self._ops, **self._sound}, steps) if self._sound else {}
+            took = self._time({OURS: self._ops, **self._sound}, steps) if self._sound else {}
         except BROKEN as error:
             self._warn_untimed(error)
             return OURS
@@ -125,7 +125,11 @@ class PromptContest:
         chosen = fastest if took[fastest] < MARGIN * took[OURS] else OURS
         _log.info(
             "prompts are read by %s: of steps of %d tokens %s",
-            *(chosen, self._sizes.tokens, ", ".join(self._told(*each) for each in reversed(took.items()))),
+            *(
+                chosen,
+                self._sizes.tokens,
+                ", ".join(self._describe(*each) for each in reversed(took.items())),
+            ),
         )
         return chosen
 
@@ -138,7 +142,7 @@ class PromptContest:
             return self._ops
         if sound is None and chosen in self._libraries:
             try:
-                return self._tried(chosen, self._steps()) or self._ops
+                return self._try_library(chosen, self._steps()) or self._ops
             except BROKEN as error:
                 self._warn_untimed(error)
                 return self._ops
@@ -155,15 +159,15 @@ class PromptContest:
         names = " and ".join(self._libraries)
         _log.warning(f"{names} could not be tried ({found}); batchinfer's own kernel reads prompts")
 
-    def _told(self, name: str, seconds: float) -> str:
+    def _describe(self, name: str, seconds: float) -> str:
         version = self._libraries[name].version() if name in self._libraries else None
         return f"{name}{'' if version is None else f' {version}'} takes {1e3 * seconds:.2f} ms a layer"
 
-    def _tried(self, name: str, steps: list[Trial]) -> Ops | None:
+    def _try_library(self, name: str, steps: list[Trial]) -> Ops | None:
         """Return our operators with a library's attention of prompts, which has computed the same as our kernel on
         these steps and on short ones; None, with a warning, if it does not."""
         library, device = self._libraries[name], self._device
-        known = [rules for rules in self._layers if library.knows(rules)]
+        known = [rules for rules in self._layers if library.supports(rules)]
         try:
             prefill = library(self._prompts.shape, self._sizes.block_size, device)
             theirs = self._prompts.with_prefill(prefill)
@@ -176,7 +180,7 @@ class PromptContest:
             return None
         return theirs
 
-    def _timed(self, contestants: Mapping[str, Ops], steps: list[Trial]) -> dict[str, float]:
+    def _time(self, contestants: Mapping[str, Ops], steps: list[Trial]) -> dict[str, float]:
         """Return the seconds that a layer takes of all steps, on average over the model's layers."""
         began, layers = self._clock(), self._layers
         took: dict[tuple[str, AttentionRules], list[float]]

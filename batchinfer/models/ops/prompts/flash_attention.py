@@ -22,8 +22,8 @@ from batchinfer.models.ops.prompts.prefill import (
     PromptRows,
     capability,
     is_aligned,
-    starts,
-    uploaded,
+    offsets,
+    upload,
 )
 from batchinfer.models.spec.spec import AttentionRules
 from batchinfer_kernels.paged_attention import ScoreRules
@@ -61,8 +61,8 @@ class PromptTables:
         leading = rows.tables.leading(rows.sequences, int((unseen + counts).max()))
         column = unseen[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         tables = np.take_along_axis(leading, column, axis=1)
-        told = (starts(rows.lens), keys.astype(np.int32), tables.astype(np.int32))
-        flat = uploaded(np.concatenate([part.ravel() for part in told]), inputs.block_tables.device)
+        told = (offsets(rows.lens), keys.astype(np.int32), tables.astype(np.int32))
+        flat = upload(np.concatenate([part.ravel() for part in told]), inputs.block_tables.device)
         parts = torch.split(flat, [part.size for part in told])
         return cls(rows.first, rows.last, parts[0], parts[1], parts[2].view(tables.shape))
 
@@ -106,10 +106,10 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
         return None
 
     @classmethod
-    def knows(cls, rules: AttentionRules) -> bool:
+    def supports(cls, rules: AttentionRules) -> bool:
         return rules.codes is None
 
-    def reads(self, cache: LayerCache) -> bool:
+    def can_read(self, cache: LayerCache) -> bool:
         # What is not aligned it would copy, the whole cache, before it is read
         return cache.k.dtype == self._shape.dtype and is_aligned(cache.k) and is_aligned(cache.v)
 

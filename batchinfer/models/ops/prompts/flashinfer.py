@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.attention import AttentionInputs, LayerCache
-from batchinfer.models.ops.prompts.prefill import PromptPrefill, PromptRows, starts, uploaded
+from batchinfer.models.ops.prompts.prefill import PromptPrefill, PromptRows, offsets, upload
 from batchinfer.models.spec.spec import AttentionRules
 from batchinfer_kernels.paged_attention import ScoreRules
 
@@ -52,9 +52,9 @@ class PromptPages:
         return cls(
             rows.first,
             rows.last,
-            torch.from_numpy(starts(rows.lens)),
-            torch.from_numpy(starts(counts)),
-            uploaded(pages.astype(np.int32), inputs.block_tables.device),
+            torch.from_numpy(offsets(rows.lens)),
+            torch.from_numpy(offsets(counts)),
+            upload(pages.astype(np.int32), inputs.block_tables.device),
             torch.from_numpy((rows.contexts - (counts - 1) * block_size).astype(np.int32)),
         )
 
@@ -89,10 +89,10 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
         return None if head_dim in cls.HEAD_DIMS else f"it has no kernels for heads of {head_dim}"
 
     @classmethod
-    def knows(cls, rules: AttentionRules) -> bool:
+    def supports(cls, rules: AttentionRules) -> bool:
         return rules == AttentionRules()
 
-    def reads(self, cache: LayerCache) -> bool:
+    def can_read(self, cache: LayerCache) -> bool:
         return cache.k.dtype == self._shape.dtype
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptPages | None:
@@ -101,9 +101,9 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
     def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
         assert (rules.window, rules.soft_cap, rules.sinks) == (None, None, None)
         rows = slice(pages.first, pages.last)
-        self._planned(pages, rules.scale).run(q[rows], (cache.k, cache.v), out=out[rows])
+        self._plan_wrapper(pages, rules.scale).run(q[rows], (cache.k, cache.v), out=out[rows])
 
-    def _planned(self, pages: PromptPages, scale: float) -> Any:
+    def _plan_wrapper(self, pages: PromptPages, scale: float) -> Any:
         """Return a wrapper that holds the plan: made for the first layer, and read by the others."""
         newest = self._wrappers[-1]
         if newest.pages is pages and newest.scale == scale:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.models.ops.attention import AttentionInputs, LayerCache
-from batchinfer.models.ops.prompts.prefill import PromptPrefill, capability, is_aligned, uploaded
+from batchinfer.models.ops.prompts.prefill import PromptPrefill, capability, is_aligned, upload
 from batchinfer.models.spec.spec import AttentionRules
 from batchinfer_kernels.paged_attention import ScoreRules
 
@@ -69,10 +69,10 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return reason
 
     @classmethod
-    def knows(cls, rules: AttentionRules) -> bool:
+    def supports(cls, rules: AttentionRules) -> bool:
         return True
 
-    def reads(self, cache: LayerCache) -> bool:
+    def can_read(self, cache: LayerCache) -> bool:
         values = cache.k
         if values.dtype not in (self._shape.dtype, torch.int8, torch.float8_e4m3fn):
             return False
@@ -93,7 +93,7 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         first_rows = (np.cumsum(lens) - lens)[several]
         items = self._items(lens[several], contexts, self._tokens, first_rows)
         items[:, 0] = several[items[:, 0]]
-        return PromptItems(uploaded(items, inputs.block_tables.device), inputs.block_tables)
+        return PromptItems(upload(items, inputs.block_tables.device), inputs.block_tables)
 
     def run(self, pages: PromptItems, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
         try:

@@ -57,12 +57,12 @@ class PromptRows:
         return cls(first, first + int(own.sum()), own, contexts, sequences, inputs.host_tables)
 
 
-def starts(counts: Longs) -> NDArray[np.int32]:
+def offsets(counts: Longs) -> NDArray[np.int32]:
     """Return where each of n pieces of these sizes begins, and where the last ends, (n + 1,)."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
-def uploaded(values: NDArray[np.int32], device: torch.device) -> Tensor:
+def upload(values: NDArray[np.int32], device: torch.device) -> Tensor:
     """Return the values on the device, copied from pinned memory without waiting."""
     staged = torch.from_numpy(values)
     return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged
@@ -128,17 +128,17 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @classmethod
     @abstractmethod
-    def knows(cls, rules: AttentionRules) -> bool:
+    def supports(cls, rules: AttentionRules) -> bool:
         """Whether it computes layers with these rules."""
 
     @abstractmethod
-    def reads(self, cache: LayerCache) -> bool:
+    def can_read(self, cache: LayerCache) -> bool:
         """Whether it reads this cache as it lies."""
 
     def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
         """Whether it computes a layer with these rules over this cache."""
         asked = AttentionRules(rules.window, rules.soft_cap, rules.sinks is not None)
-        return rules.bias is None and self.knows(asked) and self.reads(cache)
+        return rules.bias is None and self.supports(asked) and self.can_read(cache)
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> Pages | None:

@@ -98,10 +98,10 @@ class Trial:
         """Return a cache of values, or of codes. Behind the end of each sequence it holds NaN, or scales that are NaN:
         in a job, a block may hold such values of an earlier owner, and they must not reach the result."""
         if codes not in self.caches:
-            self.caches[codes] = self._filled(ops, codes)
+            self.caches[codes] = self._fill_cache(ops, codes)
         return self.caches[codes]
 
-    def _filled(self, ops: Ops, codes: CacheDtype | None) -> LayerCache:
+    def _fill_cache(self, ops: Ops, codes: CacheDtype | None) -> LayerCache:
         assert isinstance(ops, PromptOps)
         shape, (count, width) = ops.shape, self.inputs.block_tables.shape
         kept = CacheSpec(shape.kv_heads, shape.head_dim, dtype=codes)

@@ -21,7 +21,7 @@ from tests.kernels.cpu_steps import Chunks, poisoned_step
 
 pytest.importorskip("triton")
 from batchinfer.models.ops import gpu_latents
-from batchinfer.models.ops.gpu_latents import LatentPlan, decompresses, grouped
+from batchinfer.models.ops.gpu_latents import LatentPlan, choose_decompressed, group_by_keys
 from batchinfer.models.ops.triton_ops import TritonOps
 from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
@@ -98,18 +98,21 @@ def test_a_step_is_divided_between_both_ways(monkeypatch):
 
 def test_few_tokens_are_not_worth_it():
     lens = np.array([gpu_latents.LEAST_TOKENS - 1, 1, 0])
-    assert not decompresses(lens, lens + np.array([0, 40, 30]), V3).any()
+    assert not choose_decompressed(lens, lens + np.array([0, 40, 30]), V3).any()
     lens[0] += 1
-    assert decompresses(lens, lens + np.array([0, 40, 30]), V3).tolist() == [True, False, False]
+    assert choose_decompressed(lens, lens + np.array([0, 40, 30]), V3).tolist() == [True, False, False]
 
 
 def test_a_long_context_is_left_latent():
     """DeepSeek-V3: a chunk behind 2,000 tokens pays from 164 of its own on, if the step has as many as it has keys."""
     contexts = np.array([2000, 2000])
     other = 2000
-    found = [bool(decompresses(np.array([n, other]), contexts + np.array([n, 0]), V3)[0]) for n in (163, 164)]
+    found = [
+        bool(choose_decompressed(np.array([n, other]), contexts + np.array([n, 0]), V3)[0])
+        for n in (163, 164)
+    ]
     assert found == [False, True]
-    assert not decompresses(np.array([300, 1]), contexts + 300, V3).any()
+    assert not choose_decompressed(np.array([300, 1]), contexts + 300, V3).any()
 
 
 def test_rows_that_are_deterministic_stay_latent():
@@ -133,7 +136,7 @@ def test_quantised_heads_stay_latent(monkeypatch):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(50, 90))
 def test_groups_have_all_sequences_in_order(keys, most):
     contexts = np.array(keys)
-    groups = grouped(np.arange(len(keys)), contexts, most)
+    groups = group_by_keys(np.arange(len(keys)), contexts, most)
     assert np.concatenate(groups).tolist() == [*range(len(keys))]
     assert all(contexts[group].sum() <= most for group in groups)
     assert all(contexts[a].sum() + contexts[b[0]] > most for a, b in pairwise(groups))

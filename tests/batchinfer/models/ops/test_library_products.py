@@ -168,7 +168,7 @@ def test_it_is_taken_from_the_number_of_rows_on_from_which_it_is_always_faster(l
     assert chosen == {"float8 by rows, 64 x 48": 32, "float8 by blocks, 64 x 48": None}
     assert "64 x 48: torch multiplies 32 rows and more" in caplog.text
     assert "torch multiplies no rows" in caplog.text
-    found.settle(chosen)
+    found.apply(chosen)
     library.calls = 0
     for rows, calls in ((31, 0), (32, 1)):
         x = torch.randn(rows, 48, dtype=DTYPE)
@@ -236,7 +236,7 @@ def test_where_an_engine_died_of_a_choice_nothing_is_tried(library, caplog) -> N
 def test_a_library_that_works_in_another_engine_alone_is_not_taken(monkeypatch, caplog) -> None:
     found = layer_on(monkeypatch, 90)
     monkeypatch.setattr(F, "scaled_mm", ScaledMM(capability=100))
-    contest([found]).settle({found.form: 4})
+    contest([found]).apply({found.form: 4})
     assert found.least_library_rows is None
     assert "NotImplementedError" in caplog.text
 
@@ -312,7 +312,7 @@ def test_adapted_rows_take_two_launches(quack: Quack) -> None:
     layer.least_library_rows = 1
 
     class Doubled:
-        def onto(self, y: Tensor) -> Tensor:
+        def add_to(self, y: Tensor) -> Tensor:
             return 2 * y
 
     x = torch.randn(5, HIDDEN, dtype=DTYPE)

@@ -158,10 +158,10 @@ def test_int8_layers():
 def check_head(
     ops: TritonOps, x: torch.Tensor, weight: torch.Tensor, best: torch.Tensor, form: WeightForm | None = None
 ) -> None:
-    head = ops.pack_head(ops.in_form(weight.bfloat16().float(), form))
+    head = ops.pack_head(ops.convert_weight(weight.bfloat16().float(), form))
     assert (head.in_features, head.out_features) == (48, 32)
     assert head(x).dtype == torch.float32
-    head = ops.pack_head(ops.in_form(weight, form))
+    head = ops.pack_head(ops.convert_weight(weight, form))
     assert torch.equal(head(x).argmax(-1), best)
     assert torch.equal(head.argmax(x), best)
     broken = x.clone()
@@ -173,7 +173,7 @@ def check_head(
 def test_a_row_of_a_deterministic_layer_does_not_depend_on_others(form):
     x, weight = tensors((70, 64), (24, 64))
     ops = TritonOps(INVARIANT)
-    weight = ops.in_form(weight, form)
+    weight = ops.convert_weight(weight, form)
     layers: list[Linear] = [
         ops.pack_linear(weight),
         ops.pack_gated(weight, None, "silu"),
