@@ -18,7 +18,6 @@ CEILINGS = {
     "core": 2,
     "engine": 1,
     "jobs": 13,
-    "models": 112,
     "plan": 39,
     "store": 2,
     "tests": 1031,

@@ -1,4 +1,4 @@
-"""The inputs of attention in a step: positions, caches, rotations, rules of scores, and plans."""
+"""The inputs of attention in a step: positions, caches, rotations and plans."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ from batchinfer_kernels.step_tables import StepTables
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The cached K and V of one layer, each (blocks, kv_heads, block_size, head_dim).
+    """The cached K and V of one layer.
 
-    The operators that allocate a cache choose the layout within a block and may round up the two inner sizes. A layer
-    that caches latents uses one tensor (blocks, 1, block_size, dim) as both. Quantised values have scales (blocks,
-    kv_heads, block_size) float32.
+    The operators that allocate a cache choose the layout within a block and may round up block_size and head_dim.
+
+    Attributes:
+        k: (blocks, kv_heads, block_size, head_dim). A layer that caches latents uses one tensor with kv_heads = 1 for
+            both.
+        v: As `k`.
+        block_size: The number of tokens in a block.
+        group: The number of the layer's cache group, whose block tables it uses.
+        k_scale: (blocks, kv_heads, block_size) float32, the scales of quantised K, or None.
+        v_scale: As `k_scale`.
     """
 
     k: Tensor
     v: Tensor
     block_size: int
-    group: int = 0  # which of the step's block tables say where its blocks are
+    group: int = 0
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -51,33 +58,46 @@ class AttentionInputs:
 
     The T tokens belong to S sequences, in order, with one chunk per sequence. Lengths are Python integers, so that no
     operator has to copy them from the device.
+
+    Attributes:
+        positions: (T,) int64, the position of each token in its sequence.
+        slots: (T,) int64, the slot for the K and V of each token, block * block_size + offset.
+        block_tables: (S, maximum blocks) int32, padded with 0.
+        query_lens: (S,), the tokens of each sequence in this step.
+        context_lens: (S,), the cached tokens of each sequence, including this step's.
+        host_tables: The block tables in the host's memory, or None.
+        padding_slot: The slot that padding rows write to, or None without padding rows.
+        whole: False if the tables lack the blocks before a window, which no operator reads.
+        parts: (n, 4) int64, parts of blocks to copy after K and V are stored; see batchinfer_kernels.copy_parts.
+        token_types: (T,) int64, token types of an encoder, or None if all are 0.
+        adapters: (T,) int64, the number of each token's adapter, or 0 for none. None if no token has an adapter.
+        adapted: The tokens sorted by adapter, which the decoder sets for its layers.
+        tree: The keys that each token attends to in a draft tree, or None if each attends to all keys up to its own.
     """
 
-    positions: Tensor  # (T,) int64: position of each token in its sequence
-    slots: Tensor  # (T,) int64: where its K and V go, block * block_size + offset
-    block_tables: Tensor  # (S, max blocks) int32, padded with 0
-    query_lens: list[int]  # (S,) tokens of the sequence in this step
-    context_lens: list[int]  # (S,) cached tokens of the sequence, this step's included
-    host_tables: StepTables | None = None  # the block tables where the host can read them
-    # The slot that padding rows write to; None without padding rows
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_lens: list[int]
+    context_lens: list[int]
+    host_tables: StepTables | None = None
     padding_slot: int | None = None
-    # False if the tables lack the blocks that a window has left, which no operator reads
     whole: bool = True
-    # Parts of blocks to copy after K and V are stored; see batchinfer_kernels.copy_parts
     parts: Tensor | None = None
-    token_types: Tensor | None = None  # (T,) int64, of an encoder; None: all are 0
-    # (T,) int64: the number of each token's adapter, or 0 without one; None if no token has an adapter
+    token_types: Tensor | None = None
     adapters: Tensor | None = None
-    adapted: AdaptedRows | None = None  # the same, sorted: the decoder sets it for its layers
-    # The keys that each token attends to in a draft tree; None if each token attends to all keys up to its own
+    adapted: AdaptedRows | None = None
     tree: TreeMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """The cos and sin of rotary embeddings, each (max positions, pairs) float32, times any attention scaling.
+    """The cos and sin of rotary embeddings.
 
-    Values i and i + pairs of a head form a pair, or 2i and 2i + 1 if the table is `interleaved`.
+    Attributes:
+        cos: (maximum positions, pairs) float32, times any attention scaling.
+        sin: As `cos`.
+        interleaved: True if values 2i and 2i + 1 of a head form a pair, False for i and i + pairs.
     """
 
     cos: Tensor
@@ -87,23 +107,35 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """The rotation of a layer's heads, and the RMSNorms of q and k before it: weights (D,), or None for no norm."""
+    """The rotation of a layer's heads, and the RMSNorms of q and k before it.
+
+    Attributes:
+        rope: The table of the rotation.
+        q_norm: (head size,), the weight of q's norm, or None for no norm.
+        k_norm: As `q_norm`, for k.
+        eps: The epsilon of the norms.
+        offset: A number to add to the weights of the norms.
+    """
 
     rope: RopeTable
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 1e-6
-    offset: float = 0.0  # is added to the weights
+    offset: float = 0.0
 
 
-# The sliding windows of layers; None: a layer sees all keys
+# The sliding windows of layers, with None for a layer that attends to all keys
 Windows: TypeAlias = frozenset[int | None]
 
 
 class AttentionPlan(ABC):
-    """A plan that an implementation of attention prepares once per step and reads in every layer."""
+    """A plan that an implementation of attention prepares once per step and reads in every layer.
 
-    padded_tokens: int  # query positions computed only as padding
+    Attributes:
+        padded_tokens: The number of query positions that are computed only as padding.
+    """
+
+    padded_tokens: int
 
 
 class FixedPlan(AttentionPlan):
@@ -119,7 +151,10 @@ class FixedPlan(AttentionPlan):
 
     @abstractmethod
     def refill(self, other: FixedPlan) -> None:
-        """Copy the values of another step's plan with the same sizes. Plans of one step are refilled together."""
+        """Copy the values of another step's plan with the same sizes into this plan's tensors.
+
+        All plans of a step must be refilled together.
+        """
 
     @property
     def contexts(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Chooses the operators of a model, for the types that it is computed in and the device."""
+"""Chooses the operators for a model, by the device and the dtypes that it is computed in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 # Triton's kernels need bfloat16 in tensor cores and asynchronous copies
 LEAST_CAPABILITY = 80
-# What to do about matrix tiles
+# Remedies for missing matrix tiles
 _OTHER_KIND = "run it on a CPU of the kind that it was planned on"
 _NEWER = "install gcc 11 or clang 12, or a newer one"
 # Triton compiles its interface to the driver at its first use
@@ -34,18 +34,26 @@ NEEDS_OF_TRITON = "check that there are a driver, a C compiler (gcc or clang) an
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The dtype of activations, the device, and the other settings of the engine's arithmetic."""
+    """The settings of an engine's arithmetic.
+
+    Attributes:
+        dtype: The dtype of activations.
+        device: The device that computes the model.
+        deterministic: True if results must not depend on the batch.
+        tiles: True if a deterministic job in bfloat16 must use the CPU's matrix tiles.
+        kv_cache: The dtype of the KV cache that the job asks for. The model's spec states the dtype of each layer.
+    """
 
     dtype: torch.dtype
     device: torch.device
     deterministic: bool = False
-    tiles: bool = False  # as in EngineConfig
-    kv_cache: KvCacheDtype = "auto"  # as the job asks for it; the model's spec says what each layer keeps
+    tiles: bool = False
+    kv_cache: KvCacheDtype = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The reason why a device's own operators are unavailable, and a remedy."""
+    """The reason why operators are unavailable, and a remedy, for a message."""
 
     reason: str
     remedy: str
@@ -124,10 +132,9 @@ def _compiled(
     codes: bool,
     causal: bool,
 ) -> Ops | Lacking:
-    """Return the compiled operators of this CPU, or why they are unavailable.
+    """Return the compiled operators of this CPU, or the reason why they are unavailable.
 
-    Args:
-        tiles: Whether they must use matrix tiles, or None to use tiles if the system grants them.
+    Args as for `choose_ops`, except `tiles`: None uses matrix tiles if the system grants them.
     """
     if any(not form.coded for form in forms):
         return Lacking("a CPU multiplies zeros, too", "use engine.device: cuda")
@@ -179,7 +186,10 @@ def _triton(
     latent: bool,
     causal: bool,
 ) -> Ops | Lacking:
-    """Return Triton's operators for this GPU. Triton is imported only here: it looks for a driver."""
+    """Return Triton's operators for this GPU, or the reason why they are unavailable.
+
+    Triton is imported only here, since its import looks for a driver.
+    """
     if importlib.util.find_spec("triton") is None:
         return Lacking("triton is not installed", "install it (pip install triton)")
     from batchinfer.models.ops.triton_ops import TritonOps

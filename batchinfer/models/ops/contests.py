@@ -1,7 +1,7 @@
-"""Chooses operators by time when a model is loaded: one choice, which all engines of a run share.
+"""Chooses the fastest operators when a model is loaded, with one choice for all engines of a run.
 
-On a GPU batchinfer multiplies float8 codes, experts, and gate and up, or a library from some number of rows on. Both
-are timed with the weights of one layer of each shape.
+On a GPU, batchinfer's kernels multiply float8 weights, experts, and gate and up; a library may do so for larger numbers
+of rows. Both are timed with the weights of one layer of each shape.
 """
 
 from __future__ import annotations
@@ -24,50 +24,60 @@ from batchinfer.models.spec.spec import AttentionRules
 
 _log = logging.getLogger(__name__)
 
-# Rows of a step: few and many that decode, and prompts
+# Rows of a step: small and large decode batches, and prompts
 ROWS = (64, 256, 1024, 8192)
-ODD_ROWS = 7  # which the library has to take, too, before any are timed
+ODD_ROWS = 7  # the library must support odd numbers of rows too
 # Number of timed calls of each kernel, alternating, and the seconds per shape. The first calls do not count.
 ROUNDS, BUDGET_S = 5, 0.5
-# Of results, both rounded to 16 bits, relative to the largest: sums of float8 keep some 13 bits on Hopper
+# Largest difference of results relative to the largest result: on Hopper, sums of float8 keep about 13 bits
 TOLERANCE = 2e-2
-Chosen = dict[str, int | None]  # from how many rows on the library multiplies weights of a shape; None: never
+Chosen = dict[str, int | None]  # form of a layer → minimum number of rows for the library, or None for never
 
 
 class LibraryChoice(Protocol):
-    """A layer that batchinfer and a library can compute."""
+    """A layer that both batchinfer's kernel and a library can compute.
+
+    Attributes:
+        library_name: The name of the library, for messages.
+        least_library_rows: The minimum number of rows that the library computes, or None if the kernel computes all.
+    """
 
     library_name: str
-    least_library_rows: int | None  # from which on the library does; None: never
+    least_library_rows: int | None
 
     @property
     def form(self) -> str:
-        """Return what the time of a product depends on, as a name."""
+        """Return a text with all properties that the layer's duration depends on. Equal texts share a choice."""
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return two functions that compute the layer for `rows` random rows: with our kernel, and the library."""
+        """Return two functions that compute the layer for random rows: with batchinfer's kernel, and the library."""
 
 
 @runtime_checkable
 class ProductOps(Protocol):
-    """Operators that have packed layers which the library may multiply."""
+    """Operators with packed layers that a library can compute too."""
 
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
-        """Return these layers, so far; None where nothing may depend on a choice by time."""
+        """Return these layers packed so far, or None if results must not depend on measured times."""
 
 
 def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
-    """Return the contest between our kernels and the library, or None if results must not depend on timing.
+    """Return the contest between batchinfer's kernels and the library, or None if results must not depend on timing.
 
-    All ranks of an engine must get a contest, or none, so a rank without such layers gets one, too.
+    All ranks of an engine must get a contest, or none, so a rank without such layers gets one too.
+
+    Args:
+        ops: The operators with the packed layers.
+        most_rows: The number of tokens of the largest step.
+        device: The device of the layers.
     """
     layers = ops.library_layers if isinstance(ops, ProductOps) else None
     return None if layers is None else ProductContest(layers, most_rows, device)
 
 
 class ProductContest:
-    """Our kernels against the library, for the layers of one model."""
+    """A comparison of batchinfer's kernels with a library, for the layers of one model."""
 
     def __init__(
         self,
@@ -76,21 +86,31 @@ class ProductContest:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`layers`: that the library can multiply, too; `most_rows`: tokens of the largest step."""
+        """Create the contest.
+
+        Args:
+            layers: The layers that the library can compute too.
+            most_rows: The number of tokens of the largest step.
+            device: The device of the layers.
+            clock: Returns the time in seconds.
+        """
         self._layers, self._most, self._device, self._clock = layers, most_rows, device, clock
         self._timer = QueuedTime(device, clock)
         self._samples = {layer.form: layer for layer in layers}
         self._tried = False
 
     def decide(self) -> Chosen:
-        """Time a layer of each shape; one that the library cannot multiply stays with our kernel, with a warning."""
+        """Time one layer of each shape and return, by shape, the minimum number of rows for the library, or None.
+
+        If the library fails at a shape, a warning is logged and batchinfer's kernel computes it.
+        """
         self._tried = True
         return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}
 
     def apply(self, chosen: Chosen) -> None:
-        """Apply a choice of this or another engine to all layers.
+        """Set `least_library_rows` of all layers, by a choice of this or another engine.
 
-        Our kernels compute shapes without a choice, and shapes that the library fails at on this machine.
+        Batchinfer's kernels compute shapes without a choice, and shapes that the library fails at on this machine.
         """
         if not self._tried:
             chosen = {form: least for form, least in chosen.items() if least is None or self._works(form)}
@@ -115,7 +135,7 @@ class ProductContest:
         return least
 
     def _works(self, form: str) -> bool:
-        """Whether the library multiplies a layer of this shape, if there is one, as our kernel does."""
+        """Return True if library and kernel have the same results for a shape, or the model lacks the shape."""
         layer = self._samples.get(form)
         try:
             if layer is not None:
@@ -128,7 +148,7 @@ class ProductContest:
         return True
 
     def _ways(self, layer: LibraryChoice, rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return the functions that compute `rows` rows with our kernel and with the library.
+        """Return the functions that compute `rows` rows with batchinfer's kernel and with the library.
 
         Raises:
             ValueError: If their results differ.
@@ -163,10 +183,10 @@ def _warn(layer: LibraryChoice, error: BaseException) -> None:
 
 
 def _check(ours: Tensor, theirs: Tensor) -> None:
-    """Raises ValueError for results that differ by more than rounding does."""
+    """Raise ValueError if results differ by more than rounding."""
     largest = float(ours.float().abs().max())
     off = float((ours.float() - theirs.float()).abs().max())
-    if not off <= TOLERANCE * largest:  # not a number, too
+    if not off <= TOLERANCE * largest:  # also True for NaN
         raise ValueError(
             f"its results differ from batchinfer's by {off:.3g} where the largest are {largest:.3g}"
         )
@@ -179,11 +199,17 @@ def fastest_operators(
     layers: Mapping[AttentionRules, int],
     agreed: Callable[[Callable[[], str]], str],
 ) -> Ops:
-    """Return the operators with prompts read, and some products computed, by who is fastest; see `prompts.contest` and
-    `product_contest`.
+    """Return the operators with the fastest attention of prompts, and set the fastest method of each product.
 
-    `layers`: how many layers have such attention. `agreed`: makes one choice that all engines of a run share, as
-    operators round differently; what another engine had nothing to choose of stays as it is.
+    See `prompts.contest` and `product_contest`.
+
+    Args:
+        ops: The operators with the model's packed layers.
+        sizes: The job's largest step of prompts.
+        device: The device of the model.
+        layers: The number of layers with each kind of attention.
+        agreed: Calls a function in one engine, and returns its result in all engines of the run, since operators round
+            differently. Returns "{}" if that engine died.
     """
     prompts = prefill_contest(ops, sizes, device, layers)
     products = product_contest(ops, sizes.tokens, device)
@@ -196,7 +222,7 @@ def fastest_operators(
             chosen["prompts"] = prompts.decide()
         if products is not None:
             chosen["products"] = products.decide()
-        if device.type == "cuda":  # an error of a kernel shows here at the latest, while nothing is chosen
+        if device.type == "cuda":  # raises errors of kernels before anything is chosen
             torch.cuda.synchronize(device)
         return json.dumps(chosen)
 

@@ -1,4 +1,4 @@
-"""A layer of compiled operators: one call instead of eight."""
+"""A decoder layer of compiled CPU operators, which runs in one call instead of eight."""
 
 from __future__ import annotations
 
@@ -28,28 +28,46 @@ from batchinfer_kernels.cpu.low_rank import PackedLowRank
 
 
 class ItemPlan(AttentionPlan):
-    """The step cut into items of work, and the buffers that its layers share. `beside`: the plan of another cache
-    group for the same step."""
+    """The attention plan of a step on a CPU: work items, and the buffers that its layers share."""
 
     padded_tokens = 0
 
     def __init__(self, inputs: AttentionInputs, items: Items, beside: ItemPlan | None = None) -> None:
+        """Create the plan.
+
+        Args:
+            inputs: The inputs of the step.
+            items: The work items of attention.
+            beside: The plan of another cache group for the same step, or None for the first group.
+        """
         self.inputs, self.items = inputs, items
         self.room: LayerRoom | None = None
         self.step: list[ItemPlan] = [] if beside is None else beside.step  # the plans of all groups
         self.step.append(self)
 
     def find_room(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
-        """The room in which a layer of any group left x and residual."""
+        """Return the buffers in which a layer of any cache group left x and residual, or None."""
         rooms = (plan.room for plan in self.step if plan.room is not None)
         return next((room for room in rooms if room.holds(x, residual)), None)
 
 
 class CompiledLayer(DecoderLayer):
-    """x and residual of a step stay in its plan's room, which each layer overwrites."""
+    """A decoder layer that runs in one call.
+
+    Its results are in buffers of the step's plan, which each layer overwrites.
+    """
 
     def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
-        """Make a layer that `covers` accepts. Raises ValueError if weights do not fit one another."""
+        """Create a layer that `covers` accepts.
+
+        Args:
+            compiled: The compiled operators.
+            spec: The description of the layer.
+            parts: Its packed weights.
+
+        Raises:
+            ValueError: If shapes or dtypes of weights do not match.
+        """
         self._compiled = compiled
         attention = spec.attention
         assert isinstance(attention, AttentionSpec), "see `covers`"
@@ -87,9 +105,16 @@ class CompiledLayer(DecoderLayer):
 
     @staticmethod
     def covers(spec: LayerSpec, parts: LayerParts, widens: bool) -> bool:
-        """Whether the compiled layer can do it: a norm before each half or of each half's sum, all norms of one kind,
-        epsilon and offset, and products that are compiled, with their activation. `widens`: whether weights may be in
-        MXFP4."""
+        """Return True if the compiled layer can compute such a layer.
+
+        It needs a norm before each half or of each half's sum, with the same kind, epsilon and offset, and compiled
+        products.
+
+        Args:
+            spec: The description of the layer.
+            parts: Its packed weights.
+            widens: True if weights may be in MXFP4.
+        """
         attention = spec.attention
         if not isinstance(attention, AttentionSpec):
             return False
@@ -113,6 +138,11 @@ class CompiledLayer(DecoderLayer):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer for a step; see `DecoderLayer.__call__`.
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
         assert cache is not None, "it has attention"
@@ -126,7 +156,7 @@ class CompiledLayer(DecoderLayer):
         return room.x, None if self._layer.weights.norms_sums else room.residual
 
     def _is_in(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
-        """Whether a layer of these sizes, with the same blocks, left x and residual in the room."""
+        """Return True if a layer with the same sizes and blocks left x and residual in the room."""
         same = room.places.block_size == block_size
         return room.holds(x, residual) and same and room.fits(self._layer)
 
@@ -149,7 +179,7 @@ class CompiledLayer(DecoderLayer):
 
 
 def _covers_norms(spec: LayerSpec) -> bool:
-    """Whether the compiled layer has these norms where they stand; those of single heads are RMSNorms."""
+    """Return True if the compiled layer supports the kinds and positions of these norms, except norms of heads."""
     norms, wanted = spec.norms, set(SUM_NORMS if spec.norms_sums else PRE_NORMS)
     return (
         norms.keys() >= wanted and len({(norm.kind, norm.eps, norm.offset) for norm in norms.values()}) == 1

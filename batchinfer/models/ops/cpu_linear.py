@@ -1,4 +1,4 @@
-"""Linear layers and experts of a CPU: compiled products."""
+"""Linear layers and experts on a CPU, with compiled matrix products."""
 
 from __future__ import annotations
 
@@ -25,52 +25,67 @@ from batchinfer_kernels.low_rank import AdaptedRows
 
 
 class CompiledLinear(Linear):
-    """A product by our own panels and tiles (kernels/cpu/panels.h), its weight quantised to int8 or not: a row's bits
-    do not depend on the other rows."""
+    """A linear layer with a packed weight, quantised or not (kernels/cpu/panels.h).
+
+    A row's results do not depend on the other rows, bit by bit.
+    """
 
     def __init__(self, compiled: CompiledOperators, weight: PackedWeight) -> None:
         self.in_features, self.out_features = weight.inputs, weight.columns
         self.weight, self._compiled = weight, compiled
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) for x (tokens, in_features)."""
         return self._compiled.linear(x, self.weight)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        """Return the layer's results (tokens, outputs), with the adapters' values added before any activation."""
         return self._compiled.adapted_linear(x, self.weight, added.values, added.rows)
 
 
 class CompiledAdapters(Adapters):
-    """Low-rank products by our own tiles (kernels/cpu/low_rank.h)."""
+    """The packed factors of adapters for one product (kernels/cpu/low_rank.h)."""
 
     def __init__(
         self, compiled: CompiledOperators, factors: Sequence[Factors | None], places: int | None = None
     ) -> None:
+        """Pack the factors.
+
+        Args:
+            compiled: The compiled operators.
+            factors: The factors of each adapter, or None for an adapter that does not change the product.
+            places: The number of places for factors, or None to keep the factors of all adapters.
+        """
         self._compiled = compiled
         pairs = [None if own is None else (own.a, own.b) for own in factors]
         self.factors = compiled.pack_factors(pairs, places)
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
+        """Return the values that adapters add to the product with x (tokens, inputs)."""
         return AddedValues(self._compiled.low_rank(x, self.factors, rows), rows)
 
     def place(self, number: int, place: int) -> None:
+        """Make the factors of adapter `number` available at `place`, both from 1; see `Adapters.place`."""
         self.factors.place(number, place)
 
 
 class CompiledHead(CompiledLinear, Head):
-    """A head that can take the argmax without writing the logits."""
+    """A head that can compute the argmax without writing the logits to memory."""
 
     def argmax(self, x: Tensor) -> Tensor:
+        """Return the id with the largest logit for each row of x (tokens, inputs): (tokens,); see finite_argmax."""
         return self._compiled.argmax(x, self.weight)
 
 
 class CompiledExperts(Experts):
-    """One call, for activations that are compiled; a token's bits do not depend on the other tokens."""
+    """The experts of a layer, computed in one call. A token's results do not depend on other tokens, bit by bit."""
 
     def __init__(self, compiled: CompiledOperators, gate_up: PackedExperts, down: PackedExperts) -> None:
         self.loads = torch.zeros(gate_up.count, dtype=torch.int64)
         self._compiled, self._gate_up, self._down = compiled, gate_up, down
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
         loads = self.loads if counted is None else torch.zeros_like(self.loads)
         if counted is not None:
             add_loads(self.loads, choice.experts, counted)
@@ -78,12 +93,13 @@ class CompiledExperts(Experts):
 
 
 class CompiledHeads(HeadsLinear):
-    """A matrix product for each head, as the experts' are: of each token a row goes to every head."""
+    """A matrix product for each head, computed like experts that receive every token."""
 
     def __init__(self, compiled: CompiledOperators, weight: PackedExperts) -> None:
         self._compiled, self._weight = compiled, weight
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
         heads, tokens = self._weight.count, len(x)
         starts = torch.arange(heads + 1) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1).contiguous()
@@ -93,7 +109,13 @@ class CompiledHeads(HeadsLinear):
 
 
 def pack_experts(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> PackedExperts:
-    """The weights in panels."""
+    """Pack the weights of one product of all experts.
+
+    Args:
+        compiled: The compiled operators.
+        weights: The weights of the experts.
+        kind: What to compute with the sums, such as "plain" or "gated".
+    """
     if weights.form is not None and weights.form.codes == "int8":
         return compiled.pack_rounded_expert_int8(weights.weight, weights.bias, kind)
     if weights.form is not None:

@@ -45,7 +45,7 @@ from batchinfer_kernels.cpu.packed import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.paged_attention import ScoreRules
 
-# Heads that read a tile of latents together: with them it is worth its way from the L2 cache
+# Maximum number of heads that read a tile of latents together, to load it less often from the L2 cache
 MOST_SLICE = 16
 GATES: dict[Activation, Kind] = {
     "silu": "gated",
@@ -53,16 +53,12 @@ GATES: dict[Activation, Kind] = {
     "clamped_swiglu": "clamped_gated",
     "gelu": "exact_gelu_gated",
 }
-# Those that need no gate
+# Activations that need no gate
 CURVES: dict[Activation, Kind] = {"silu": "silu", "gelu_tanh": "gelu", "gelu": "exact_gelu"}
 
 
 class CpuOps(TorchOps):
-    """`group` is the model's number of query heads a KV head; `latent`: whether what its cache keeps are latents.
-
-    Every operator gives a row results that depend on that row alone, bit by bit. `dtype`: what the model is computed
-    in, for the name of what is done; `causal` as for TorchOps.
-    """
+    """Compiled operators for the CPU. A row's results depend only on that row, bit by bit."""
 
     name = "cpu"
 
@@ -74,6 +70,15 @@ class CpuOps(TorchOps):
         dtype: torch.dtype = torch.float32,
         causal: bool = True,
     ) -> None:
+        """Create the operators of a model.
+
+        Args:
+            compiled: The compiled operators.
+            group: The number of query heads per KV head.
+            latent: True if the KV cache holds latents.
+            dtype: The dtype that the model is computed in.
+            causal: False for an encoder.
+        """
         super().__init__(causal)
         self._compiled, self._latent = compiled, latent
         self._group = _slice(group) if latent else group
@@ -82,61 +87,83 @@ class CpuOps(TorchOps):
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
-        """Whether the compiled operators cover a model."""
+        """Return True if the compiled operators support a model.
+
+        Args:
+            dtype: The dtype of activations.
+            group: The number of query heads per KV head.
+            head_dim: The size of a head.
+            latent: True if the KV cache holds latents.
+        """
         sizes = latent or (group <= MAX_ROWS and head_dim <= MAX_HEAD_DIM)
         return dtype in (torch.float32, torch.bfloat16) and sizes
 
     def linear(self, codes: WeightCodes | None) -> str:
+        """Return "compiled", or the format of most quantised weights, with ", in tiles" if matrix tiles are used."""
         way = codes or "compiled"
         tiles = self._compiled.has_tiles and (way in ("int8", "int4") or self._dtype == torch.bfloat16)
         return f"{way}, in tiles" if tiles else way
 
     def round_weight(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
+        """Quantise a float weight (outputs, inputs) to a form, and return its values and scales; compiled for int8."""
         if form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16):
             return self._compiled.round_int8(weight)
         return super().round_weight(weight, form)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
+        """Return the weight as a RoundedWeight if it can be quantised while it is packed, or else quantised."""
         return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantize(weight, form)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
+        """Return the weights with their `form` if they can be quantised while they are packed, or else quantised."""
         if self._rounds(weights.weight, form):
             return replace(weights, form=form)
         return super().quantize_experts(weights, form)
 
     def _rounds(self, weight: Tensor, form: WeightForm) -> bool:
-        """Whether weights like this one are quantised while they are packed."""
+        """Return True if a weight can be quantised to the form while it is packed."""
         if form.codes == "int4":
             return self._compiled.rounds_int4(weight, form.group)
         return form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Return a linear layer with this weight (outputs, inputs), packed for the compiled product."""
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        """Return a layer act(gate) * up that computes the activation in the product; see `Ops.pack_gated`."""
         return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
 
     def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        """Return a linear layer that computes the activation in the product; see `Ops.pack_activated`.
+
+        Raises:
+            ValueError: When it runs, if the activation needs gate and up.
+        """
         if activation not in CURVES:
-            # Gated experts require a gate and an up projection, as the message says
             return super().pack_activated(weight, bias, activation)
         return CompiledLinear(self._compiled, self._packed(weight, bias, CURVES[activation]))
 
     def pack_head(self, weight: Weight) -> Head:
+        """Return the layer that computes float32 logits (tokens, vocab) with a weight (vocab, inputs)."""
         return CompiledHead(self._compiled, self._packed(weight, None, "float"))
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return a linear layer with float32 results and a weight that is not quantised."""
         return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, "float"))
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        """Return the experts of a layer, packed for the compiled products; see `Ops.pack_experts`."""
         into = pack_experts(self._compiled, gate_up, GATES[activation])
         back = pack_experts(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        """Return the packed factors of adapters for a product; see `Ops.pack_adapters`."""
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
+        """Pack a weight; `kind` states what is computed with the sums."""
         if isinstance(weight, RoundedWeight):
             if weight.form.codes == "int8":
                 return self._compiled.pack_rounded_int8(weight.values, bias, kind)
@@ -149,35 +176,39 @@ class CpuOps(TorchOps):
             parts = weight.codes, weight.scales, weight.zeros, weight.group
             return self._compiled.pack_int4(*parts, bias, kind)
         if weight.codes.dtype != torch.int8:
-            raise TypeError(f"a CPU's operators have no products of {weight.codes.dtype}")
+            raise TypeError(f"the operators of a CPU do not multiply {weight.codes.dtype}")
         return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
+        """Return a decoder layer that runs in one call, or None if the compiled layer cannot compute the layer."""
         covered = CompiledLayer.covers(spec, parts, self._compiled.layer_widens(self._dtype))
         return CompiledLayer(self._compiled, spec, parts) if covered else None
 
     def supports_cache(self, cache: CacheSpec) -> bool:
-        """Whether these operators have such a cache: one in int8 where the compiled operators were asked for it, none
-        in fp8, and none of quantised latents."""
+        """Return True for an unquantised cache, and for int8 K and V if the operators were compiled for them."""
         codes = cache.dtype == "int8" and not cache.latent and self._compiled.keeps_codes
         return cache.dtype is None or codes
 
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
+        """Return the shape of one block of K or V, (heads, block_size, dim), rounded up for the compiled kernels."""
         if cache.latent:
             return super().cache_shape(cache, block_size)
         return self._compiled.cache_shape(cache.heads, block_size, cache.dim)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Allocate a zero-filled tensor in huge pages; `device` is ignored."""
         return zeros_in_huge_pages(shape, dtype)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
+        """Return (RMSNorm of x + residual, x + residual), each like x, by a compiled kernel."""
         return self._compiled.rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
+        """Rotate q and k, write k and v to the cache, and return q, by a compiled kernel; see `Ops.rope_store`."""
         return self._compiled.rope_store(
             q,
             k,
@@ -198,6 +229,7 @@ class CpuOps(TorchOps):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
+        """Return rotated q, bitwise equal to `rope_store`, by a compiled kernel."""
         return self._compiled.rope(
             q,
             turn.rope.cos,
@@ -210,6 +242,7 @@ class CpuOps(TorchOps):
         )
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        """Copy K and V of the first tokens of blocks to other blocks; see `Ops.copy_parts`."""
         if self._latent:
             super().copy_parts(cache, parts)
         else:
@@ -217,14 +250,17 @@ class CpuOps(TorchOps):
 
     @property
     def follows_trees(self) -> bool:
+        """Return True for a decoder whose cache does not hold latents: steps may then contain draft trees."""
         return self._causal and not self._latent
 
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
+        """Move K and V of tokens within the cache, for moves (n, 2) of source and target slots."""
         self._compiled.move_slots(cache.k, cache.v, cache.block_size, moves, cache.scales, self._dtype)
 
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
     ) -> AttentionPlan:
+        """Divide the attention of one step into work items; see `Ops.plan_attention`."""
         before = beside if isinstance(beside, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
         self.check_tree(inputs, windows)
@@ -239,7 +275,7 @@ class CpuOps(TorchOps):
                 queries, contexts, self._group, tables, pages, self._most_rows, inputs.tree
             )
             return ItemPlan(inputs, items, before)
-        # Tables of a window do not show what sequences share: entries that it has left are alike in all of them
+        # Tables of a window do not show shared prefixes: entries before the window are equal in all tables
         if before is not None and not before.inputs.whole:
             return ItemPlan(inputs, before.items, before)
         items = attention_items(queries, contexts, self._group, most_rows=self._most_rows)
@@ -248,6 +284,11 @@ class CpuOps(TorchOps):
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
+        """Return attention over cached keys, (tokens, query heads, head size); see `Ops.attention`.
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         attended = self._compiled.paged_attention(
@@ -263,11 +304,17 @@ class CpuOps(TorchOps):
         return write_result(attended, out)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
+        """Return a layer that multiplies each head with a matrix of its own, packed for the compiled product."""
         return CompiledHeads(self._compiled, pack_experts(self._compiled, weights, "plain"))
 
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
+        """Return attention of projected queries to cached latents, (tokens, heads, rank), by a compiled kernel.
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         tables = plan.inputs.block_tables
@@ -276,29 +323,39 @@ class CpuOps(TorchOps):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Return (LayerNorm of x + residual, x + residual), each like x, by a compiled kernel or by torch."""
         if weight.dim() > 1 or weight.dtype != x.dtype:
             return super().layer_norm(x, weight, bias, eps, residual)
         return self._compiled.layer_norm(x, weight, bias, eps, residual)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
         return self._compiled.gate(gate_up, GATES[activation])
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return the activation of each value of x (tokens, size).
+
+        Raises:
+            ValueError: If the activation needs gate and up.
+        """
         if activation not in CURVES:
-            return super().activation(x, activation)  # which says that it needs a gate and an up
+            return super().activation(x, activation)  # raises the ValueError
         return self._compiled.activate(x, CURVES[activation])
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
+        """Replace logits (n, vocab) by cap * tanh(logits / cap), in place, and return them."""
         self._compiled.cap_logits(logits, cap)
         return logits
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Set the logits of forbidden tokens in some rows to -inf, in place; see `Ops.mask`."""
         self._compiled.mask(logits, rows, bits)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's best allowed token (n,) int64, and True if its best token is forbidden, (n,) bool."""
         return self._compiled.masked_argmax(logits, bits)
 
 
 def _slice(heads: int) -> int:
-    """Return how many heads read a tile of latents together: the largest divisor of `heads` up to MOST_SLICE."""
+    """Return the number of heads that read a tile of latents together: the largest divisor up to MOST_SLICE."""
     return max(n for n in range(1, MOST_SLICE + 1) if heads % n == 0)

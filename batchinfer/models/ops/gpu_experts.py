@@ -1,4 +1,4 @@
-"""Experts on a GPU: Triton's grouped products."""
+"""Experts on a GPU, with Triton's grouped products."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from batchinfer_kernels.routing import Routing
 
 
 def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> Choice:
-    """Choose experts in one kernel, where it knows the rule."""
+    """Choose the experts of each token, with one kernel if it supports the rule; see `Ops.choose_experts`."""
     chosen_by = choose_experts if can_choose(routing) else choose_experts_reference
     return chosen_by(logits, routing, correction)
 
 
 class CodedExperts(Experts):
-    """Experts in MXFP4 or int4, widened in registers; sorted as TritonExperts'."""
+    """Experts with weights in MXFP4 or int4, which kernels widen in registers. A graph can replay them."""
 
     skips = True
 
@@ -41,13 +41,22 @@ class CodedExperts(Experts):
         deterministic: bool,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: of activations."""
+        """Pack the weights.
+
+        Args:
+            gate_up: The weights of the first products, with gate before up.
+            down: The weights of the second products.
+            activation: The activation of the gate.
+            deterministic: True if results must not depend on the batch.
+            dtype: The dtype of activations.
+        """
         self._gate_up, self._down = (_packed(weights, dtype) for weights in (gate_up, down))
         self._biases = (gate_up.bias, down.bias)
         self._activation, self._deterministic = activation, deterministic
         self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
         rows = sort_by_expert(choice, self.loads, counted)
         options = {"ends": rows.ends, "deterministic": self._deterministic}
         into, back = self._biases
@@ -58,8 +67,8 @@ class CodedExperts(Experts):
 
 
 def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Return the product with these weights."""
-    assert weights.scales is not None, "it is in codes"
+    """Return a function that computes the grouped product with these weights."""
+    assert weights.scales is not None, "the weights are quantised"
     if weights.mxfp4:
         packed = pack_mxfp4_weights(weights.weight, weights.scales)
         return lambda x, *more, **options: grouped_mxfp4_matmul(x, packed, *more, **options)
@@ -68,7 +77,7 @@ def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]
 
 
 class TritonExperts(Experts):
-    """Sorted on the device, so that the host waits for nothing and a graph can replay it."""
+    """Experts with float, int8 or float8 weights. Rows are sorted on the device, so a graph can replay the kernels."""
 
     skips = True
     library_name = "torch"
@@ -81,6 +90,15 @@ class TritonExperts(Experts):
         deterministic: bool,
         library: LibraryGrouped | None = None,
     ) -> None:
+        """Create the experts.
+
+        Args:
+            gate_up: The weights of the first products, with gate before up.
+            down: The weights of the second products.
+            activation: The activation of the gate.
+            deterministic: True if results must not depend on the batch.
+            library: The library's products for larger numbers of rows, or None.
+        """
         self._gate_up, self._down = ((weights.weight, weights.scales) for weights in (gate_up, down))
         self._lines = (gate_up.lines, down.lines)
         self._biases = (gate_up.bias, down.bias)
@@ -91,6 +109,7 @@ class TritonExperts(Experts):
         self.loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
         rows, least = sort_by_expert(choice, self.loads, counted), self.least_library_rows
         many = least is not None and len(rows.tokens) >= least
         made = self._by_library(x, rows) if many else self._by_kernels(x, rows)
@@ -98,13 +117,17 @@ class TritonExperts(Experts):
 
     @property
     def form(self) -> str:
-        """Return what the time of the products depends on, as a name."""
+        """Return a text with all properties that the experts' duration depends on; see `LibraryChoice.form`."""
         (experts, outputs, inputs), kind = self._gate_up[0].shape, self._gate_up[0].dtype
         return f"{experts} experts in {str(kind).removeprefix('torch.')}, {outputs} x {inputs}, {self._activation}"
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return the results of so many random rows, as many for each expert, by our kernels, and by the library; see
-        LibraryChoice."""
+        """Return two functions that compute the experts for random rows: with batchinfer's kernels, and the library.
+
+        Args:
+            rows: The number of rows, which are distributed evenly among the experts.
+            device: The device of the weights.
+        """
         experts, _, inputs = self._gate_up[0].shape
         x = torch.randn(rows, inputs, dtype=self._gate_up[0].dtype, device=device)
         given = torch.arange(rows, device=device)[:, None] % experts
@@ -113,7 +136,7 @@ class TritonExperts(Experts):
         return lambda: self._by_kernels(x, ordered), lambda: self._by_library(x, ordered)
 
     def _by_library(self, x: Tensor, rows: ExpertRows) -> Tensor:
-        assert self._library is not None, "it was asked before it was chosen"
+        assert self._library is not None, "no library was chosen"
         return self._library(x, rows)
 
     def _by_kernels(self, x: Tensor, rows: ExpertRows) -> Tensor:
@@ -143,7 +166,7 @@ class TritonExperts(Experts):
 
 
 class TritonHeads(HeadsLinear):
-    """A grouped product in which each head has a row of every token."""
+    """A matrix product for each head, computed as a grouped product in which each head has a row of every token."""
 
     def __init__(self, weights: ExpertWeights, deterministic: bool) -> None:
         self._weight, self._scales = weights.weight.contiguous(), weights.scales
@@ -151,10 +174,11 @@ class TritonHeads(HeadsLinear):
 
     @property
     def values(self) -> Tensor | None:
-        """Return the weights (heads, out, in); None: they are quantised."""
+        """Return the weights (heads, outputs, inputs), or None if they are quantised."""
         return self._weight if self._scales is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
         (tokens, heads, _), weight = x.shape, self._weight
         starts = torch.arange(heads + 1, device=x.device) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1)

@@ -1,8 +1,8 @@
-"""How the tokens of a step attend to latents on a GPU: with K and V of each head, made of the latents, or without.
+"""Attention over cached latents on a GPU, with or without decompressing them to K and V of each head.
 
-Heads of K and V are smaller than a latent, so that a prompt's tokens have less to multiply with them. They are made
-once for all tokens of a sequence that a step has; where these are few beside what is cached, as in decoding, or as
-drafts are verified, making them would take longer (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1.2).
+Heads of K and V are smaller than a latent, so the queries of a prompt need fewer FLOPs with them. K and V are made once
+for all queries of a sequence in a step. If a sequence has few queries for its cached tokens, as in decoding or when
+drafts are verified, making K and V would take longer than it saves (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1.2).
 """
 
 from __future__ import annotations
@@ -23,32 +23,49 @@ from batchinfer_kernels.gpu.attention_launch import copy_to_device
 from batchinfer_kernels.gpu.decompressed_attention import decompressed_attention, decompressed_tokens
 from batchinfer_kernels.gpu.prefill_attention import prefill_items
 
-# Tokens of a step below which its launches, five more a layer, would take longer than what they save. Not measured.
+# For fewer queries, the five additional launches per layer would take longer than they save. Not measured.
 LEAST_TOKENS = 256
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decompressed:
-    """Sequences whose K and V are made at the same time. slots: (N,) int64, where the latents of all their tokens lie;
-    items: (n, 5) int32, of `decompressed_attention`."""
+    """Sequences whose K and V are decompressed at the same time.
+
+    Attributes:
+        slots: (keys,) int64, the slots of the latents of all their tokens.
+        items: (n, 5) int32, the work items of `decompressed_attention`.
+    """
 
     slots: Tensor
     items: Tensor
 
     def attend(self, q: Tensor, cache: LayerCache, heads: LatentHeads, scale: float, out: Tensor) -> None:
-        """Write the results of these sequences' tokens to `out`."""
+        """Write the attention results of these sequences' tokens to `out` (tokens of the step, heads, size of a value).
+
+        Args:
+            q: (tokens of the step, heads, plain + rotated values).
+            cache: The layer's cache of latents.
+            heads: The projections of K and V.
+            scale: The factor of scores.
+            out: The results of the step; rows of other sequences are not changed.
+        """
         k, v = plain_weights(heads)
         latents = cache.k.view(-1, cache.k.shape[3]).index_select(0, self.slots)
-        of_heads = latents[:, : heads.rank].expand(len(k), -1, -1)  # which no product copies
+        of_heads = latents[:, : heads.rank].expand(len(k), -1, -1)  # a view, which bmm does not copy
         made = torch.bmm(of_heads, k), torch.bmm(of_heads, v.mT)
         decompressed_attention(q, *made, latents[:, heads.rank :], self.items, scale, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentWork:
-    """A step's attention: rows of q (n,) int64 that attend to the latents themselves by the plan, all if None; and what
-    is decompressed, a group of sequences after the other."""
+    """The attention of a step: sequences that attend to latents, and sequences whose K and V are decompressed.
+
+    Attributes:
+        absorbed: The plan of attention to latents, or None if all sequences are decompressed.
+        rows: (n,) int64, the rows of q that attend to latents, or None if all do.
+        decompressed: Groups of sequences, which are decompressed in order to limit memory.
+    """
 
     absorbed: AttentionPlan | None
     rows: Tensor | None
@@ -56,20 +73,25 @@ class LatentWork:
 
 
 class LatentPlan(AttentionPlan):
-    """The plan of a step that no graph replays. What is decompressed is decided when the first layer asks, whose sizes
-    it depends on."""
+    """The attention plan of a step outside of graphs. The first layer decides which sequences are decompressed."""
 
     padded_tokens = 0
 
     def __init__(
         self, inputs: AttentionInputs, block_size: int, plan: Callable[[AttentionInputs], AttentionPlan]
     ) -> None:
-        """`plan`: plans attention to the latents themselves."""
+        """Create the plan.
+
+        Args:
+            inputs: The inputs of the step.
+            block_size: The number of tokens in a block.
+            plan: Plans attention to latents.
+        """
         self._inputs, self._block_size, self._plan = inputs, block_size, plan
         self._work: dict[LatentSizes | None, LatentWork] = {}
 
     def work(self, q: Tensor, heads: LatentHeads) -> LatentWork:
-        """Return what is to be done with the tokens of a layer with these heads."""
+        """Return the division of the step's sequences for a layer with these queries and heads."""
         sizes = decompressed_sizes(q, heads)
         if sizes not in self._work:
             self._work[sizes] = self._divide(sizes, q.dtype)
@@ -91,7 +113,7 @@ class LatentPlan(AttentionPlan):
         return LatentWork(self._plan(self._select(rest)), rows, made)
 
     def _select(self, sequences: Ints) -> AttentionInputs:
-        """Return the inputs of some of the sequences, as far as attention reads them."""
+        """Return the inputs of some sequences, with only the fields that attention reads."""
         inputs = self._inputs
         return replace(
             inputs,
@@ -122,7 +144,7 @@ class LatentPlan(AttentionPlan):
 
 
 def plain_weights(heads: LatentHeads) -> tuple[Tensor, Tensor]:
-    """Return (heads, rank, P) and (heads, V, rank), in floats; `decompressed_sizes` says that they are."""
+    """Return the float weights of `heads.k`, (heads, rank, plain), and of `heads.v`, (heads, size of a value, rank)."""
     assert isinstance(heads.k, TritonHeads)
     assert isinstance(heads.v, TritonHeads)
     assert heads.k.values is not None
@@ -131,24 +153,43 @@ def plain_weights(heads: LatentHeads) -> tuple[Tensor, Tensor]:
 
 
 def decompressed_sizes(q: Tensor, heads: LatentHeads) -> LatentSizes | None:
-    """Return the sizes on which it depends what is decompressed; None: the weights of heads are quantised, and are
-    multiplied with queries and results alone."""
+    """Return the layer's sizes for the decision to decompress, or None if the weights of heads are quantised.
+
+    Quantised weights are only applied to queries and results, so that latents are not decompressed.
+
+    Args:
+        q: (tokens, heads, plain + rotated values).
+        heads: The projections of K and V.
+    """
     if not isinstance(heads.v, TritonHeads) or heads.v.values is None:
         return None
     return LatentSizes(heads.rank, heads.plain, q.shape[2] - heads.plain, heads.v.values.shape[1])
 
 
 def choose_decompressed(lens: Ints, contexts: Ints, sizes: LatentSizes) -> NDArray[np.bool_]:
-    """Return for which sequences K and V are made, (S,): those that it takes fewer operations, if they have enough
-    tokens together. None has more keys than the step has tokens, so that a step takes as much memory as one that reads
-    whole prompts."""
-    pays: NDArray[np.bool_] = sizes.is_decompressing_cheaper(lens, contexts)
-    found = pays & (contexts <= lens.sum())
+    """Return True for each sequence whose K and V are decompressed, (S,) bool.
+
+    Such a sequence needs fewer operations with K and V. To limit memory, its keys are at most the number of the step's
+    tokens. If all such sequences have fewer than LEAST_TOKENS queries together, the result is False for all.
+
+    Args:
+        lens: (S,), the queries of each of S sequences.
+        contexts: (S,), the keys of each sequence.
+        sizes: The sizes of the layer.
+    """
+    cheaper: NDArray[np.bool_] = sizes.is_decompressing_cheaper(lens, contexts)
+    found = cheaper & (contexts <= lens.sum())
     return found if lens[found].sum() >= LEAST_TOKENS else np.zeros_like(found)
 
 
 def group_by_keys(sequences: Ints, contexts: Ints, most: int) -> list[Ints]:
-    """Divide sequences into groups with up to `most` keys each, none of which has more by itself."""
+    """Divide sequences into groups with at most `most` keys each.
+
+    Args:
+        sequences: (n,), the numbers of the sequences.
+        contexts: (S,), the keys of each sequence of the step, each at most `most`.
+        most: The maximum number of keys of a group.
+    """
     found: list[list[int]] = []
     room = 0
     for sequence in sequences.tolist():

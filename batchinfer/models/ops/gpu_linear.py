@@ -1,4 +1,4 @@
-"""Linear layers of a GPU: the vendor's matrix products, and kernels where these cannot do it."""
+"""Linear layers on a GPU: the vendor's matrix products, and kernels for weights that these do not support."""
 
 from __future__ import annotations
 
@@ -38,76 +38,102 @@ from batchinfer_kernels.mxfp4 import Mxfp4Weight, pack_mxfp4_weight
 from batchinfer_kernels.quantized_matmul import Int4Weight, pack_int4_weight
 
 HeadWeight = TypeVar("HeadWeight", Tensor, CodedWeight)
-MIN_RANK = 16  # of factors: the least inner dimension of a tile
+MIN_RANK = 16  # minimum rank of factors: the smallest inner dimension of a tile
 
 
 class LibraryLinear(TorchLinear):
-    """The weight as it was loaded, multiplied by cuBLAS or hipBLAS."""
+    """A linear layer with a float weight, multiplied by cuBLAS or hipBLAS."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) for x (tokens, in_features)."""
         return F.linear(x, self._weight, self._bias)
 
 
 class SampledHead(Head, Generic[HeadWeight]):
-    """A head whose greatest logits the kernel that samples finds."""
+    """A head whose argmax is computed by the sampling kernel."""
 
     def __init__(self, weight: HeadWeight) -> None:
         self.out_features, self.in_features = weight.shape
         self._weight: HeadWeight = weight
 
     def argmax(self, x: Tensor) -> Tensor:
+        """Return the id with the largest logit for each row of x (tokens, inputs): (tokens,); see finite_argmax."""
         return sample(self(x))
 
 
 class LibraryHead(SampledHead[Tensor]):
-    """The library's sums as they are, in float32: rounded to the weight's dtype, near logits would become equal."""
+    """A head with a float weight and float32 logits, multiplied by the vendor's library.
+
+    Logits rounded to the weight's dtype would make similar logits equal.
+    """
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
         if x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self._weight.float())
 
 
 class LibraryExact(Linear):
-    """The library's product in float32, for a layer that is no head."""
+    """A linear layer with float32 results, multiplied by the vendor's library."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._head, self._bias = LibraryHead(weight), None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) in float32 for x (tokens, in_features)."""
         y = self._head(x)
         return y if self._bias is None else y + self._bias
 
 
 class KernelLinear(Linear):
-    """A product by a kernel that may have a gate behind it."""
+    """A linear layer computed by a kernel that can also apply a gated activation."""
 
     def __init__(self, shape: torch.Size | tuple[int, int], activation: Activation | None) -> None:
+        """Create the layer.
+
+        Args:
+            shape: The shape of the weight, (outputs, inputs).
+            activation: The gated activation of the results, which halves their number, or None.
+        """
         self.out_features, self.in_features = shape
         self.out_features //= 1 if activation is None else 2
         self._activation = activation
 
     @abstractmethod
     def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
-        """(T, in) → (T, out), with this activation behind the sums."""
+        """Return the product with x (tokens, inputs), with the activation applied to the sums."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) for x (tokens, in_features)."""
         return self._product(x, self._activation)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        """Return the layer's results (tokens, outputs), with the adapters' values added before any activation."""
         y, gate = added.add_to(self._product(x, None)), self._activation
         return y if gate is None else gated_activation(y, gate)
 
 
 class TritonAdapters(Adapters):
-    """Grouped products of all tokens, sorted by their adapter: those without one have factors of zeros, so that what is
-    launched depends on the number of tokens alone. Ranks are rounded up to the greatest one. With `room` factors wait
-    in pinned memory, from which they are copied into their places."""
+    """The packed factors of adapters for one product, multiplied as grouped products.
+
+    All tokens are sorted by adapter, and tokens without an adapter have factors of 0, so that the launches depend only
+    on
+    the number of tokens. Factors are padded to the largest rank.
+    """
 
     def __init__(
         self, factors: Sequence[Factors | None], deterministic: bool, room: AdapterRoom | None = None
     ) -> None:
+        """Pack the factors.
+
+        Args:
+            factors: The factors of each adapter, or None for an adapter that does not change the product.
+            deterministic: True if results must not depend on the batch.
+            room: The places for factors on the device; all factors are then kept in pinned memory. None if all factors
+                stay on the device.
+        """
         known = [own for own in factors if own is not None]
         rank = max(MIN_RANK, *(len(own.a) for own in known))
         (_, inputs), outputs, first = known[0].a.shape, len(known[0].b), known[0].a
@@ -123,28 +149,30 @@ class TritonAdapters(Adapters):
             self._kept.clear()
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
+        """Return the values that adapters add to the product with x (tokens, inputs)."""
         how = self._deterministic
         low = grouped_matmul(x, self._a, rows.starts, from_rows=rows.order, deterministic=how)
         return AddedValues(grouped_matmul(low, self._b, rows.starts, deterministic=how), rows)
 
     def place(self, number: int, place: int) -> None:
+        """Copy the factors of adapter `number` to `place`, both from 1, after all work that was launched before."""
         own, a, b = self._kept[number - 1], self._a[place], self._b[place]
         rank = 0 if own is None else len(own.a)
         a[rank:].zero_()
         b[:, rank:].zero_()
-        # Copies run in the order of the steps, so that those before are done with the place
+        # Copies run after launched steps, which may still read the place
         if own is not None:
             a[:rank].copy_(own.a, non_blocking=True)
             b[:, :rank].copy_(own.b, non_blocking=True)
 
 
 def _pinned(own: Factors | None) -> Factors | None:
-    """Return factors in memory that a GPU reads while the host goes on."""
+    """Return factors in pinned memory, from which a GPU copies without a host synchronisation."""
     return None if own is None else Factors(own.a.pin_memory(), own.b.pin_memory())
 
 
 class InvariantLinear(KernelLinear):
-    """A row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
+    """A linear layer in which a row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
         super().__init__(weight.shape, activation)
@@ -155,26 +183,30 @@ class InvariantLinear(KernelLinear):
 
 
 class InvariantHead(SampledHead[Tensor]):
-    """A head whose logits are row-invariant float32 sums."""
+    """A head in which a row's float32 logits do not depend on the other rows."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
         return matmul(x, self._weight, out_dtype=torch.float32, deterministic=True)
 
 
 class InvariantExact(Linear):
-    """Float32 results of a layer that is no head."""
+    """A linear layer with float32 results, in which a row's bits do not depend on the other rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) in float32 for x (tokens, in_features)."""
         return matmul(x, self._weight, self._bias, out_dtype=torch.float32, deterministic=True)
 
 
 class Int8Linear(KernelLinear):
-    """A product of int8 values: each row of x is quantised when it comes. Sums are exact: a row does not depend on
-    others."""
+    """A linear layer with an int8 weight.
+
+    Each row of the input is quantised to int8 too. Integer sums are exact, so a row does not depend on the other rows.
+    """
 
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None = None
@@ -191,12 +223,20 @@ class Int8Head(SampledHead[CodedWeight]):
     """A head whose weight is quantised to int8, with float32 logits."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
         return int8_matmul(x, self._weight.codes, self._weight.scales, out_dtype=torch.float32)
 
 
 class Fp8Linear(KernelLinear):
-    """A product of float8_e4m3fn values, by our kernel, or by the library from some number of rows on, if it was found
-    to be faster. Each row of x, or each group of a row, is quantised when it comes."""
+    """A linear layer with a float8_e4m3fn weight, computed by batchinfer's kernel, or by a library for many rows.
+
+    Each row of the input, or each group of a row, is quantised too.
+
+    Attributes:
+        library_name: The name of the library, for messages.
+        library: The library's product, or None if it does not support the layer.
+        least_library_rows: The minimum number of rows that the library computes, or None if the kernel computes all.
+    """
 
     library_name = "torch"
 
@@ -208,6 +248,15 @@ class Fp8Linear(KernelLinear):
         deterministic: bool,
         library: LibraryFp8 | None = None,
     ) -> None:
+        """Create the layer.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+            activation: The gated activation of the results, or None.
+            deterministic: True if results must not depend on the batch.
+            library: The library's product, or None.
+        """
         super().__init__(weight.shape, activation)
         self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
         self._blocks = None if weight.lines is None else BlockWeight(self._codes, self._scales, weight.lines)
@@ -217,15 +266,15 @@ class Fp8Linear(KernelLinear):
 
     @property
     def form(self) -> str:
-        """Return what the time of a product depends on, as a name."""
+        """Return a text with all properties that the layer's duration depends on; see `LibraryChoice.form`."""
         scales = "rows" if self._blocks is None else "blocks"
-        behind = "" if self._activation is None else f", {self._activation}"
+        gated = "" if self._activation is None else f", {self._activation}"
         biased = "" if self._bias is None else ", bias"
-        return f"float8 by {scales}, {len(self._codes)} x {self.in_features}{biased}{behind}"
+        return f"float8 by {scales}, {len(self._codes)} x {self.in_features}{biased}{gated}"
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return the layer's result for so many random rows by our kernel, and by the library; see LibraryChoice."""
-        assert self.library is not None, "it can be multiplied by both"
+        """Return two functions that compute the layer for random rows: with batchinfer's kernel, and the library."""
+        assert self.library is not None, "the library supports the layer"
         x = torch.randn(rows, self.in_features, dtype=self.library.dtype, device=device)
         gate = self._activation
         return lambda: self._by_kernel(x, gate), lambda: self._by_library(x, gate)
@@ -242,51 +291,61 @@ class Fp8Linear(KernelLinear):
         return fp8_matmul(x, self._codes, self._scales, self._bias, activation=gate, deterministic=how)
 
     def _by_library(self, x: Tensor, gate: Activation | None) -> Tensor:
-        assert self.library is not None, "it was asked before it was chosen"
+        assert self.library is not None, "no library was chosen"
         y = self.library(x)
         return y if gate is None else gated_activation(y, gate)
 
 
 class Fp8Head(SampledHead[CodedWeight]):
-    """A head whose weight is quantised to fp8, with float32 logits."""
+    """A head whose weight is quantised to float8_e4m3fn, with float32 logits."""
 
     def __init__(self, weight: CodedWeight, deterministic: bool) -> None:
         super().__init__(weight)
         self._deterministic = deterministic
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
         codes, scales = self._weight.codes, self._weight.scales
         return fp8_matmul(x, codes, scales, out_dtype=torch.float32, deterministic=self._deterministic)
 
 
 class WeightPanel:
-    """Room for the values of a weight, or of a part of its outputs, which all layers of a model in 4 bits use one after
-    the other. It is allocated while weights are packed, so that it stands where it is once steps are captured."""
+    """A buffer for dequantised values of a 4-bit weight, or of a part of its outputs, shared by a model's layers.
+
+    It is allocated while weights are packed, so that its address stays the same after steps are captured.
+    """
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
 
     def reserve(self, weight: Int4Weight | Mxfp4Weight, dtype: torch.dtype) -> None:
-        """Make room for values of the whole weight, or for PANEL_BYTES of it, and for one output at the least."""
+        """Enlarge the buffer, if necessary, for a weight's values in `dtype`.
+
+        The buffer then holds the whole weight, or PANEL_BYTES of it, but at least one output.
+        """
         outputs = weight.outputs
         most = max(1, PANEL_BYTES // dtype.itemsize // max(1, weight.inputs))
         values = min(outputs, most) * weight.inputs
         if self._values is None or self._values.numel() < values:
-            self._values = None  # not both at once
+            self._values = None  # frees the old buffer before the new one is allocated
             self._values = torch.empty(values, dtype=dtype, device=weight.packed.device)
 
     @property
     def values(self) -> Tensor:
-        assert self._values is not None, "a weight was packed before it is multiplied"
+        """Return the buffer, one-dimensional. A weight must have been packed before."""
+        assert self._values is not None, "no weight was packed"
         return self._values
 
 
 class WidenedLinear(KernelLinear):
-    """A product with values of 4 bits, int4 or MXFP4, x as it is: few rows multiply them as they are widened in
-    registers, many rows the library's way, once they are widened into the panel. Where it is `deterministic` all rows
-    are few.
+    """A linear layer with a 4-bit weight, int4 or MXFP4, whose input is not quantised.
 
-    `peaks`: of the GPU, which say how many rows are many. Raises ValueError for groups that the kernels do not have.
+    For few rows, a kernel widens the values in registers. For many rows, they are widened to a panel in memory, which
+    the
+    vendor's library multiplies. A deterministic layer never uses the panel.
+
+    Attributes:
+        many: The minimum number of rows for the panel.
     """
 
     def __init__(
@@ -298,7 +357,19 @@ class WidenedLinear(KernelLinear):
         panel: WeightPanel | None,
         peaks: Peaks,
     ) -> None:
-        """`panel`: None where the product is deterministic."""
+        """Pack the weight.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+            activation: The gated activation of the results, or None.
+            dtype: The dtype of activations.
+            panel: The buffer for widened values, or None if results must not depend on the batch.
+            peaks: The peaks of the GPU, which decide how many rows need the panel.
+
+        Raises:
+            ValueError: If the kernels do not support the weight's groups.
+        """
         packed: Int4Weight | Mxfp4Weight
         if weight.mxfp4:
             packed = pack_mxfp4_weight(weight.codes, weight.scales)
@@ -322,7 +393,7 @@ class WidenedLinear(KernelLinear):
         return y if gate is None else gated_activation(y, gate)
 
     def _by_few(self, x: Tensor, gate: Activation | None, fixed: bool) -> Tensor:
-        """Multiply with values that are widened in registers."""
+        """Return the product with values that are widened in registers."""
         weight = self._weight
         if isinstance(weight, Int4Weight):
             return int4_weight_matmul(x, weight, self._bias, activation=gate, deterministic=fixed)

@@ -1,4 +1,4 @@
-"""Linear layers of a GPU whose weights have two zeros in each four inputs, multiplied by cuSPARSELt without them."""
+"""Linear layers with 2:4 sparse weights on a GPU, multiplied by cuSPARSELt without their zeros."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def why_not_sparse(dtype: torch.dtype) -> str | None:
-    """Return why a GPU's products cannot leave out zeros here; None: they can."""
+    """Return why the GPU cannot skip the zeros of weights in `dtype`, or None if it can."""
     if dtype not in DTYPES:
         return f"cuSPARSELt multiplies no weights in {str(dtype).removeprefix('torch.')}"
     if not torch.backends.cusparselt.is_available():
@@ -26,8 +26,14 @@ def why_not_sparse(dtype: torch.dtype) -> str | None:
 
 
 def sparse_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Return the product with a weight that a checkpoint calls 2:4 sparse. One that is not, or of other sizes than
-    cuSPARSELt takes, is multiplied with its zeros."""
+    """Return a linear layer with a weight that the checkpoint calls 2:4 sparse.
+
+    If the weight has more values, or cuSPARSELt does not support its sizes, it is multiplied as a dense weight.
+
+    Args:
+        weight: (outputs, inputs), zeros included.
+        bias: (outputs,), or None.
+    """
     if any(size % SPARSE_SIZES for size in weight.shape):
         return LibraryLinear(weight, bias)
     if not is_half(weight):
@@ -41,22 +47,32 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def is_half(weight: Tensor) -> bool:
-    """Whether no four inputs of an output (N, K), next to one another, have more than two values."""
+    """Return True if each four adjacent inputs of a weight (outputs, inputs) have at most two values that are not 0."""
     found = (weight.view(len(weight), -1, SPARSE_QUAD) != 0).sum(-1, dtype=torch.int8)
     return bool((found <= SPARSE_KEPT).all())
 
 
 class SparseLinear(Linear):
-    """The values that are not zero, and where they stand: 9/16 of the weight. Rows are rounded up to SPARSE_SIZES."""
+    """A linear layer that stores only non-zero values and their positions, 9/16 of a weight's bytes.
+
+    The rows of the input are padded to a multiple of SPARSE_SIZES.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight`: (N, K) of DTYPES, multiples of SPARSE_SIZES, whose zeros `is_half` has found."""
+        """Compress the weight.
+
+        Args:
+            weight: (outputs, inputs) with a dtype of DTYPES, sizes that are multiples of SPARSE_SIZES, and 2:4
+                sparsity.
+            bias: (outputs,), or None.
+        """
         self.out_features, self.in_features = weight.shape
         self._kept, self._bias = torch._cslt_compress(weight.contiguous()), bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) for x (tokens, in_features)."""
         rows = len(x)
         padded = pad(x, (0, 0, 0, -rows % SPARSE_SIZES)).contiguous()
-        # The product is that of the weight and the rows below one another, and written the other way round
+        # cuSPARSELt multiplies the weight with columns, and transposes the result
         y = torch._cslt_sparse_mm(self._kept, padded.t(), bias=self._bias, transpose_result=True)
         return y[:rows]

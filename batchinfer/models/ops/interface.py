@@ -1,4 +1,4 @@
-"""The operators that a decoder is made of."""
+"""The interface of the operators that a decoder consists of."""
 
 from __future__ import annotations
 
@@ -60,87 +60,146 @@ from batchinfer_kernels.sample import RowSampling, sample_reference
 
 
 class Ops(ABC):
-    """One implementation of every operator; `name` goes into the report."""
+    """An implementation of all operators of a decoder.
+
+    Attributes:
+        name: The name of the implementation, for the report.
+    """
 
     name: str
 
     def linear(self, codes: WeightCodes | None) -> str:
-        """Return how linear layers are computed, for the report; `codes`: of most of their weights."""
+        """Return the name of the method that computes linear layers, for the report.
+
+        Args:
+            codes: The format of most of their quantised weights, or None for float weights.
+        """
         return self.name if codes is None else codes
 
     def round_weight(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
-        """weight: (N, K) of floats → codes (N, K), and scales (N,) float32 or (N, groups), as the form's reference
-        makes them, bit by bit."""
+        """Quantise a float weight, bitwise equal to the form's reference implementation.
+
+        Args:
+            weight: (N outputs, K inputs).
+            form: The form of the result.
+
+        Returns:
+            The values (N, K), and float32 scales (N,), or (N, groups) for int4.
+        """
         if form.codes == "int4":
             return quantize_groups(weight, form.group)
         return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        """Quantise a weight (out, in) of floats as `round_weight` does, or have that done while it is packed."""
+        """Quantise a float weight (outputs, inputs) as `round_weight` does, now or while it is packed.
+
+        Args:
+            weight: The weight.
+            form: The form of the result.
+
+        Returns:
+            A CodedWeight with quantised values, or a RoundedWeight, which `pack_linear` quantises.
+        """
         return CodedWeight(*self.round_weight(weight, form), group=form.group)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        """Quantise the experts' weights, which are in floats, as `quantize` does each."""
+        """Return the float weights of experts quantised to a form, as `quantize` does for each expert."""
         count, outputs, inputs = weights.weight.shape
         codes, scales = self.round_weight(weights.weight.view(-1, inputs), form)
         scales = scales.view(count, outputs, *scales.shape[1:])
         return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
 
     def convert_weight(self, weight: Tensor, form: WeightForm | None) -> Weight:
-        """Return a weight (out, in) in its form; None: as it is."""
+        """Return a float weight (outputs, inputs) quantised to `form`, or unchanged if `form` is None."""
         return weight if form is None else self.quantize(weight, form)
 
     def convert_heads(self, weight: Tensor, form: WeightForm | None) -> ExpertWeights:
-        """Return the weights (heads, out, in) in their form; None: as they are."""
+        """Return float weights of heads (heads, outputs, inputs) quantised to `form`, or unchanged if it is None."""
         if form is None:
             return ExpertWeights(weight)
         coded = [self.round_weight(matrix, form) for matrix in weight]
-        # As bytes: torch does not stack float8_e4m3fn everywhere
+        # As bytes, since some versions of torch cannot stack float8_e4m3fn
         codes = torch.stack([codes.view(torch.uint8) for codes, _ in coded]).view(coded[0][0].dtype)
         return ExpertWeights(codes, scales=torch.stack([scales for _, scales in coded]))
 
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return a layer with this weight (out, in), packed once.
+        """Return a linear layer, with its weight packed once.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
 
         Raises:
             TypeError: If these operators do not support the quantised values.
         """
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Return a layer act(gate) * up, (T, in) → (T, out / 2). The weight has the rows of gate before those of up."""
+        """Return a layer act(gate) * up, (tokens, inputs) → (tokens, outputs / 2).
+
+        Args:
+            weight: (outputs, inputs), with the rows of gate before the rows of up.
+            bias: (outputs,), or None.
+            activation: The activation of the gate.
+        """
         inner = self.pack_linear(weight, bias)
         return ActivatedLinear(inner, inner.out_features // 2, self.gated_activation, activation)
 
     def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Return a layer with an activation, (T, in) → (T, out)."""
+        """Return a linear layer with an activation, (tokens, inputs) → (tokens, outputs).
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+            activation: The activation of the results.
+        """
         inner = self.pack_linear(weight, bias)
         return ActivatedLinear(inner, inner.out_features, self.activation, activation)
 
     @abstractmethod
     def pack_head(self, weight: Weight) -> Head:
-        """Return the layer that computes logits, (T, in) → (T, out) float32.
+        """Return the layer that computes float32 logits (tokens, vocab) with a weight (vocab, inputs).
 
         Logits are never rounded to bfloat16, whose values near 100 are 0.5 apart.
         """
 
     @abstractmethod
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return a layer with float32 results whose weight is never quantised, such as the router of experts."""
+        """Return a layer with float32 results whose weight is never quantised, such as the router of experts.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+        """
 
     @abstractmethod
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        """Return experts with gated feed-forward layers, with the rows of gate before those of up."""
+        """Return the experts of a layer, each a gated feed-forward network.
+
+        Args:
+            gate_up: The weights of the first products, with the rows of gate before the rows of up.
+            down: The weights of the second products.
+            activation: The activation of the gate.
+        """
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
-        """made: (T × chosen, N), the results of a token's experts in the order of its choice; weights: (T, chosen)
-        float32 → (T, N), with the bits that experts of these operators have. torch's own has them on every CPU: no
-        implementation contracts products and sums."""
+        """Return the weighted sum of each token's expert results, (tokens, N).
+
+        It is bitwise equal to the sum that `Experts` of these operators compute.
+
+        Args:
+            made: (tokens * chosen, N), the results of each token's experts in the order of its choice.
+            weights: (tokens, chosen) float32.
+        """
         return combine_reference(made, torch.arange(len(made), device=made.device), weights)
 
     @abstractmethod
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Prepare the weights of heads, (heads, out, in)."""
+        """Return a layer that multiplies each head of its input with a matrix of its own.
+
+        Args:
+            weights: The matrices (heads, outputs, inputs).
+        """
 
     @abstractmethod
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
@@ -152,19 +211,35 @@ class Ops(ABC):
         """
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-        """logits: (T, experts) float32. See batchinfer_kernels.experts; the host waits for nothing."""
+        """Choose the experts of each token, without a host synchronisation.
+
+        Args:
+            logits: (tokens, experts) float32, the output of the router.
+            routing: The rule of the choice.
+            correction: (experts,), a correction of the choice, if the rule requires it.
+        """
         return choose_experts(logits, routing, correction)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
-        """Return a layer that runs in one call, or None if these operators have none for it."""
+        """Return a decoder layer that runs in one call, or None if these operators cannot fuse the layer.
+
+        Args:
+            spec: The description of the layer.
+            parts: Its packed weights.
+        """
         return None
 
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
-        """Return the shape of one block of K or V in one layer, (heads, block_size, dim), perhaps rounded up."""
+        """Return the shape of one block of K or V in one layer, (heads, block_size, dim), perhaps rounded up.
+
+        Args:
+            cache: The layer's cache.
+            block_size: The number of tokens in a block.
+        """
         return cache.heads, block_size, cache.dim
 
     def supports_cache(self, cache: CacheSpec) -> bool:
-        """Return True if these operators read and write such a cache."""
+        """Return True if these operators read and write a cache of this kind."""
         return cache.dtype is None
 
     def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
@@ -182,9 +257,16 @@ class Ops(ABC):
         return found
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return the bytes that attention of `rows` queries takes at most while a step runs, beyond what it takes where
-        every row has a context of `longest` tokens and shares none: which steps those are depends on the operators.
-        `queries`: the most of a sequence."""
+        """Return the maximum additional bytes that attention needs in a step, for partial results of split rows.
+
+        They are in addition to a step in which all rows have contexts of `longest` tokens and share no prefix.
+
+        Args:
+            rows: The number of queries.
+            longest: The maximum context length in tokens.
+            device: The device.
+            queries: The maximum number of queries per sequence.
+        """
         return 0
 
     def allocate_cache(
@@ -195,13 +277,20 @@ class Ops(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LayerCache:
-        """Return a zero-filled cache of one layer, for a run in `dtype`.
+        """Return a zero-filled cache of one layer.
+
+        Args:
+            cache: The layer's cache.
+            blocks: The number of blocks.
+            block_size: The number of tokens in a block.
+            dtype: The dtype of the run, and of a cache that is not quantised.
+            device: The device of the cache.
 
         Raises:
             ValueError: If these operators do not support the cache.
         """
         if not self.supports_cache(cache):
-            raise ValueError(f"{self.name} operators keep no {cache.dtype}")
+            raise ValueError(f"{self.name} operators do not support a KV cache in {cache.dtype}")
         shape = (blocks, *self.cache_shape(cache, block_size))
         kept = dtype if cache.dtype is None else CODES[cache.dtype]
         made = [self.zeros(shape, kept, device) for _ in range(cache.tensors)]
@@ -211,11 +300,11 @@ class Ops(ABC):
         return LayerCache(made[0], made[-1], block_size, k_scale=scales[0], v_scale=scales[-1])
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Allocate a tensor of a cache, filled with zeros."""
+        """Allocate a zero-filled tensor of a cache."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """token_ids: (T,) int64; table: (vocab, hidden) → (T, hidden)."""
+        """Look up embeddings: token_ids (tokens,) int64 in a table (vocab, hidden) → (tokens, hidden)."""
         return embedding(token_ids, table)
 
     def norm(
@@ -226,7 +315,15 @@ class Ops(ABC):
         x: Tensor,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), with the parameters of this name."""
+        """Return (norm of x + residual, x + residual), each (tokens, hidden), with an RMSNorm or a LayerNorm.
+
+        Args:
+            spec: The kind of norm, and its epsilon.
+            parameters: The weights and biases of norms.
+            name: The name of the norm in `parameters`.
+            x: (tokens, hidden).
+            residual: A tensor to add to x first, or None for 0.
+        """
         weight, bias = parameters[name], parameters.get(name + BIAS)
         if spec.kind == "layer":
             return self.layer_norm(x, weight, bias, spec.eps, residual)
@@ -236,36 +333,81 @@ class Ops(ABC):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """(normalised, x + residual); see batchinfer_kernels.rms_norm."""
+        """Return (RMSNorm of x + residual, x + residual); see batchinfer_kernels.rms_norm.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            eps: A number to add to the mean square.
+            residual: A tensor to add to x first, or None for 0.
+            offset: A number to add to the weight.
+        """
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(normalised, x + residual); see batchinfer_kernels.layer_norm. torch's own serves every device: it takes each
-        row by itself."""
+        """Return (LayerNorm of x + residual, x + residual); see batchinfer_kernels.layer_norm.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            bias: (hidden,), or None.
+            eps: A number to add to the variance.
+            residual: A tensor to add to x first, or None for 0.
+        """
         return layer_norm_reference(x, weight, bias, eps, residual)
 
     @abstractmethod
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Rotated q (T, q_heads, D); k and v (T, kv_heads, D) go to the cache. See batchinfer_kernels.rope_store."""
+        """Rotate q and k, after their norms if `turn` has any, write k and v to the cache, and return q.
+
+        See batchinfer_kernels.rope_store.
+
+        Args:
+            q: (tokens, query heads, head size).
+            k: (tokens, KV heads, head size).
+            v: (tokens, KV heads, head size).
+            turn: The rotation and the norms.
+            inputs: The positions and slots of the tokens.
+            cache: The layer's cache.
+        """
 
     @abstractmethod
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q (T, q_heads, D), bitwise equal to `rope_store`, for a layer that reads another's cache."""
+        """Return rotated q, bitwise equal to `rope_store`, for a layer that reads another layer's cache.
+
+        Args:
+            q: (tokens, query heads, head size).
+            turn: The rotation and the norm of q.
+            inputs: The positions of the tokens.
+        """
 
     def store(self, k: Tensor, v: Tensor, inputs: AttentionInputs, cache: LayerCache) -> None:
-        """k and v (T, kv_heads, D), rotated or not, go to the cache as they are: one pair of each head is turned by an
-        angle of 0. For models whose own code rotates; a family of ours uses `rope_store`."""
+        """Write k and v (tokens, KV heads, head size) to the cache unchanged, for models whose own code rotates them.
+
+        It calls `rope_store` with angles of 0.
+
+        Args:
+            k: The keys, rotated or not.
+            v: The values.
+            inputs: The slots of the tokens.
+            cache: The layer's cache.
+        """
         heads, ones = k.shape[1], torch.ones(1, 1, device=k.device)
         still = HeadTurn(RopeTable(ones, torch.zeros_like(ones)))
-        both = torch.cat((k, v), dim=1)  # in rows of equal stride, as rope_store takes them
+        both = torch.cat((k, v), dim=1)  # rope_store requires rows of equal stride
         at_zero = replace(inputs, positions=torch.zeros_like(inputs.positions))
         self.rope_store(both[:, :heads], both[:, :heads], both[:, heads:], still, at_zero, cache)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy K and V between blocks; parts are (n, 4) int64. See batchinfer_kernels.copy_parts."""
+        """Copy K and V of the first tokens of blocks to other blocks.
+
+        Args:
+            cache: The layer's cache.
+            parts: (n, 4) int64; see batchinfer_kernels.copy_parts.
+        """
         for k, v in cache.copied:
             copy_parts_reference(k, v, parts)
 
@@ -276,26 +418,43 @@ class Ops(ABC):
 
     @property
     def follows_trees(self) -> bool:
-        """Return True if a step may contain draft trees in models without windows, and slots can be moved later."""
+        """Return True if steps may contain draft trees, in models without windows, and slots can be moved."""
         return False
 
     def check_tree(self, inputs: AttentionInputs, windows: Windows) -> None:
         """Check that these operators support the step's draft tree, if it has one.
 
+        Args:
+            inputs: The inputs of the step.
+            windows: The sliding windows of the layers.
+
         Raises:
             TypeError: If they do not, or if a layer has a window.
         """
         if inputs.tree is not None and not (self.follows_trees and windows == {None}):
-            raise TypeError(f"{self.name} operators have no trees of drafts for windows {set(windows)}")
+            raise TypeError(f"{self.name} operators do not support draft trees with windows {set(windows)}")
 
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        """Move the rows of a decode step on by a token; see batchinfer_kernels.advance_rows."""
+        """Advance the input tensors of a decode step by one token per row; see batchinfer_kernels.advance_rows.
+
+        Args:
+            tokens: (n,) int64, the tokens that the previous step sampled.
+            step: The number of the step, from 0, since multi-step decoding began.
+            firsts: (n,) int32, the context length of each row in step 0.
+            repeats: (n,) int32, the number of steps in which each row has a token.
+            kept: The input tensors, which are changed in place.
+        """
         advance_rows_reference(tokens, step, firsts, repeats, kept)
 
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
-        """Move tokens within the cache; moves are (n, 2) int64. See batchinfer_kernels.draft_tree."""
+        """Move K and V of tokens within the cache.
+
+        Args:
+            cache: The layer's cache.
+            moves: (n, 2) int64, source and target slot.
+        """
         for k, v in cache.copied:
             move_slots_reference(k, v, moves)
 
@@ -303,15 +462,31 @@ class Ops(ABC):
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
     ) -> AttentionPlan:
-        """Prepare attention for one step of the layers of a cache group; `windows` are the sliding windows that they
-        use. `beside`: the plan of another group for the same step, to share with it what does not depend on tables."""
+        """Prepare the attention of one step, for all layers of a cache group.
+
+        Args:
+            inputs: The inputs of the step.
+            block_size: The number of tokens in a block.
+            windows: The sliding windows of the layers, with None for a layer without one.
+            beside: The plan of another cache group for the same step, to reuse the parts that do not depend on block
+                tables.
+        """
 
     @abstractmethod
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
-        """(T, q_heads, D) → (T, q_heads, D), which is written to `out` if given. See
-        batchinfer_kernels.paged_attention."""
+        """Return attention over cached keys, (tokens, query heads, head size).
+
+        See batchinfer_kernels.paged_attention.
+
+        Args:
+            q: (tokens, query heads, head size).
+            cache: The layer's cache.
+            plan: The plan of the step.
+            rules: The layer's scale, window and other rules of scores.
+            out: A tensor for the results, or None to allocate one.
+        """
 
     def latent_store(
         self,
@@ -322,8 +497,18 @@ class Ops(ABC):
         inputs: AttentionInputs,
         cache: LayerCache,
     ) -> Tensor:
-        """Rotated q (T, heads, R); latent (T, rank) and rotated k (T, R) go to the cache next to one another. See
-        batchinfer_kernels.latent_attention. torch's own serves every device: it takes each row by itself."""
+        """Rotate q and k, write latents and k to the cache next to each other, and return q.
+
+        See batchinfer_kernels.latent_attention.
+
+        Args:
+            q: (tokens, heads, R), the rotated part of queries, with R values per head.
+            latent: (tokens, rank).
+            k: (tokens, R).
+            rope: The table of the rotation.
+            inputs: The positions and slots of the tokens.
+            cache: The layer's cache.
+        """
         cos, sin = rope.cos[inputs.positions], rope.sin[inputs.positions]
         return latent_store_reference(
             q, latent, k, cos, sin, cache.k, inputs.slots, interleaved=rope.interleaved
@@ -338,9 +523,17 @@ class Ops(ABC):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the results (T, heads, V) for q (T, heads, plain + R), written to `out` if given.
+        """Return attention over cached latents, (tokens, heads, size of a value).
 
         K and V are not decompressed: their projections are applied to queries and results instead ("absorbed").
+
+        Args:
+            q: (tokens, heads, plain + R), with R rotated values per head.
+            cache: The layer's cache.
+            plan: The plan of the step.
+            heads: The projections of K and V, with the sizes `plain` and `rank`.
+            scale: The factor of scores.
+            out: A tensor for the results, or None to allocate one.
         """
         plain, turned = q[..., : heads.plain], q[..., heads.plain :]
         absorbed = torch.cat((heads.k(plain), turned), -1)
@@ -350,31 +543,56 @@ class Ops(ABC):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """(T, heads, rank + R) → (T, heads, rank). See batchinfer_kernels.latent_attention."""
+        """Return attention of projected queries to cached latents, (tokens, heads, rank).
+
+        See batchinfer_kernels.latent_attention.
+
+        Args:
+            q: (tokens, heads, rank + R), with R rotated values per head.
+            cache: The layer's cache.
+            plan: The plan of the step.
+            scale: The factor of scores.
+            rank: The number of values of a latent.
+        """
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
-        """cap × tanh(logits / cap) of (n, vocab) float32, perhaps in place."""
+        """Return cap * tanh(logits / cap) for logits (n, vocab) float32, which may be changed in place."""
         return (logits / cap).tanh_().mul_(cap)
 
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
-        """(n, vocab) → (n,) int64. See batchinfer_kernels.sample."""
+        """Sample a token from each row of logits (n, vocab): (n,) int64. See batchinfer_kernels.sample."""
         return sample_reference(logits, sampling)
 
     def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log-probabilities of the chosen tokens (n,), and of the `most` most likely ones with their ids.
-        See batchinfer_kernels.log_probabilities."""
+        """Return log-probabilities of chosen and most likely tokens; see batchinfer_kernels.log_probabilities.
+
+        Args:
+            logits: (n, vocab).
+            chosen: (n,) int64, token ids.
+            most: The number of most likely tokens.
+
+        Returns:
+            Log-probabilities of the chosen tokens (n,), and log-probabilities and ids of the most likely tokens (n,
+                most).
+        """
         return log_probabilities_reference(logits, chosen, most)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
-        """Changes logits (n, vocab). See batchinfer_kernels.penalties."""
+        """Apply penalties and bans to logits (n, vocab), in place. See batchinfer_kernels.penalties."""
         penalise_reference(logits, penalties)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Changes logits (n, vocab). See batchinfer_kernels.mask."""
+        """Set the logits of forbidden tokens to -inf, in place.
+
+        Args:
+            logits: (any, vocab).
+            rows: (n,) int32, the rows to mask.
+            bits: (n, ceil(vocab / 32)) int32, a bit per token, 1 if it is allowed.
+        """
         mask_reference(logits, rows, bits)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's best allowed token (n,) int64, and whether its bits bar the best token, (n,) bool.
+        """Return each row's best allowed token (n,) int64, and True if its best token is forbidden, (n,) bool.
 
         Ties, and logits that are not finite, are handled as in finite_argmax.
 
@@ -389,8 +607,8 @@ class Ops(ABC):
 
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """(T, 2 × intermediate) → (T, intermediate). See batchinfer_kernels.gated_activation."""
+        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """Apply the activation to each value of (T, intermediate). torch's own serves every device."""
+        """Return the activation of each value of x (tokens, size)."""
         return activation_reference(x, activation)

@@ -20,7 +20,12 @@ from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """The factors of an adapter, which adds B A x to a product: a (rank, in), and b (out, rank), already scaled."""
+    """The factors of an adapter, which adds B A x to a product.
+
+    Attributes:
+        a: A, (rank, inputs).
+        b: B, (outputs, rank), already scaled.
+    """
 
     a: Tensor
     b: Tensor
@@ -28,37 +33,51 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedValues:
-    """The values that adapters add to the results of a product: (n, out), for the last n tokens of `rows.order`, in
-    that order; nothing for the others."""
+    """The values that adapters add to the results of a product.
+
+    Attributes:
+        values: (n, outputs), for the last n tokens of `rows.order`, in that order. All other tokens get 0.
+        rows: The tokens of the step sorted by adapter.
+    """
 
     values: Tensor
     rows: AdaptedRows
 
     def spread(self) -> Tensor:
-        """Return them in the order of the tokens, (T, out), 0 for tokens that get nothing."""
+        """Return the values in the order of the step's tokens, (tokens, outputs), with 0 for all other tokens."""
         missing = len(self.rows.order) - len(self.values)
         whole = torch.nn.functional.pad(self.values, (0, 0, missing, 0)) if missing else self.values
         return whole[self.rows.places]
 
     def add_to(self, results: Tensor) -> Tensor:
-        """Add them to the results (T, out) of a product."""
+        """Return the results of a product (tokens, outputs) plus these values, in the dtype of the results."""
         return (results.float() + self.spread()).to(results.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """Room for the factors of `places` adapters at a time on a device; the others wait in the host's memory."""
+    """Room for the factors of some adapters at a time on a device; all others stay in the host's memory.
+
+    Attributes:
+        places: The number of adapters that fit.
+        device: The device.
+    """
 
     places: int
     device: torch.device
 
 
 class Adapters(ABC):
-    """The packed factors of adapters for one product: of all adapters, or of those on the device at the moment."""
+    """The packed factors of adapters for one product: of all adapters, or of the ones currently on the device."""
 
     @abstractmethod
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        """Return the values that adapters add, for the input x (T, in) of the product."""
+        """Return the values that adapters add to the results of the product.
+
+        Args:
+            x: (tokens, inputs), the input of the product.
+            rows: The tokens sorted by adapter.
+        """
 
     @abstractmethod
     def place(self, number: int, place: int) -> None:
@@ -71,14 +90,19 @@ class Adapters(ABC):
 
 
 class Linear(ABC):
-    """A layer y = x W^T + b, with the weight in a layout that its implementation chooses."""
+    """A layer y = x W^T + b, with the weight in a layout that its implementation chooses.
+
+    Attributes:
+        in_features: The number of inputs.
+        out_features: The number of outputs.
+    """
 
     in_features: int
     out_features: int
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (T, out_features) for x (T, in_features)."""
+        """Return the results (tokens, out_features) for x (tokens, in_features)."""
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
         """Return x W^T + b plus the adapters' values, with the layer's activation, if any, applied to the sum."""
@@ -87,13 +111,15 @@ class Linear(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedWeight:
-    """A weight (out, in) with quantised values, in one of these layouts:
+    """A weight (outputs, inputs) with quantised values.
 
-    - int8 or float8_e4m3fn codes (out, in) with scales (out,) float32
-    - The same codes with scales (blocks, groups of inputs); `lines` (out,) int32 is the row of scales of each output.
-      See batchinfer_kernels.block_fp8_matmul.
-    - int4 codes in int8 with scales and optional zeros (out, in / group) float32. See batchinfer_kernels.int4_linear.
-    - MXFP4: codes (out, in / 2) uint8 with exponents (out, in / 32) uint8 as scales. See batchinfer_kernels.mxfp4.
+    Attributes:
+        codes: int8 or float8_e4m3fn values (outputs, inputs), with int4 in int8. In MXFP4, uint8 (outputs, inputs / 2).
+        scales: float32: (outputs,), (blocks, groups of inputs) with `lines`, or (outputs, inputs / group) with `group`.
+            In MXFP4, exponents (outputs, inputs / 32) uint8.
+        lines: (outputs,) int32, the row of scales of each output, or None; see batchinfer_kernels.block_fp8_matmul.
+        group: The number of inputs that share a scale in int4, or 0; see batchinfer_kernels.int4_linear.
+        zeros: (outputs, inputs / group) float32, the zero points of int4, or None for 0.
     """
 
     codes: Tensor
@@ -104,38 +130,47 @@ class CodedWeight:
 
     @property
     def mxfp4(self) -> bool:
-        """Whether the weight is in MXFP4."""
+        """Return True if the weight is in MXFP4."""
         return self.scales.dtype == torch.uint8
 
     @property
     def shape(self) -> torch.Size:
-        """Return the weight's shape, (out, in)."""
+        """Return the weight's shape, (outputs, inputs)."""
         outputs, held = self.codes.shape
         return torch.Size((outputs, 2 * held)) if self.mxfp4 else self.codes.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseWeight:
-    """A weight (out, in) with 2:4 sparsity: two of four adjacent inputs are zero, according to the checkpoint."""
+    """A weight with 2:4 sparsity: two of four adjacent inputs are zero, according to the checkpoint.
+
+    Attributes:
+        values: (outputs, inputs), zeros included.
+    """
 
     values: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """Return the weight's shape, (out, in)."""
+        """Return the weight's shape, (outputs, inputs)."""
         return self.values.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """A float weight (out, in) that operators quantise to a form while they pack it."""
+    """A float weight that operators quantise while they pack it.
+
+    Attributes:
+        values: (outputs, inputs).
+        form: The form to quantise to.
+    """
 
     values: Tensor
     form: WeightForm
 
     @property
     def shape(self) -> torch.Size:
-        """Return the weight's shape, (out, in)."""
+        """Return the weight's shape, (outputs, inputs)."""
         return self.values.shape
 
 
@@ -146,8 +181,12 @@ Weight: TypeAlias = Tensor | SparseWeight | CodedWeight | RoundedWeight
 def values_of(weight: Weight, name: str) -> Tensor:
     """Return the values of a weight that is not quantised, zeros included.
 
+    Args:
+        weight: The weight.
+        name: The name of the operators, for the message.
+
     Raises:
-        TypeError: If the weight is quantised, which the operators named `name` do not support.
+        TypeError: If the weight is quantised.
     """
     if isinstance(weight, SparseWeight):
         return weight.values
@@ -160,10 +199,16 @@ def values_of(weight: Weight, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """The weights of one matrix product of all experts: weight (experts, out, in) and bias (experts, out).
+    """The weights of one matrix product of all experts.
 
-    With scales per expert, values are quantised as in a CodedWeight; all experts share `lines`. With a `form`, float
-    values are quantised to it while they are packed, as in a RoundedWeight.
+    Attributes:
+        weight: (experts, outputs, inputs); quantised values if there are scales, as in a CodedWeight.
+        bias: (experts, outputs), or None.
+        scales: The scales of each expert's values, as in a CodedWeight, or None for float weights.
+        lines: The row of scales of each output, as in a CodedWeight; the same for all experts.
+        group: The number of inputs that share a scale in int4, or 0.
+        zeros: The zero points of each expert's values in int4, or None for 0.
+        form: The form of the weights after packing, if packing quantises them, or None.
     """
 
     weight: Tensor
@@ -176,12 +221,12 @@ class ExpertWeights:
 
     @property
     def mxfp4(self) -> bool:
-        """Whether the weight is in MXFP4."""
+        """Return True if the weights are in MXFP4."""
         return self.scales is not None and self.scales.dtype == torch.uint8
 
     @property
     def int4(self) -> bool:
-        """Whether the weight is in int4."""
+        """Return True if the weights are in int4."""
         return self.group > 0 and not self.mxfp4
 
 
@@ -189,7 +234,7 @@ class Head(Linear):
     """The layer that computes logits in float32."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the token with the largest logit of each row, (T,) int64; see finite_argmax."""
+        """Return the id with the largest logit for each row of x (tokens, inputs): (tokens,); see finite_argmax."""
         return finite_argmax(self(x))
 
 
@@ -203,7 +248,7 @@ def finite_argmax(logits: Tensor) -> Tensor:
 
 
 def write_result(result: Tensor, out: Tensor | None) -> Tensor:
-    """Return `out` with a copy of the result, or the result itself without `out`."""
+    """Copy the result to `out` and return `out`, or return the result itself if `out` is None."""
     return result if out is None else out.copy_(result)
 
 
@@ -212,14 +257,18 @@ class HeadsLinear(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the products (T, heads, out) for x (T, heads, in)."""
+        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentHeads:
     """The products per head that map queries to the latent space of K, and results from the latent space of V.
 
-    A latent has `rank` values. The first `plain` values of a query are not rotated.
+    Attributes:
+        k: The product for queries.
+        v: The product for results.
+        rank: The number of values of a latent.
+        plain: The number of leading values of a query that are not rotated.
     """
 
     k: HeadsLinear
@@ -241,32 +290,42 @@ class Experts(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the results (T, hidden) for x (T, hidden); see batchinfer_kernels.experts.
+        """Return the weighted sum of each token's experts, (tokens, hidden); see batchinfer_kernels.experts.
 
         Args:
-            x: The hidden states.
+            x: (tokens, hidden).
             choice: The experts of each token, and their weights.
-            counted: The tokens to count in `loads`, (T,) bool, or None for all.
+            counted: (tokens,) bool, the tokens to count in `loads`, or None for all.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerParts:
-    """A decoder layer's packed weights, by their names in its spec."""
+    """A decoder layer's packed weights, by their names in its spec.
+
+    Attributes:
+        linears: The linear layers.
+        norms: The weights and biases of norms.
+        rope: The table of the rotation, or None without attention.
+        experts: The experts, or None.
+        vectors: Other vectors, such as sinks.
+        latent_heads: The projections of K and V of attention over latents, or None.
+        distances: (query heads, 2 * positions) float32, the bias of a key's distance to its query, shared by all
+            layers.
+        adapters: The adapters of the linear layers that any adapter changes.
+    """
 
     linears: Mapping[str, Linear]
     norms: Mapping[str, Tensor]
-    rope: RopeTable | None  # None: it has no attention
+    rope: RopeTable | None
     experts: Experts | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict)
     latent_heads: LatentHeads | None = None
-    # The bias that a key's distance adds to its score, (query heads, 2 x positions) float32; shared by all layers
     distances: Tensor | None = None
-    # Of those linears that any adapter changes
     adapters: Mapping[str, Adapters] = field(default_factory=dict)
 
     def product(self, name: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Compute the linear of that name, with the adapters of the step's tokens."""
+        """Return the result of the linear layer `name` for x (tokens, inputs), including the tokens' adapters."""
         linear, adapters = self.linears[name], self.adapters.get(name)
         if adapters is None or inputs.adapted is None:
             return linear(x)
@@ -274,9 +333,13 @@ class LayerParts:
 
 
 class DecoderLayer(ABC):
-    """A layer of a decoder."""
+    """A layer of a decoder.
 
-    loads: Tensor | None = None  # where it has experts: `Experts.loads`
+    Attributes:
+        loads: `Experts.loads` of its experts, or None without experts.
+    """
+
+    loads: Tensor | None = None
 
     @abstractmethod
     def __call__(
@@ -287,7 +350,7 @@ class DecoderLayer(ABC):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return x and residual for the next layer, each (T, hidden), and store K and V of the step's tokens.
+        """Return x and residual for the next layer, each (tokens, hidden), and store K and V of the step's tokens.
 
         The layer may overwrite its arguments and results of earlier layers.
 
@@ -310,11 +373,21 @@ class ActivatedLinear(Linear):
         operator: Callable[[Tensor, Activation], Tensor],
         name: Activation,
     ) -> None:
+        """Create the layer from a linear layer and an activation operator.
+
+        Args:
+            inner: The linear layer.
+            out_features: The number of results of the operator.
+            operator: Applies the activation to the results of `inner`.
+            name: The name of the activation.
+        """
         self.in_features, self.out_features = inner.in_features, out_features
         self._inner, self._operator, self._activation = inner, operator, name
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) for x (tokens, in_features)."""
         return self._operator(self._inner(x), self._activation)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
+        """Add the adapters' values to the inner product of x (tokens, inputs), and return the activation of the sum."""
         return self._operator(self._inner.adapted(x, added), self._activation)

@@ -1,9 +1,9 @@
-"""Products by libraries that are faster than our kernels for some numbers of rows.
+"""Matrix products by libraries that are faster than batchinfer's kernels for some numbers of rows.
 
-float8 codes by torch's `scaled_mm` (cuBLASLt and CUTLASS), and experts in bfloat16 by its `grouped_mm` (CUTLASS). Gate
-and up with their activation in one launch by quack-kernels (Dao-AILab, CuTe DSL), an optional package: cuBLAS writes
-gate and up to memory, from which a kernel reads them and writes half as many values. Its epilogue does not multiply one
-column with another; quack's does, for a weight with all of gate's rows above all of up's.
+torch's `scaled_mm` (cuBLASLt and CUTLASS) multiplies float8 weights, and its `grouped_mm` (CUTLASS) experts in
+bfloat16.
+The optional package quack-kernels (Dao-AILab, CuTe DSL) computes gate and up with their activation in one launch.
+cuBLAS would write gate and up to memory, since its epilogue cannot multiply one column with another.
 """
 
 from __future__ import annotations
@@ -29,35 +29,54 @@ from batchinfer_kernels.gpu.target import architecture
 FIRST_WITH_ROWS = 89
 WITH_BLOCKS = range(90, 100)
 DTYPES = (torch.bfloat16, torch.float16)
-# Values that both sides of a weight are multiples of, and rows where groups of inputs have scales
+# The unit of a weight's outputs and inputs, and of rows if groups of inputs have scales
 FP8_UNIT = 16
-SCALE_UNIT = 4  # groups that columns of scales of blocks are multiples of
+SCALE_UNIT = 4  # the unit of groups in a column of scales of blocks
 CAPABILITIES = ("90", "100")
-UNIT = 8  # values of 16 bytes, of which rows of all matrices are multiples
+UNIT = 8  # the unit of row lengths of all matrices: 16 bytes
 # quack's names of activations that it computes as batchinfer does: its swiglu_oai clamps nothing
 ACTIVATIONS: dict[Activation, str] = {"silu": "swiglu", "gelu_tanh": "geglu"}
 
 
 class LibraryFp8:
-    """The library's product with a weight of float8 codes, for activations of `dtype`.
+    """The product of torch's `scaled_mm` with a float8 weight.
 
-    What it wants of layouts is what torch 2.11 to 2.13 check (aten/src/ATen/native/cuda/ScaledBlas.cpp): x by rows and
-    the weight by columns, both of a multiple of 16 values; float32 scales, of rows (T, 1) and (1, N), or of groups of
-    128 inputs, (T, groups) by columns, and of blocks, (groups rounded up to 4, N / 128) by columns, on compute
-    capability 9. What cuBLAS wants beyond that torch does not check: with scales of groups as many rows as a multiple
-    of 8 (its manual says 4; NVIDIA's TransformerEngine has found 8), so that they are filled up to 16.
+    torch 2.11 to 2.13 check these layouts (aten/src/ATen/native/cuda/ScaledBlas.cpp): x by rows and the weight by
+    columns,
+    both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On compute capability
+    9,
+    they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups rounded up to a
+    multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8 rows for scales of
+    groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple of 16.
+
+    Attributes:
+        dtype: The dtype of activations.
     """
 
     def __init__(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, blocks: bool
     ) -> None:
-        """codes: (N, K); scales: (1, N), or of blocks, as the library wants them."""
+        """Create the product.
+
+        Args:
+            codes: The values, (outputs, inputs).
+            scales: (1, outputs), or the scales of blocks in the library's layout.
+            bias: (outputs,), or None.
+            dtype: The dtype of activations.
+            blocks: True if scales are per block.
+        """
         self._codes, self._scales, self._bias, self._blocks = codes, scales, bias, blocks
         self.dtype = dtype
 
     @classmethod
     def of(cls, weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype) -> LibraryFp8 | None:
-        """Return the product for activations of `dtype`; None where the library, or this GPU, has none."""
+        """Return the product for activations of `dtype`, or None if the library or the GPU does not support it.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+            dtype: The dtype of activations.
+        """
         found, (outputs, inputs) = architecture(), weight.codes.shape
         if not hasattr(F, "scaled_mm") or not found.isdigit() or int(found) < FIRST_WITH_ROWS:
             return None
@@ -77,7 +96,7 @@ class LibraryFp8:
         return cls(codes, _by_columns(weight.scales), bias, dtype, True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(T, K) → (T, N) in x's dtype. Rows, or groups of them, are quantised by our kernel."""
+        """Quantise x (tokens, inputs) by rows or groups, and return the product (tokens, outputs) in x's dtype."""
         kinds: Any = F.ScalingType
         if self._blocks:
             missing = -len(x) % FP8_UNIT
@@ -101,7 +120,7 @@ class LibraryFp8:
 
 
 def _by_columns(scales: Tensor) -> Tensor:
-    """(blocks of outputs, groups) → (groups and padding, blocks of outputs), column by column."""
+    """Return scales (blocks, groups) as (padded groups, blocks), stored by columns."""
     blocks, groups = scales.shape
     padded = scales.new_zeros(blocks, -(-groups // SCALE_UNIT) * SCALE_UNIT, dtype=torch.float32)
     padded[:, :groups] = scales
@@ -109,16 +128,27 @@ def _by_columns(scales: Tensor) -> Tensor:
 
 
 class LibraryGated:
-    """The library's product of one weight, with the gate in its epilogue."""
+    """The product of quack-kernels with the weight of gate and up, with the gated activation in its epilogue."""
 
     def __init__(self, weight: Tensor, activation: str) -> None:
+        """Create the product.
+
+        Args:
+            weight: (2 * outputs, inputs), gate before up.
+            activation: quack's name of the activation.
+        """
         self._weight, self._activation = weight, activation
         self.dtype = weight.dtype
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, activation: Activation) -> LibraryGated | None:
-        """Return the product with a weight (2 × out, in), gate above up; None where the package is not installed, or
-        has no such product."""
+        """Return the product, or None if the package is not installed or does not support it.
+
+        Args:
+            weight: (2 * outputs, inputs), gate before up.
+            bias: (2 * outputs,), or None. Biases are unsupported.
+            activation: The activation of the gate.
+        """
         outputs, inputs = weight.shape
         fits = weight.is_contiguous() and not inputs % UNIT and not outputs % (2 * UNIT)
         if bias is not None or activation not in ACTIVATIONS or weight.dtype not in DTYPES or not fits:
@@ -128,8 +158,10 @@ class LibraryGated:
         return cls(weight, ACTIVATIONS[activation])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(T, in) → (T, out). The tile is the one that quack names for any product: its search would compile some
-        dozens for each number of rows."""
+        """Return act(gate) * up, (tokens, outputs), for x (tokens, inputs).
+
+        quack's default tile is used, since its search would compile dozens of kernels for each number of rows.
+        """
         interface: Any = importlib.import_module("quack.gemm_interface")
         y: Tensor = interface.gemm_gated(
             x,
@@ -143,45 +175,68 @@ class LibraryGated:
 
 
 class ChosenGated(ActivatedLinear):
-    """A gated layer that is computed in two launches, or in one by the library; see LibraryChoice."""
+    """A gated layer computed in two launches, or in one by a library for many rows; see LibraryChoice."""
 
     library_name = "quack-kernels"
 
     def __init__(self, ops: Ops, inner: Linear, activation: Activation, fused: LibraryGated) -> None:
+        """Create the layer.
+
+        Args:
+            ops: The operators, which apply the activation after `inner`.
+            inner: The linear layer of gate and up.
+            activation: The activation of the gate.
+            fused: The library's product.
+        """
         super().__init__(inner, inner.out_features // 2, ops.gated_activation, activation)
         self._fused = fused
         self.least_library_rows: int | None = None
 
     @property
     def form(self) -> str:
-        """Return what the time of a product depends on, as a name."""
+        """Return a text with all properties that the layer's duration depends on; see `LibraryChoice.form`."""
         kind = str(self._fused.dtype).removeprefix("torch.")
         return f"gate and up in {kind}, {2 * self.out_features} x {self.in_features}, {self._activation}"
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return the layer's result for so many random rows in two launches, and by the library."""
+        """Return two functions that compute the layer for `rows` random rows: in two launches, and with the library."""
         x = torch.randn(rows, self.in_features, dtype=self._fused.dtype, device=device)
         return lambda: super(ChosenGated, self).__call__(x), lambda: self._fused(x)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return act(gate) * up, (tokens, out_features), for x (tokens, in_features)."""
         least = self.least_library_rows
         return self._fused(x) if least is not None and len(x) >= least else super().__call__(x)
 
 
 class LibraryGrouped:
-    """The library's products of gated experts, whose weights are (experts, out, in) bfloat16.
+    """The products of torch's `grouped_mm` for gated experts in bfloat16.
 
-    It reads where groups end from the device, so that a graph can replay it, on compute capability 9.0 and 10.0 alone.
-    On other GPUs torch multiplies group by group, and the host waits for where they end
+    On compute capability 9.0 and 10.0, the library reads the ends of groups from the device, so a graph can replay it.
+    On
+    other GPUs, torch multiplies group by group, and the host waits for the ends of groups
     (aten/src/ATen/native/GroupedMMUtils.h).
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
+        """Create the products.
+
+        Args:
+            gate_up: (experts, 2 * inner, hidden), gate before up.
+            down: (experts, hidden, inner).
+            activation: The activation of the gate.
+        """
         self._gate_up, self._down, self._activation = gate_up, down, activation
 
     @classmethod
     def of(cls, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> LibraryGrouped | None:
-        """Return the products; None where the library, or this GPU, has none."""
+        """Return the products, or None if the library or the GPU does not support them.
+
+        Args:
+            gate_up: The weights of the first products, with gate before up.
+            down: The weights of the second products.
+            activation: The activation of the gate.
+        """
         if not hasattr(F, "grouped_mm") or architecture() not in CAPABILITIES:
             return None
         for weights in (gate_up, down):
@@ -192,8 +247,12 @@ class LibraryGrouped:
         return cls(gate_up.weight, down.weight, activation)
 
     def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
-        """x: (T, hidden) bfloat16 → the results of the sorted rows, (R, hidden); those behind the last expert's are
-        anything."""
+        """Return the experts' results of the sorted rows, (rows, hidden). Rows after the last expert's have any values.
+
+        Args:
+            x: (tokens, hidden) bfloat16.
+            rows: The rows, sorted by expert.
+        """
         ends = rows.starts[1:].to(torch.int32)
         given = x.index_select(0, rows.tokens)
         both = F.grouped_mm(given, self._gate_up.transpose(1, 2), offs=ends)

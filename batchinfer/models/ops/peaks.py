@@ -23,8 +23,8 @@ STREAM_TRIES = 10
 FIRST_WITH_FP8 = (8, 9)  # the first compute capability whose tensor cores know float8_e4m3fn
 # M = N = K. At 790 TFLOP/s a 2048 GEMM takes 22 µs, not much above a launch; an 8192 one takes 1.4 ms.
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
-# Inputs and outputs of the products of a layer of `llama-135m`, the benchmark's model; layers that fill no cache; and
-# the rows of a step
+# (inputs, outputs) of the products of a layer of `llama-135m`, the benchmark's model; enough layers to exceed the
+# caches; and the rows of a step
 LAYER, LAYERS, LAYER_ROWS = ((576, 960), (576, 576), (576, 3072), (1536, 576)), 12, 128
 LAYER_TRIES = 5
 # At least 16 times the last-level cache of usual machines (32 MiB on two EPYC cores, 50 MiB on an H200)
@@ -33,19 +33,29 @@ STREAM_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPeaks:
-    """The measured peak FLOP/s (or operations per second) by dtype name, and bytes per second of reads and copies."""
+    """The measured peaks of a device.
 
-    name: str | None  # the GPU's name as torch and nvidia-smi print it; None on the CPU
+    Attributes:
+        name: The GPU's name as torch and nvidia-smi print it, or None on the CPU.
+        peak_flops: FLOP/s, or integer operations per second, by dtype name.
+        read_bytes_per_s: The bandwidth of reads.
+        copy_bytes_per_s: The bandwidth of copies: bytes read plus bytes written, per second.
+        seconds: The duration of the measurement.
+        peak_by: The library that reached the peak ("torch" or "compiled"), by dtype name.
+        rates: The operations per second of every library, by dtype name.
+    """
+
+    name: str | None
     peak_flops: dict[str, float]
     read_bytes_per_s: float
-    copy_bytes_per_s: float  # bytes read plus bytes written
+    copy_bytes_per_s: float
     seconds: float
-    peak_by: dict[str, str] = field(default_factory=dict)  # which Multiplier reached it, by dtype name
-    # Operations a second of every Multiplier, by dtype name
+    peak_by: dict[str, str] = field(default_factory=dict)
     rates: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def bandwidth(self) -> float:
+        """Return the larger bandwidth of reads and copies, in bytes per second."""
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
 
@@ -129,7 +139,7 @@ def _all(calls: list[Callable[[], Tensor]]) -> None:
 
 
 def _gemm_rates(where: torch.device, dtype: str, size: int) -> dict[str, float]:
-    """Return the rate of each library. Data is random, since zeros let a GPU clock higher."""
+    """Return the operations per second of each library. Data is random, since zeros let a GPU clock higher."""
     generator = torch.Generator(device=where).manual_seed(0)
     x, weight = (_matrix(generator, dtype, size, size) for _ in range(2))
     return {by: 2 * size**3 / _best(call, where, GEMM_TRIES) for by, call in products(x, weight)}

@@ -12,14 +12,19 @@ from torch import Tensor
 from batchinfer_kernels.cpu.compiled import CompiledOperators
 from batchinfer_kernels.cpu.compilers import NoCompiler
 
-# torch: its libraries, such as oneDNN, MKL and cuBLAS. compiled: the C operators
+# "torch" means its libraries, such as oneDNN, MKL and cuBLAS; "compiled" means the C operators
 Multiplier = Literal["torch", "compiled"]
 
 
 def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[], Tensor]]]:
-    """Yield each library that can compute x Wᵀ on the device of x, and a call that does so with a packed weight.
+    """Yield each library that can compute x W^T on the device of x, and a function that does so with a packed weight.
 
-    In int8 and float8_e4m3fn, both x and the weight are quantised. Runs use float8_e4m3fn only on a GPU.
+    Args:
+        x: (rows, inputs). In int8 and float8_e4m3fn, both x and the weight are quantised.
+        weight: (outputs, inputs), in the dtype of x. Runs use float8_e4m3fn only on a GPU.
+
+    Yields:
+        ("torch" or "compiled", a function that returns the product).
     """
     if x.dtype == torch.float8_e4m3fn:
         yield "torch", _fp8_product(x, weight)
@@ -45,7 +50,7 @@ def compiled_operators() -> CompiledOperators | None:
 
 
 def onednn_has_int8() -> bool:
-    """Return whether oneDNN is known to have int8 products on this CPU."""
+    """Return True if oneDNN is known to have int8 products on this CPU, which is the case on x86-64."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -55,19 +60,18 @@ def _compiled(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callabl
 
 
 def _compiled_codes(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of int8 values by our own operators, in float32. They quantise the rows of x, as in a run."""
+    """Return a call that multiplies int8 values with the compiled operators, and quantises x by rows as in a run."""
     packed, values = compiled.pack_codes(weight, torch.ones(len(weight)), None), x.float()
     return lambda: compiled.linear(values, packed)
 
 
 def _fp8_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of float8_e4m3fn by the GPU vendor's library, in bfloat16."""
     one = torch.ones((), device=x.device)
     return lambda: torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16)
 
 
 def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of int8 values, in float32. oneDNN is fast on unsigned activations only, so 128 is added to them."""
+    """Return a call that multiplies int8 values with oneDNN, which is only fast for unsigned activations."""
     packed = torch.ops.onednn.qlinear_prepack(weight, list(x.shape))
     raised = (x.to(torch.int16) + 128).to(torch.uint8)
     scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
@@ -76,12 +80,11 @@ def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def _integer_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ of int8 values by the GPU vendor's library, in int32."""
     return lambda: torch._int_mm(x, weight.T)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """x Wᵀ as a run does it: on the CPU in bfloat16 with the weight packed once, where oneDNN can."""
+    """Return a call that multiplies as in a run: in bfloat16 on a CPU, with a weight packed by oneDNN if possible."""
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
         return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")

@@ -11,7 +11,7 @@ import torch
 from batchinfer.models.ops.prompts.trial import Clock, seconds_of
 
 QUEUE_MARGIN = 2.0  # the wait, relative to the host's time to queue a call
-CYCLES_PER_S = 2.1e9  # of the fastest GPU: slower ones wait longer than they need
+CYCLES_PER_S = 2.1e9  # clock of the fastest GPU: slower GPUs wait longer than necessary
 FLUSHED = 2  # the size of the tensor that flushes the device's cache, relative to the cache
 
 
@@ -19,7 +19,8 @@ class QueuedTime:
     """Measures the duration of calls on a device.
 
     On a GPU, the host's time for launches does not count, as in the replay of a graph. The cache is flushed before a
-    call, so that weights are read from memory, as in a model that is larger than the cache.
+    call,
+    so that weights are read from memory, as in a model that is larger than the cache.
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
@@ -27,7 +28,7 @@ class QueuedTime:
         self._cold: torch.Tensor | None = None
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Return the seconds that a call takes. Run it once before, so that nothing is compiled."""
+        """Return the duration of a call in seconds. Call `run` once before, so that compilation is not measured."""
         if self._device.type != "cuda":
             return seconds_of(run, self._device, self._clock)
         host_s = self._host_s(run)
@@ -62,6 +63,6 @@ def timed_event() -> Any:
 
 
 def keep_busy(cycles: int) -> None:
-    """Run a kernel that waits for this number of cycles. torch's own tests use it, too."""
+    """Launch a kernel that waits for this number of cycles. torch's own tests use the same private function."""
     sleep: Callable[[int], None] = torch.cuda._sleep
     sleep(cycles)

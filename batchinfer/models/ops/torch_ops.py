@@ -1,4 +1,4 @@
-"""Operators made of torch's own: runs wherever torch does, in any dtype."""
+"""Operators that use torch only: they run on every device that torch supports, in any dtype."""
 
 from __future__ import annotations
 
@@ -40,23 +40,33 @@ from batchinfer_kernels.paged_attention import ScoreRules
 from batchinfer_kernels.rms_norm import rms_norm_reference
 from batchinfer_kernels.rope_store import rope_reference, rope_store_reference
 
-# A float32 matrix product of fewer rows goes another way through the BLAS and rounds differently: padding to
-# eight rows makes a row's numbers (almost) independent of how many rows it is computed with.
+# The BLAS rounds float32 products of fewer rows differently. With padding to eight rows, a row's results are almost
+# independent of the number of rows.
 MIN_ROWS = 8
 # Values of a head's weight that are widened to float32 at a time: a whole vocabulary would take gigabytes
 WIDENED_VALUES = 1 << 24
 
 
 class TorchLinear(Linear):
-    """The weight as it was loaded."""
+    """A linear layer with a float weight, multiplied by torch with at least MIN_ROWS rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Create the layer.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+
+        Raises:
+            ValueError: If the shapes do not match.
+        """
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
         self.out_features, self.in_features = weight.shape
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) for x (tokens, in_features)."""
         rows = x.shape[0]
         if rows >= MIN_ROWS:
             return F.linear(x, self._weight, self._bias)
@@ -64,13 +74,14 @@ class TorchLinear(Linear):
 
 
 class TorchHead(Head):
-    """Logits as float32 sums of float32 products, whatever dtype the weight has."""
+    """A head that computes logits in float32, in parts of the vocabulary, whatever dtype the weight has."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         self._parts = torch.split(weight, max(1, WIDENED_VALUES // self.in_features))
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
         wide = x.float()
         return torch.cat([TorchLinear(part.float(), None)(wide) for part in self._parts], dim=-1)
 
@@ -82,11 +93,12 @@ class ExactLinear(TorchLinear):
         super().__init__(weight.float(), None if bias is None else bias.float())
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the results (tokens, out_features) in float32 for x (tokens, in_features)."""
         return super().__call__(x.float())
 
 
 class TorchExperts(Experts):
-    """One expert after the other. The host waits for the number of each one's rows."""
+    """Experts that are computed sequentially. The host waits for the number of rows of each expert."""
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
         self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
@@ -97,6 +109,7 @@ class TorchExperts(Experts):
         self._activation = activation
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
         groups = group_by_expert(choice.experts, len(self.loads))
         add_loads(self.loads, choice.experts, counted)
         rows = x[groups.order // choice.experts.shape[1]]
@@ -109,23 +122,34 @@ class TorchExperts(Experts):
 
 
 def add_loads(loads: Tensor, experts: Tensor, counted: Tensor | None) -> None:
-    """Counts each token's experts, of those tokens that are `counted` if that is given."""
+    """Add the number of tokens per expert to `loads`, in place.
+
+    Args:
+        loads: (experts,) int64.
+        experts: (tokens, chosen) int64, the experts of each token.
+        counted: (tokens,) bool, the tokens to count, or None for all.
+    """
     each = torch.ones_like(experts) if counted is None else counted[:, None].expand_as(experts).long()
     loads.index_add_(0, experts.flatten(), each.flatten())
 
 
 class TorchHeads(HeadsLinear):
-    """One product for all heads."""
+    """A matrix product for each head, as one einsum."""
 
     def __init__(self, weight: Tensor) -> None:
+        """Create the layer from the matrices, (heads, outputs, inputs)."""
         self._weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
         return torch.einsum("thi,hoi->tho", x, self._weight)
 
 
 class TorchAdapters(Adapters):
-    """Low-rank products of one adapter after the other. The host waits for the number of each one's tokens."""
+    """The factors of adapters for one product, multiplied sequentially.
+
+    The host waits for the number of tokens of each adapter.
+    """
 
     def __init__(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> None:
         self._kept, self._room = [None if own is None else (own.a, own.b) for own in factors], room
@@ -134,61 +158,84 @@ class TorchAdapters(Adapters):
         self._outputs = next(len(own.b) for own in factors if own is not None)
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
+        """Return the values that adapters add to the product with x (tokens, inputs)."""
         starts = rows.starts[1:] - rows.starts[1]
         own = x[rows.order[int(rows.starts[1]) :]]
         return AddedValues(low_rank_reference(own, self._factors, starts, self._outputs), rows)
 
     def place(self, number: int, place: int) -> None:
+        """Copy the factors of adapter `number` to `place`, both from 1; see `Adapters.place`."""
         kept, room = self._kept[number - 1], self._room
-        assert room is not None, "each has its place"
+        assert room is not None, "without a room, all adapters have places already"
         self._factors[place - 1] = (
             None if kept is None else (kept[0].to(room.device), kept[1].to(room.device))
         )
 
 
 class GroupedPlan(AttentionPlan):
-    """The step's sequences, grouped by shape."""
+    """A plan that groups the step's sequences by shape."""
 
     def __init__(self, groups: list[AttentionGroup], tokens: int) -> None:
+        """Create the plan from the groups and the number of tokens of the step."""
         self.groups = groups
         self.padded_tokens = sum(g.shape[0] * g.shape[1] for g in groups) - tokens
 
 
 class TorchOps(Ops):
-    """The implementation for every device that has no kernels of its own. Not `causal`, tokens see later ones, too, and
-    every step has whole sequences."""
+    """Operators for devices without kernels of their own."""
 
     name = "torch"
 
     def __init__(self, causal: bool = True) -> None:
+        """Create the operators.
+
+        Args:
+            causal: False for an encoder: tokens also attend to later tokens, and steps must have whole sequences.
+        """
         self._causal = causal
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Return a linear layer with this float weight (outputs, inputs).
+
+        Raises:
+            TypeError: If the weight is quantised.
+        """
         return TorchLinear(values_of(weight, self.name), bias)
 
     def pack_head(self, weight: Weight) -> Head:
+        """Return the layer that computes float32 logits (tokens, vocab) with a float weight (vocab, inputs).
+
+        Raises:
+            TypeError: If the weight is quantised.
+        """
         return TorchHead(values_of(weight, self.name))
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return a linear layer with float32 results and a weight (outputs, inputs) that is not quantised."""
         return ExactLinear(weight, bias)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        """Return the experts of a layer, each a gated feed-forward network with float weights."""
         return TorchExperts(gate_up, down, activation)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        """Return the factors of adapters for a product; see `Ops.pack_adapters`."""
         return TorchAdapters(factors, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
+        """Return a layer that multiplies each head with its own float matrix, of weights (heads, outputs, inputs)."""
         return TorchHeads(weights.weight)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
+        """Return (RMSNorm of x + residual, x + residual), each like x."""
         return rms_norm_reference(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
+        """Rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_store_reference(
             q,
@@ -207,6 +254,7 @@ class TorchOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
+        """Return rotated q, bitwise equal to `rope_store`."""
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_reference(
             q, cos, sin, turn.q_norm, turn.eps, offset=turn.offset, interleaved=turn.rope.interleaved
@@ -214,11 +262,13 @@ class TorchOps(Ops):
 
     @property
     def follows_trees(self) -> bool:
+        """Return True for a decoder: steps may then contain draft trees."""
         return self._causal
 
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
     ) -> AttentionPlan:
+        """Group the sequences of one step by shape; see `Ops.plan_attention`. `beside` is ignored."""
         shapes, start = [], 0
         for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
             shapes.append(SequenceShape(row, start, queries, context))
@@ -232,6 +282,11 @@ class TorchOps(Ops):
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
+        """Return attention over cached keys, (tokens, query heads, head size); see `Ops.attention`.
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         found = grouped_attention(q, cache.k, cache.v, plan.groups, rules)
@@ -240,9 +295,15 @@ class TorchOps(Ops):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
+        """Return attention of projected queries to cached latents, (tokens, heads, rank).
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         return grouped_latent_attention(q, cache.k, plan.groups, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
         return gated_activation_reference(gate_up, activation)

@@ -83,12 +83,20 @@ from batchinfer_kernels.routing import Routing
 from batchinfer_kernels.sample import RowSampling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Of a GPU whose own are not known: an H100's in 16 bits (NVIDIA's datasheet)
+# Peaks of GPUs without a known datasheet: an H100's peaks in 16-bit floats (NVIDIA's datasheet)
 USUAL_PEAKS = Peaks(989e12, 3.35e12)
 
 
 class TritonPlan(FixedPlan):
-    """A step's plan with the block tables that it is read with."""
+    """The attention plan of a step for Triton kernels, with the step's block tables.
+
+    Attributes:
+        plan: The launches of batchinfer's kernels.
+        tables: The block tables, (sequences, maximum blocks) int32.
+        pages: The plan of a library that computes the chunks of prompts, or None; see `PromptPrefill.plan`.
+        singles: `plan` without the chunks that the library computes.
+        shares: True if the plan considered shared prefixes.
+    """
 
     padded_tokens = 0
 
@@ -98,88 +106,121 @@ class TritonPlan(FixedPlan):
         inputs: AttentionInputs,
         pages: object | None = None,
     ) -> None:
-        """`pages`: of chunks that a library reads in layers that it covers; see PromptPrefill."""
+        """Create the plan.
+
+        Args:
+            plan: The launches of batchinfer's kernels.
+            inputs: The inputs of the step.
+            pages: The plan of a library that computes the chunks of prompts, or None.
+        """
         self.plan, self.tables, self.pages = plan, inputs.block_tables, pages
-        self.singles = plan if pages is None else plan.without_chunks()  # what it leaves to our kernels
-        self.shares = inputs.whole  # whether it was planned what sequences share
+        self.singles = plan if pages is None else plan.without_chunks()
+        self.shares = inputs.whole
 
     @property
     def sizes(self) -> tuple[object, ...]:
+        """Return the sizes that launches depend on, except the number of rows and the context limit."""
         return self.plan.sizes
 
     @property
     def contexts(self) -> Tensor:
+        """Return the tensor of context lengths that launches read; see `LaunchPlan.contexts`."""
         return self.plan.contexts
 
     def serves(self, context_lens: Sequence[int]) -> bool:
+        """Return True if the plan fits later steps with contexts up to these lengths when `contexts` is updated."""
         return self.plan.serves(context_lens)
 
     def place(self) -> None:
+        """Copy the values that a graph reads to the device."""
         self.plan.place()
 
     def refill(self, other: FixedPlan) -> None:
-        """The block tables stay where they are: who captures a step keeps them filled."""
+        """Copy the values of another step's plan with the same sizes into this plan's tensors, except block tables.
+
+        The owner of the captured step updates the block tables.
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(other, TritonPlan):
             raise TypeError(f"{type(other).__name__} was not made by these operators")
         self.plan = self.plan.refilled(other.plan)
 
 
 class TritonOps(Ops):
-    """`shape`: of the model whose attention is planned. Where it is deterministic, a row's results depend on that row
-    alone, bit by bit, in linear layers too. `peaks`: of the GPU."""
+    """Operators for a GPU. In deterministic mode, a row's results depend only on that row, bit by bit."""
 
     name = "triton"
 
     def __init__(self, shape: AttentionShape, peaks: Peaks = USUAL_PEAKS) -> None:
+        """Create the operators of a model.
+
+        Args:
+            shape: The attention of the model, and True for `deterministic` if results must not depend on the batch.
+            peaks: The peaks of the GPU, which decide between products.
+        """
         self._shape, self._peaks = shape, peaks
         self._panel = WeightPanel()
         self._prefill: AnyPrefill | None = None
-        # Layers that are gone, as those of a calibration, take their weights with them
+        # Weak references, so that layers of a calibration can be freed
         self._library_layers: list[weakref.ref[LibraryChoice]] = []
 
     @property
     def shape(self) -> AttentionShape:
-        """Return the attention's shape; see PromptOps."""
+        """Return the properties of the model's attention; see PromptOps."""
         return self._shape
 
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
-        """Return the layers that were packed and that the library can multiply, too; see ProductOps."""
+        """Return the packed layers that a library can compute too, or None in deterministic mode; see ProductOps."""
         if self._shape.deterministic:
             return None
         return [layer for known in self._library_layers if (layer := known()) is not None]
 
     def with_prefill(self, prefill: AnyPrefill) -> TritonOps:
-        """Return these operators with another prefill attention; see PromptOps."""
+        """Return a copy of these operators whose attention of prompts uses `prefill`; see PromptOps."""
         made = TritonOps(self._shape, self._peaks)
         made._prefill, made.name = prefill, f"{self.name}+{prefill.extra}"
         return made
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
-        """Whether the kernels cover a model."""
+        """Return True if the kernels support a model.
+
+        Args:
+            dtype: The dtype of activations.
+            group: The number of query heads per KV head.
+            head_dim: The size of a head, or of a latent.
+            latent: True if the KV cache holds latents.
+        """
         if latent:
             return dtype in DTYPES and head_dim <= MAX_LATENT
         return dtype in DTYPES and group <= MAX_GROUP and head_dim <= MAX_HEAD_DIM
 
     def supports_cache(self, cache: CacheSpec) -> bool:
+        """Return True for all caches except quantised latents."""
         return cache.dtype is None or not cache.latent
 
     def linear(self, codes: WeightCodes | None) -> str:
+        """Return the format of most quantised weights, else "library", or "triton" in deterministic mode."""
         if codes is not None:
             return codes
         return "triton" if self._shape.deterministic else "library"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Return a linear layer with this weight (outputs, inputs), for a kernel or, if float, the vendor's library."""
         if isinstance(weight, SparseWeight) and not self._shape.deterministic:
             return sparse_linear(weight.values, bias)
         return self._packed(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        """Return a layer act(gate) * up, in one kernel if possible; see `Ops.pack_gated`."""
         made = self._packed(weight, bias, activation)
         return self._gated(weight, bias, activation) if made is None else made
 
     def pack_head(self, weight: Weight) -> Head:
+        """Return the layer that computes float32 logits (tokens, vocab) with a weight (vocab, inputs)."""
         if isinstance(weight, CodedWeight):
             int8 = weight.codes.dtype == torch.int8
             return Int8Head(weight) if int8 else Fp8Head(weight, self._shape.deterministic)
@@ -187,13 +228,16 @@ class TritonOps(Ops):
         return InvariantHead(values) if self._shape.deterministic else LibraryHead(values)
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return a linear layer with float32 results and a weight (outputs, inputs) that is not quantised."""
         kind = InvariantExact if self._shape.deterministic else LibraryExact
         return kind(weight, bias)
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
+        """Choose the experts of each token, with one kernel if it supports the rule; see `Ops.choose_experts`."""
         return choose(logits, routing, correction)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
+        """Return the experts of a layer, computed by grouped products; see `Ops.pack_experts`."""
         fixed = self._shape.deterministic
         if gate_up.mxfp4 or gate_up.int4:
             return CodedExperts(gate_up, down, activation, fixed, self._shape.dtype)
@@ -204,10 +248,11 @@ class TritonOps(Ops):
         return made
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's expert results, (tokens, N); see `Ops.combine`."""
         return combine(made, torch.arange(len(made), device=made.device), weights)
 
     def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
-        """Pack a weight for our own kernel; None if the library multiplies it."""
+        """Pack a weight for one of batchinfer's kernels, or return None if the vendor's library must multiply it."""
         fixed = self._shape.deterministic
         if isinstance(weight, CodedWeight):
             if weight.group:
@@ -219,7 +264,7 @@ class TritonOps(Ops):
         return InvariantLinear(values_of(weight, self.name), bias, activation) if fixed else None
 
     def _gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Pack a gated weight that the vendor's library multiplies, or quack."""
+        """Pack a gated weight for the vendor's library, or for a choice between it and quack-kernels."""
         fused = LibraryGated.of(weight, bias, activation) if isinstance(weight, Tensor) else None
         if fused is None:
             return super().pack_gated(weight, bias, activation)
@@ -238,16 +283,19 @@ class TritonOps(Ops):
         return made
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
+        """Return the maximum bytes of partial results of split rows in a step; see `Ops.spare_bytes`."""
         return self._shape.spare_part_bytes(rows, longest, device, queries)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
+        """Return (RMSNorm of x + residual, x + residual), each like x, by a Triton kernel."""
         return rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
+        """Rotate q and k, write k and v to the cache, and return q, by a Triton kernel; see `Ops.rope_store`."""
         return rope_store(
             q,
             k,
@@ -268,6 +316,7 @@ class TritonOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
+        """Return rotated q, bitwise equal to `rope_store`, by a Triton kernel."""
         return rotate(
             q,
             turn.rope.cos,
@@ -282,28 +331,35 @@ class TritonOps(Ops):
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
+        """Advance the input tensors of a decode step by one token per row; see `Ops.advance_rows`."""
         advance_rows(tokens, step, firsts, repeats, kept)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
+        """Copy K and V of the first tokens of blocks to other blocks; see `Ops.copy_parts`."""
         for k, v in cache.copied:
             copy_parts(k, v, parts)
 
     @property
     def chunks_need_more_memory(self) -> bool:
-        """Return whether whole prompts attend to K and V of each head, and parts of prompts to the latents."""
+        """Return True for a cache of latents, except in deterministic mode.
+
+        Whole prompts decompress latents, but later chunks project their queries, which needs more memory.
+        """
         return self._shape.latent and not self._shape.deterministic
 
     @property
     def follows_trees(self) -> bool:
+        """Return True unless the cache holds latents: steps may then contain draft trees."""
         return not self._shape.latent
 
     def plan_attention(
         self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
     ) -> AttentionPlan:
+        """Plan the attention of one step; see `Ops.plan_attention`."""
         self.check_tree(inputs, windows)
         if self._shape.latent and not self._shape.deterministic:
             return LatentPlan(inputs, block_size, self._plan_latents)
-        library = None if inputs.tree is not None else self._prefill  # none knows masks of trees
+        library = None if inputs.tree is not None else self._prefill  # no library supports masks of trees
         pages = None if library is None else library.plan(inputs, windows)
         if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
             return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
@@ -315,7 +371,7 @@ class TritonOps(Ops):
         return TritonPlan(plan, inputs, pages)
 
     def _plan_latents(self, inputs: AttentionInputs) -> TritonPlan:
-        """Plan attention to the latents themselves."""
+        """Plan attention to latents, without decompressing them."""
         (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
         return TritonPlan(attention_plan.plan_attention(queries, contexts, self._shape, device), inputs)
 
@@ -329,8 +385,17 @@ class TritonOps(Ops):
         before: FixedPlan | None = None,
         queries: int = 1,
     ) -> FixedPlan:
-        """The plan of a few queries a sequence for a graph that stays right while contexts grow up to `longest` tokens;
-        see GraphOps."""
+        """Return a plan of attention for a graph, which stays valid while contexts grow up to `longest` tokens.
+
+        Args:
+            inputs: The inputs of the step.
+            block_size: The number of tokens in a block.
+            windows: The sliding windows of the layers.
+            longest: The maximum context length.
+            beside: The plan of another cache group for the same step, or None.
+            before: The plan of the previous decode step of the same sequences in the same order, or None.
+            queries: The maximum number of queries per sequence.
+        """
         self.check_tree(inputs, windows)
         alike = beside.plan if isinstance(beside, TritonPlan) else None
         if isinstance(before, TritonPlan):
@@ -348,8 +413,12 @@ class TritonOps(Ops):
     def _shared(
         self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int, queries: int = 1
     ) -> list[attention_plan.SharedPrefix]:
-        """Return the prefixes that sequences of up to so many queries share, if the host can see them. Tables of a
-        window do not show it: entries that it has left are alike in all of them. Latents are read by each sequence."""
+        """Return the prefixes that sequences with at most `queries` queries share, if the host has block tables.
+
+        Tables of a window do not show shared prefixes: entries before the window are equal in all tables. Kernels for
+        latents
+        do not use shared prefixes.
+        """
         tables = inputs.host_tables
         if tables is None or not inputs.whole or self._shape.latent:
             return []
@@ -358,6 +427,11 @@ class TritonOps(Ops):
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
+        """Return attention over cached keys, (tokens, query heads, head size); see `Ops.attention`.
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         todo, prefill = plan.plan, self._prefill
@@ -378,9 +452,11 @@ class TritonOps(Ops):
         )
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
+        """Return the packed factors of adapters for a product; see `Ops.pack_adapters`."""
         return TritonAdapters(factors, self._shape.deterministic, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
+        """Return a layer that multiplies each head with a matrix of its own, from weights (heads, outputs, inputs)."""
         return TritonHeads(weights, self._shape.deterministic)
 
     def latent_attention(
@@ -392,6 +468,10 @@ class TritonOps(Ops):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
+        """Return attention over cached latents, (tokens, heads, size of a value); see `Ops.latent_attention`.
+
+        For some sequences of a `LatentPlan`, K and V are decompressed instead of projecting queries and results.
+        """
         if not isinstance(plan, LatentPlan):
             return super().latent_attention(q, cache, plan, heads, scale, out)
         work, absorbed = plan.work(q, heads), super().latent_attention
@@ -408,26 +488,42 @@ class TritonOps(Ops):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
+        """Return attention of projected queries to cached latents, (tokens, heads, rank), by a Triton kernel.
+
+        Raises:
+            TypeError: If other operators made the plan.
+        """
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         return latent_attention(q, cache.k, plan.tables, plan.plan, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
         return gated_activation(gate_up, activation)
 
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
+        """Sample a token from each row of logits (n, vocab), by a Triton kernel: (n,) int64."""
         return sample(logits, sampling)
 
     def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities of the chosen tokens, and log-probabilities and ids of the most likely tokens.
+
+        Args:
+            logits: (n, vocab).
+            chosen: (n,) int64, token ids.
+            most: The number of most likely tokens.
+        """
         return log_probabilities(logits, chosen, most)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        """Apply penalties and bans to logits (n, vocab), in place, by a Triton kernel."""
         penalise(logits, penalties)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Set the logits of forbidden tokens in some rows to -inf, in place; see `Ops.mask`."""
         mask(logits, rows, bits)
 
 
 def _lengths(inputs: AttentionInputs) -> tuple[Ints, Ints]:
-    """(S,) queries and contexts. Converted once a step: of many rows that takes long."""
+    """Return the queries and the context of each sequence, (sequences,) each. Convert them only once per step."""
     return np.array(inputs.query_lens, np.int64), np.array(inputs.context_lens, np.int64)

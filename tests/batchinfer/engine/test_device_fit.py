@@ -146,7 +146,7 @@ def test_the_largest_step_and_the_largest_decode_step_are_measured():
 @pytest.mark.parametrize("more", [False, True])
 def test_parts_of_long_prompts_are_measured_where_they_may_take_more(monkeypatch, more):
     device, run, seen = Device(), DummySteps._run, []
-    monkeypatch.setattr(type(device.runner.ops), "parts_take_more", more)
+    monkeypatch.setattr(type(device.runner.ops), "chunks_need_more_memory", more)
 
     def noted(self, chunks, *args, **kwargs):
         seen.append([(chunk.start, chunk.length) for chunk in chunks])

@@ -1,7 +1,6 @@
-"""Chooses who computes the attention of prompts on a GPU: our kernel, or one of the libraries that are installed where
-it is faster.
+"""Chooses the attention of prompts on a GPU: batchinfer's kernel, or an installed library that is faster.
 
-All are timed when a model is loaded, on steps of the job's sizes, in each kind of layer that the model has.
+All are timed when a model is loaded, on steps of the job's sizes, with each kind of attention layer of the model.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from batchinfer.models.spec.spec import AttentionRules
 _log = logging.getLogger(__name__)
 
 LIBRARIES: tuple[type[AnyPrefill], ...] = (FlashInferPrefill, FlashAttentionPrefill, GluonPrefill)
-# Each is timed so often, in turns, while the time lasts; the first calls, which compile, do not count
+# Number of timed calls of each, alternating, and the seconds for all. The first calls, which compile, do not count.
 ROUNDS, BUDGET_S = 5, 2.0
-# One replaces our kernel where it takes less than this share of its time: less may be noise
+# A library must take less than this share of the kernel's time: smaller differences may be noise
 MARGIN = 0.97
-# Of results with entries around 1 and less, both rounded to the dtype
+# Largest difference of results, with entries of at most about 1, both rounded to the dtype
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 OURS = "batchinfer's kernel"
-# What an installed library may raise that is broken, or not as batchinfer knows it
+# Exceptions of an installed library that is broken, or has an unknown interface
 BROKEN = (
     *(ImportError, AttributeError, TypeError, ValueError, AssertionError, NotImplementedError),
     *(RuntimeError, OSError, CalledProcessError),
@@ -58,11 +57,16 @@ def prefill_contest(
     layers: Mapping[AttentionRules, int],
     clock: Clock = time.perf_counter,
 ) -> PromptContest | None:
-    """Return what chooses between our kernel and the libraries that are installed and can read prompts; None if none
-    can.
+    """Return the contest between batchinfer's kernel and the installed libraries, or None if no library can be used.
 
-    `layers`: how many layers have such attention. What keeps an installed library from being used is logged: as a
-    warning where it is broken, or not as batchinfer knows it.
+    The reason why an installed library is not used is logged, as a warning if it is broken or has an unknown interface.
+
+    Args:
+        ops: The operators of the model.
+        sizes: The job's largest step of prompts.
+        device: The device of the model.
+        layers: The number of layers with each kind of attention.
+        clock: Returns the time in seconds.
     """
     if not isinstance(ops, PromptOps):
         return None
@@ -81,14 +85,14 @@ def _is_able(
         return False
     reason = library.why_not(ops.shape, sizes.block_size, device)
     if reason is None and not any(map(library.supports, layers)):
-        reason = "every layer has an attention that it does not compute, or codes in its cache"
+        reason = "it does not support the attention of any layer, or its quantised cache"
     if reason is not None and library.is_installed:
         _log.info("%s is installed and not used: %s", library.name, reason)
     return reason is None
 
 
 class PromptContest:
-    """Our kernel against libraries."""
+    """A comparison of batchinfer's attention of prompts with libraries."""
 
     def __init__(
         self,
@@ -99,17 +103,29 @@ class PromptContest:
         libraries: list[type[AnyPrefill]],
         clock: Clock,
     ) -> None:
+        """Create the contest.
+
+        Args:
+            ops: The operators of the model.
+            sizes: The job's largest step of prompts.
+            device: The device of the model.
+            layers: The number of layers with each kind of attention.
+            libraries: The libraries that support the model.
+            clock: Returns the time in seconds.
+        """
         assert isinstance(ops, Ops)
         self._ops: Ops = ops
         self._prompts: PromptOps = ops
         self._sizes, self._device, self._clock = sizes, device, clock
         self._layers, self._libraries = layers, {library.name: library for library in libraries}
-        # Those that compute the same as our kernel, once they were tried
+        # The libraries with the same results as batchinfer's kernel, or None before they were tried
         self._sound: dict[str, Ops] | None = None
 
     def decide(self) -> str:
-        """Return who is fastest here: our kernel, where there is no memory for a trial, or one breaks while it is
-        timed."""
+        """Time all libraries and return the name of the fastest, or OURS for batchinfer's kernel.
+
+        It is OURS too if the trial runs out of memory, or a library breaks while it is timed.
+        """
         self._sound = {}
         try:
             steps = self._steps()
@@ -134,7 +150,13 @@ class PromptContest:
         return chosen
 
     def winner(self, chosen: str) -> Ops:
-        """Return the operators of what was chosen, here or in another engine."""
+        """Return the operators for a choice of `decide`, made here or in another engine.
+
+        If the library cannot be used here, a warning is logged and the operators with batchinfer's kernel are returned.
+
+        Args:
+            chosen: The name of a library, or OURS.
+        """
         sound = self._sound
         if sound is None:
             _log.info("prompts are read by %s, which another engine of this run has timed", chosen)
@@ -164,8 +186,10 @@ class PromptContest:
         return f"{name}{'' if version is None else f' {version}'} takes {1e3 * seconds:.2f} ms a layer"
 
     def _try_library(self, name: str, steps: list[Trial]) -> Ops | None:
-        """Return our operators with a library's attention of prompts, which has computed the same as our kernel on
-        these steps and on short ones; None, with a warning, if it does not."""
+        """Return operators with a library's attention of prompts, or None, with a warning, if its results differ.
+
+        They are compared with batchinfer's kernel on these steps and on short ones.
+        """
         library, device = self._libraries[name], self._device
         known = [rules for rules in self._layers if library.supports(rules)]
         try:
@@ -181,7 +205,7 @@ class PromptContest:
         return theirs
 
     def _time(self, contestants: Mapping[str, Ops], steps: list[Trial]) -> dict[str, float]:
-        """Return the seconds that a layer takes of all steps, on average over the model's layers."""
+        """Return the seconds that all steps take in one layer, on average over the model's layers, by name."""
         began, layers = self._clock(), self._layers
         took: dict[tuple[str, AttentionRules], list[float]]
         took = {(name, rules): [] for name in contestants for rules in layers}
@@ -212,9 +236,9 @@ def _warn(library: type[AnyPrefill], error: BaseException) -> None:
 
 
 def _check(ours: Tensor, theirs: Tensor) -> None:
-    """Raises ValueError for results that differ by more than rounding does."""
+    """Raise ValueError if results differ by more than rounding."""
     off = float((ours.float() - theirs.float()).abs().max())
-    if not off <= TOLERANCE[ours.dtype]:  # not a number, too
+    if not off <= TOLERANCE[ours.dtype]:  # also True for NaN
         raise ValueError(
             f"its results differ from batchinfer's by {off:.3g}, more than {TOLERANCE[ours.dtype]:g}"
         )

@@ -1,8 +1,8 @@
-"""Attention of prompts by FlashAttention-4 (Dao et al., the package flash-attn-4), an optional package, over the same
-blocks as our kernels.
+"""Attention of prompts by FlashAttention-4 (Dao et al., the package flash-attn-4), an optional package.
 
-It is called by `flash_attn.cute.interface._flash_attn_fwd`, as torch's own registration of it is: the public functions
-cannot write to a tensor that is there already, and a copy of the result would take a good part of the time won.
+It reads the same KV cache blocks as batchinfer's kernels. It is called by
+`flash_attn.cute.interface._flash_attn_fwd`, as in torch's own registration: the public functions cannot write to an
+existing tensor, and a copy of the result would take a large part of the time saved.
 """
 
 from __future__ import annotations
@@ -34,23 +34,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptTables:
-    """The chunks of a step and their blocks, as FlashAttention is told of them: rows [first, last) of q, cut at
-    `starts`. All are int32 on the device."""
+    """The chunks of a step and their blocks, as arguments of FlashAttention: rows [first, last) of q.
+
+    All tensors are int32 on the device.
+
+    Attributes:
+        first: The first row of q.
+        last: The row after the last.
+        starts: (n + 1,), the first row of each of n sequences, counted from `first`, and the number of all rows.
+        keys: (n,), the number of keys of each sequence in its blocks.
+        tables: (n, maximum blocks), the blocks of each sequence.
+    """
 
     first: int
     last: int
-    starts: Tensor  # (n + 1,): where each sequence's rows begin, counted from `first`
-    keys: Tensor  # (n,): how many keys of the blocks are the sequence's
-    tables: Tensor  # (n, most blocks)
+    starts: Tensor
+    keys: Tensor
+    tables: Tensor
 
     @classmethod
     def of(
         cls, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
     ) -> PromptTables | None:
-        """Return the tables; None where there are no PromptRows.
+        """Return the tables of a step's chunks, or None if there are no PromptRows.
 
-        Tables begin with the first block that a query sees. A kernel reads tiles of keys, and multiplies masked ones by
-        0: what blocks hold that the windows have left must not be among them, as 0 × NaN is NaN.
+        Tables begin with the first block that a query attends to. Earlier blocks may hold NaN, and a kernel multiplies
+        masked
+        keys in a tile by 0, but 0 * NaN is NaN.
+
+        Args:
+            inputs: The inputs of the step.
+            block_size: The number of tokens in a block.
+            windows: The sliding windows of the layers, with None for a layer without one.
         """
         rows = PromptRows.of(inputs)
         if rows is None:
@@ -68,7 +83,7 @@ class PromptTables:
 
 
 def _unseen(rows: PromptRows, windows: frozenset[int | None]) -> Longs:
-    """Return how many leading keys of each sequence no query of it sees through any of the windows, (n,)."""
+    """Return the number of leading keys of each sequence that no query attends to through any window, (n,)."""
     widest = [window for window in windows if window is not None]
     if None in windows or not widest:
         return np.zeros(len(rows.lens), np.int64)
@@ -77,15 +92,14 @@ def _unseen(rows: PromptRows, windows: frozenset[int | None]) -> Longs:
 
 
 class FlashAttentionPrefill(PromptPrefill[PromptTables]):
-    """FlashAttention-4's kernels, for layers with windows, soft caps and sinks, too."""
+    """The kernels of FlashAttention-4, which also support windows, soft caps and sinks."""
 
     name = "FlashAttention-4"
     distribution = "flash-attn-4"
     extra = "flash-attn"
-    CAPABILITIES: ClassVar[tuple[int, ...]] = (9, 10, 11)  # where it reads from blocks
-    HEAD_MULTIPLE: ClassVar[int] = 16  # it pads other heads, and not in blocks
-    # A block of as many keys as one of its tiles is loaded whole, with what lies behind the sequence's end; see
-    # PromptTables
+    CAPABILITIES: ClassVar[tuple[int, ...]] = (9, 10, 11)  # GPUs on which it reads from blocks
+    HEAD_MULTIPLE: ClassVar[int] = 16  # it pads other heads, but cannot do so in blocks
+    # A block of the size of a tile is loaded whole, including values after the sequence's end, which may be NaN
     TILES: ClassVar[tuple[int, ...]] = (64, 80, 96, 112, 128)
 
     def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None:
@@ -95,6 +109,7 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
+        """Return the reason why the kernels do not support these sizes or this GPU, or None if they do."""
         major = capability(device)
         if major not in cls.CAPABILITIES:
             return "it reads from blocks on GPUs of compute capability 9, 10 and 11"
@@ -102,22 +117,24 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
         if head_dim % cls.HEAD_MULTIPLE or (head_dim > largest and head_dim != 256):
             return f"it has no kernels for heads of {head_dim}"
         if block_size in cls.TILES:
-            return f"it would multiply what lies behind the end of blocks of {block_size}"
+            return f"it would multiply values after the end of a sequence in blocks of {block_size}"
         return None
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
+        """Return True if the layer's cache is not quantised."""
         return rules.codes is None
 
     def can_read(self, cache: LayerCache) -> bool:
-        # What is not aligned it would copy, the whole cache, before it is read
+        """Return True if the cache has the model's dtype and is aligned; the library would copy an unaligned cache."""
         return cache.k.dtype == self._shape.dtype and is_aligned(cache.k) and is_aligned(cache.v)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptTables | None:
+        """Return the tables of the step's chunks, or None if it has none."""
         return PromptTables.of(inputs, self._block_size, windows)
 
     def run(self, pages: PromptTables, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """K and V are (blocks, block size, KV heads, head size) for it, in whatever order they lie."""
+        """Write the attention of the chunks, rows [pages.first, pages.last) of q, to the same rows of `out`."""
         rows = slice(pages.first, pages.last)
         self._forward(
             q[rows],

@@ -1,6 +1,7 @@
-"""Attention of prompts by FlashInfer (Ye et al., 2025), an optional package, over the same blocks as our kernels.
+"""Attention of prompts by FlashInfer (Ye et al., 2025), an optional package.
 
-It reads the cache as it lies: (blocks, KV heads, block size, head size) is what it calls HND.
+It reads the same KV cache blocks as batchinfer's kernels: (blocks, KV heads, block size, head size), which it calls
+HND.
 """
 
 from __future__ import annotations
@@ -22,27 +23,37 @@ if TYPE_CHECKING:
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
 LAYOUT = "HND"
-WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
-# A plan is copied to the device from memory that the wrapper overwrites with its next plan: with two wrappers nobody
-# waits for that copy, as a step is planned while the one before is still running.
+WORKSPACE_BYTES = 128 << 20  # recommended in its documentation
+# A wrapper overwrites the host memory from which its plan is copied. With two wrappers, a step can be planned while the
+# copy for the previous step may still be running.
 WRAPPERS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPages:
-    """The chunks of a step and their blocks, as FlashInfer is told of them: rows [first, last) of q, cut at `starts`.
-    All are int32; all but the blocks are on the host."""
+    """The chunks of a step and their blocks, as arguments of FlashInfer: rows [first, last) of q.
+
+    All tensors are int32, on the host except `pages`.
+
+    Attributes:
+        first: The first row of q.
+        last: The row after the last.
+        starts: (n + 1,), the first row of each of n sequences, counted from `first`, and the number of all rows.
+        page_starts: (n + 1,), the index in `pages` of each sequence's first block, and the number of all blocks.
+        pages: (page_starts[n],), the blocks of all sequences, on the device.
+        last_page: (n,), the number of keys in the last block of each sequence.
+    """
 
     first: int
     last: int
-    starts: Tensor  # (n + 1,): where each sequence's rows begin, counted from `first`
-    page_starts: Tensor  # (n + 1,): where its blocks begin
-    pages: Tensor  # (page_starts[n],): blocks, on the device
-    last_page: Tensor  # (n,): keys in the last block of each
+    starts: Tensor
+    page_starts: Tensor
+    pages: Tensor
+    last_page: Tensor
 
     @classmethod
     def of(cls, inputs: AttentionInputs, block_size: int) -> PromptPages | None:
-        """None where there are no PromptRows."""
+        """Return the pages of a step's chunks, or None if there are no PromptRows."""
         rows = PromptRows.of(inputs)
         if rows is None:
             return None
@@ -61,21 +72,32 @@ class PromptPages:
 
 @dataclass(slots=True, eq=False)
 class _Wrapper:
-    """One of FlashInfer's wrappers, and the plan that it holds."""
+    """A wrapper object of FlashInfer, and the plan that it currently has.
+
+    Attributes:
+        theirs: The object of FlashInfer.
+        pages: The pages that were planned.
+        scale: The factor of scores that was planned.
+        copied: Occurs when the plan has been copied to the device.
+    """
 
     theirs: Any
     pages: PromptPages | None = None
     scale: float = 0.0
-    copied: torch.cuda.Event | None = None  # when the plan has reached the device
+    copied: torch.cuda.Event | None = None
 
 
 class FlashInferPrefill(PromptPrefill[PromptPages]):
-    """FlashInfer's kernels, for layers with plain attention."""
+    """The kernels of FlashInfer, for layers without windows, soft caps, sinks and quantised caches."""
 
     name = "FlashInfer"
     distribution = "flashinfer-python"
     extra = "flashinfer"
-    HEAD_DIMS: ClassVar[tuple[int, ...]] = (64, 128, 256)  # that it has kernels, or their sources, for
+    HEAD_DIMS: ClassVar[tuple[int, ...]] = (
+        64,
+        128,
+        256,
+    )  # head sizes with kernels, or with sources of kernels
 
     def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None:
         package: Any = importlib.import_module("flashinfer")
@@ -86,25 +108,30 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
+        """Return the reason why the kernels do not support this head size, or None if they do."""
         return None if head_dim in cls.HEAD_DIMS else f"it has no kernels for heads of {head_dim}"
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
+        """Return True if the layer has no window, soft cap, sinks or quantised cache."""
         return rules == AttentionRules()
 
     def can_read(self, cache: LayerCache) -> bool:
+        """Return True if the cache has the model's dtype."""
         return cache.k.dtype == self._shape.dtype
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptPages | None:
+        """Return the pages of the step's chunks, or None if it has none, or all layers have windows."""
         return PromptPages.of(inputs, self._block_size) if None in windows else None
 
     def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
+        """Write the attention of the chunks, rows [pages.first, pages.last) of q, to the same rows of `out`."""
         assert (rules.window, rules.soft_cap, rules.sinks) == (None, None, None)
         rows = slice(pages.first, pages.last)
         self._plan_wrapper(pages, rules.scale).run(q[rows], (cache.k, cache.v), out=out[rows])
 
     def _plan_wrapper(self, pages: PromptPages, scale: float) -> Any:
-        """Return a wrapper that holds the plan: made for the first layer, and read by the others."""
+        """Return FlashInfer's object with a plan for these pages. It is planned once per step and scale."""
         newest = self._wrappers[-1]
         if newest.pages is pages and newest.scale == scale:
             return newest.theirs

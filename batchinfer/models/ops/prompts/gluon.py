@@ -1,5 +1,7 @@
-"""Attention of prompts by batchinfer's kernel for GPUs of compute capability 9.0, which is written in Gluon, a language
-that comes with triton and may change with it."""
+"""Attention of prompts by batchinfer's kernel for GPUs of compute capability 9.0.
+
+The kernel is written in Gluon, a language that comes with triton and may change with it.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,19 @@ HOPPER = 9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptItems:
-    """The chunks of a step, cut for the kernel."""
+    """The work items of a step's chunks.
 
-    items: Tensor  # (n, 5) int32 on the device, of `prefill_items`
-    tables: Tensor  # the step's block tables
+    Attributes:
+        items: (n, 5) int32 on the device, from `prefill_items`.
+        tables: The step's block tables.
+    """
+
+    items: Tensor
+    tables: Tensor
 
 
 def has_gluon() -> bool:
-    """Whether triton has the part of Gluon that the kernel is written in."""
+    """Return True if triton has the part of Gluon that the kernel needs."""
     try:
         return find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
     except ModuleNotFoundError:
@@ -40,7 +47,7 @@ def has_gluon() -> bool:
 
 
 class GluonPrefill(PromptPrefill[PromptItems]):
-    """The kernel of `hopper_prefill`, for layers with windows, soft caps, sinks and codes in the cache, too."""
+    """The kernel `hopper_prefill`, which also supports windows, soft caps, sinks and quantised caches."""
 
     name = "batchinfer's kernel in triton's Gluon"
     distribution = "triton"
@@ -50,17 +57,19 @@ class GluonPrefill(PromptPrefill[PromptItems]):
     def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None:
         self._attend: Any = importlib.import_module("batchinfer_kernels.gpu.hopper_prefill").hopper_prefill
         self._items: Any = importlib.import_module("batchinfer_kernels.gpu.prefill_attention").prefill_items
-        # What triton raises where it cannot compile the kernel, which is no RuntimeError
+        # Raised if triton cannot compile the kernel; not a RuntimeError
         self._errors: Any = importlib.import_module("triton.errors").TritonError
         self._tokens = _tiles().hopper_tokens(shape.q_heads // shape.kv_heads)
         self._shape, self._block_size = shape, block_size
 
     @classmethod
     def remedy(cls) -> str:
+        """Return a remedy for a kernel that does not work: another version of triton."""
         return "another version of triton may help"
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
+        """Return the reason why the kernel does not support the sizes, the GPU or triton's version, or None."""
         if capability(device) != HOPPER:
             return "it is for GPUs of compute capability 9"
         if not has_gluon():
@@ -70,9 +79,11 @@ class GluonPrefill(PromptPrefill[PromptItems]):
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
+        """Return True for all rules."""
         return True
 
     def can_read(self, cache: LayerCache) -> bool:
+        """Return True if the kernel supports the cache's dtype and block size, and the cache is aligned."""
         values = cache.k
         if values.dtype not in (self._shape.dtype, torch.int8, torch.float8_e4m3fn):
             return False
@@ -81,10 +92,12 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return fits and is_aligned(values) and is_aligned(cache.v)
 
     def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
+        """Return True if the kernel supports the layer and its cache, and the window is not shorter than a block."""
         short = rules.window is not None and rules.window < self._block_size
         return not short and super().covers(cache, rules)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptItems | None:
+        """Return the work items of the step's chunks, or None if it has none."""
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if not len(several):
@@ -96,6 +109,11 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return PromptItems(upload(items, inputs.block_tables.device), inputs.block_tables)
 
     def run(self, pages: PromptItems, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
+        """Write the attention of the chunks to their rows of `out`; q and out are (tokens, query heads, head size).
+
+        Raises:
+            RuntimeError: If the kernel does not compile.
+        """
         try:
             self._attend(
                 *(q, cache.k, cache.v, pages.tables, pages.items, rules),

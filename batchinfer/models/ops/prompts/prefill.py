@@ -1,6 +1,6 @@
-"""The interface of libraries, and of kernels for one GPU's kind, that read prompts over our blocks.
+"""The interface of libraries and special kernels for attention of prompts over batchinfer's KV cache blocks.
 
-They are given the chunks of several queries alone; single queries, and what these share, stay with our kernels.
+They only compute chunks of at least two queries. Single queries, and shared prefixes, are left to batchinfer's kernels.
 """
 
 from __future__ import annotations
@@ -25,27 +25,35 @@ if TYPE_CHECKING:
 
 Pages = TypeVar("Pages")
 Longs = NDArray[np.int64]
-ALIGNED_BYTES = 16  # that GPUs load at once
+ALIGNED_BYTES = 16  # bytes that GPUs load at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRows:
-    """Rows [first, last) of a step's queries: from the first chunk of several queries to the last.
+    """Rows [first, last) of a step's queries, from the first chunk of at least two queries to the last such chunk.
 
-    A single query between chunks is among the rows, with one key: what comes of it is overwritten by the kernel that it
-    belongs to.
+    A single query between chunks is among the rows, with one key. Its result is overwritten by the kernel for single
+    queries.
+
+    Attributes:
+        first: The first row.
+        last: The row after the last.
+        lens: (n,), the queries of each of n sequences.
+        contexts: (n,), the keys of each sequence, including the keys of its queries.
+        sequences: (n,), the number of each sequence in the step.
+        tables: The block tables of the step, in the host's memory.
     """
 
     first: int
     last: int
-    lens: Longs  # (n,): queries of each of the n sequences
-    contexts: Longs  # (n,): keys of each, those of its queries included
-    sequences: Longs  # (n,): which of the step's they are
+    lens: Longs
+    contexts: Longs
+    sequences: Longs
     tables: StepTables
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> PromptRows | None:
-        """Return the rows; None for a step without chunks of several queries, or whose tables the host cannot read."""
+        """Return the rows of a step, or None if it has no chunks of at least two queries, or no tables on the host."""
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if inputs.host_tables is None or not len(several):
@@ -58,44 +66,62 @@ class PromptRows:
 
 
 def offsets(counts: Longs) -> NDArray[np.int32]:
-    """Return where each of n pieces of these sizes begins, and where the last ends, (n + 1,)."""
+    """Return the offset of each of n consecutive pieces with these sizes, and their total, (n + 1,)."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
 def upload(values: NDArray[np.int32], device: torch.device) -> Tensor:
-    """Return the values on the device, copied from pinned memory without waiting."""
+    """Return the values on the device, copied from pinned memory without a host synchronisation."""
     staged = torch.from_numpy(values)
     return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged
 
 
 def capability(device: torch.device) -> int | None:
-    """Return the major compute capability of a GPU; None for another device."""
+    """Return the major compute capability of a GPU, or None for another device."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
 
 
 def is_aligned(cache: Tensor) -> bool:
-    """Whether all rows of values begin at multiples of what GPUs load at once."""
+    """Return True if all rows of values begin at multiples of ALIGNED_BYTES, which GPUs load at once."""
     at = (cache.data_ptr(), *(stride * cache.element_size() for stride in cache.stride()[:-1]))
     return cache.stride(-1) == 1 and all(place % ALIGNED_BYTES == 0 for place in at)
 
 
 class PromptPrefill(ABC, Generic[Pages]):
-    """Kernels for a model of one shape. Its constructor raises what importing the package, or a version of
-    it that lacks something, raises.
+    """The attention of prompts by a library or a special kernel, for a model of one shape.
+
+    Type `Pages` is the plan of a step in the form that the library needs.
+
+    Attributes:
+        name: The usual name, for messages.
+        distribution: The package that contains it.
+        extra: The suffix of the operators' name in the report; for a library also the extra of batchinfer that installs
+            it.
+        is_installed: True if a user has installed it, so that the reason why it is not used is logged.
+        DTYPES: The supported dtypes.
     """
 
-    name: ClassVar[str]  # that people know it by
-    distribution: ClassVar[str]  # what pip calls it, or what it comes with
-    extra: ClassVar[str]  # in `ops`; of a library also the extra of batchinfer that installs it
-    is_installed: ClassVar[bool] = True  # somebody did install it, and is told why it is not used
+    name: ClassVar[str]
+    distribution: ClassVar[str]
+    extra: ClassVar[str]
+    is_installed: ClassVar[bool] = True
     DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
 
     @abstractmethod
-    def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None: ...
+    def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None:
+        """Import the package and prepare its kernels.
+
+        A missing package, or a version without the expected functions, raises the exceptions in `contest.BROKEN`.
+
+        Args:
+            shape: The attention of the model.
+            block_size: The number of tokens in a block.
+            device: The device of the model.
+        """
 
     @classmethod
     def version(cls) -> str | None:
-        """Return the installed version; None: it is not installed. Imports nothing, as that takes seconds."""
+        """Return the version of the installed package, or None. Nothing is imported, since that takes seconds."""
         try:
             return version(cls.distribution)
         except PackageNotFoundError:
@@ -103,20 +129,26 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @classmethod
     def remedy(cls) -> str:
-        """Return what helps where it is broken."""
+        """Return a remedy for a broken package, for a message."""
         return (
             f"run `pip install '.[{cls.extra}]'` in the clone of batchinfer, or uninstall {cls.distribution}"
         )
 
     @classmethod
     def why_not(cls, shape: AttentionShape, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why a model cannot use it; None if it can."""
+        """Return the reason why a model cannot use it, or None if it can.
+
+        Args:
+            shape: The attention of the model.
+            block_size: The number of tokens in a block.
+            device: The device of the model.
+        """
         if shape.deterministic:
             return "engine.deterministic is true"
         if shape.latent:
             return "the model's cache keeps latents"
         if not shape.causal:
-            return "the model is an encoder, whose tokens see later ones, too"
+            return "the model is an encoder, whose tokens attend to later tokens too"
         if shape.dtype not in cls.DTYPES:
             return f"it has no kernels for {str(shape.dtype).removeprefix('torch.')}"
         return cls.why_not_here(shape.head_dim, block_size, device)
@@ -124,29 +156,48 @@ class PromptPrefill(ABC, Generic[Pages]):
     @classmethod
     @abstractmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why it cannot compute heads of this size from blocks of this size on this device."""
+        """Return the reason why it does not support these sizes or this device, or None if it does.
+
+        Args:
+            head_dim: The size of a head.
+            block_size: The number of tokens in a block.
+            device: The device of the model.
+        """
 
     @classmethod
     @abstractmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Whether it computes layers with these rules."""
+        """Return True if it supports layers with these rules."""
 
     @abstractmethod
     def can_read(self, cache: LayerCache) -> bool:
-        """Whether it reads this cache as it lies."""
+        """Return True if it supports the dtype and the layout of this cache."""
 
     def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
-        """Whether it computes a layer with these rules over this cache."""
+        """Return True if it supports a layer with these rules and this cache."""
         asked = AttentionRules(rules.window, rules.soft_cap, rules.sinks is not None)
         return rules.bias is None and self.supports(asked) and self.can_read(cache)
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> Pages | None:
-        """Return what it reads in a step, for layers of these windows; None if there is nothing for it."""
+        """Return the plan of a step's chunks, or None if there are no chunks for it.
+
+        Args:
+            inputs: The inputs of the step.
+            windows: The sliding windows of the layers, with None for a layer without one.
+        """
 
     @abstractmethod
     def run(self, pages: Pages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Write the rows of `out` that belong to the pages; q and out: (T, q_heads, head_dim)."""
+        """Write the attention of the planned chunks to their rows of `out`.
+
+        Args:
+            pages: The plan of the step.
+            q: (tokens, query heads, head size), for all tokens of the step.
+            cache: The layer's cache.
+            rules: The layer's rules of scores.
+            out: As `q`; other rows may be changed too, and must be computed afterwards.
+        """
 
 
 AnyPrefill = PromptPrefill[Any]

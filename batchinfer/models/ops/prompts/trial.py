@@ -1,4 +1,4 @@
-"""Steps of prompts with random values, on which the kernels that read prompts are compared and timed."""
+"""Steps of prompts with random values, to compare and time kernels for attention of prompts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 # A step's attention is planned once and run in this many layers
 LAYERS = 4
-# Keys of a sequence on which they are timed: what is faster there is so for more. Their memory is bounded by it.
+# Maximum keys of a timed sequence, which bounds memory: the fastest kernel is also the fastest for more keys
 MOST_KEYS = 32_768
-# The longest rows, and rows of an eighth, which most are more like: a step then has several
+# Divisors of the maximum row length: an eighth is typical, and a step then has several rows
 PARTS = (1, 8)
-# Sequences of the shortest chunks, of 2 tokens: one, and more than FlashAttention-4 looks up by its simplest means.
-# What either is compiled for is compiled before the job begins.
+# Numbers of sequences of 2 tokens: one, and more than FlashAttention-4's simplest lookup supports. Kernels for both are
+# compiled before the job begins.
 FEW, MANY = 1, 257
-# Of random codes: what a code of 1 is worth
+# The scale of random quantised values
 CODE_SCALE: dict[CacheDtype, float] = {"int8": 1 / 32, "fp8": 1.0}
 Clock = Callable[[], float]
 
@@ -41,7 +41,7 @@ class PromptOps(Protocol):
 
     @property
     def shape(self) -> AttentionShape:
-        """The sizes of attention in the model that they are made for."""
+        """Return the properties of the model's attention."""
 
     def with_prefill(self, prefill: AnyPrefill) -> Ops:
         """Return a copy of the operators that computes the attention of prompts with `prefill`."""
@@ -49,28 +49,49 @@ class PromptOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptSizes:
-    """A job's largest step of prompts."""
+    """A job's largest step of prompts.
+
+    Attributes:
+        tokens: The number of tokens of the step.
+        longest: The maximum number of tokens of a sequence.
+        block_size: The number of tokens in a block.
+    """
 
     tokens: int
-    longest: int  # tokens of a sequence
+    longest: int
     block_size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """A step of prompts with random values."""
+    """A step of prompts with random values.
+
+    Attributes:
+        inputs: The lengths and block tables of the sequences.
+        q: (tokens, query heads, head size).
+        block_size: The number of tokens in a block.
+        sinks: (query heads,), for layers with sinks.
+        caches: The KV caches used so far, by the dtype of quantised values, or None.
+    """
 
     inputs: AttentionInputs
     q: Tensor
     block_size: int
-    sinks: Tensor  # of layers that have some
-    # The elements that were read, by their codes
+    sinks: Tensor
     caches: dict[CacheDtype | None, LayerCache] = field(default_factory=dict)
 
     @classmethod
     def timed(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> Trial:
-        """Make a trial of as many sequences of a `part` of the longest as a step takes, or of the end of one, if none
-        fits whole."""
+        """Return a step of sequences with a `part`-th of the maximum length, up to the number of tokens of a step.
+
+        If not even one sequence fits, the step has the last tokens of one.
+
+        Args:
+            ops: The operators of the model.
+            sizes: The job's largest step of prompts.
+            part: The divisor of the maximum length.
+            device: The device of the tensors.
+        """
         context = max(2, min(sizes.longest, MOST_KEYS) // part)
         queries = max(2, min(context, sizes.tokens))
         count = max(1, sizes.tokens // queries)
@@ -78,7 +99,14 @@ class Trial:
 
     @classmethod
     def short(cls, ops: PromptOps, sizes: PromptSizes, count: int, device: torch.device) -> Trial:
-        """Make a trial of so many sequences of 2 tokens, or of as many as a step takes."""
+        """Return a step of `count` sequences of 2 tokens, or fewer if a step has fewer tokens.
+
+        Args:
+            ops: The operators of the model.
+            sizes: The job's largest step of prompts.
+            count: The number of sequences.
+            device: The device of the tensors.
+        """
         count = max(1, min(count, sizes.tokens // 2))
         return cls._random(ops, [2] * count, [2] * count, sizes.block_size, device)
 
@@ -95,8 +123,12 @@ class Trial:
         return cls(inputs, q, block, torch.randn(shape.q_heads, device=device))
 
     def cache(self, ops: Ops, codes: CacheDtype | None) -> LayerCache:
-        """Return a cache of values, or of codes. Behind the end of each sequence it holds NaN, or scales that are NaN:
-        in a job, a block may hold such values of an earlier owner, and they must not reach the result."""
+        """Return a cache with random values, or with quantised values in the dtype `codes`.
+
+        After the end of each sequence, values or scales are NaN. In a job, a block may hold NaN of an earlier sequence,
+        and the
+        result must not depend on it.
+        """
         if codes not in self.caches:
             self.caches[codes] = self._fill_cache(ops, codes)
         return self.caches[codes]
@@ -119,7 +151,15 @@ class Trial:
         return made
 
     def run(self, ops: Ops, rules: AttentionRules) -> Tensor:
-        """All that a step takes of its attention: a plan, and some layers; the result of the last."""
+        """Plan the step's attention, compute it in LAYERS layers, and return the result of the last layer.
+
+        Args:
+            ops: The operators to use.
+            rules: The rules of the layers.
+
+        Returns:
+            (tokens, query heads, head size).
+        """
         cache = self.cache(ops, rules.codes)
         plan = ops.plan_attention(self.inputs, self.block_size, frozenset([rules.window]))
         sinks = self.sinks if rules.sinks else None
@@ -130,7 +170,7 @@ class Trial:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
-    """Return how long it takes, until the device is done."""
+    """Return the duration of a call in seconds, until the device has finished."""
     _synchronize(device)
     began = clock()
     run()

@@ -195,9 +195,7 @@ def test_steps_are_of_the_job_s_sizes():
 
 HEADS = "is installed and not used: it has no kernels for heads of 72"
 NEVER_SAME = "is installed and not used: engine.deterministic is true"
-OTHERS = (
-    "is installed and not used: every layer has an attention that it does not compute, or codes in its cache"
-)
+OTHERS = "is installed and not used: it does not support the attention of any layer, or its quantised cache"
 RULED_OUT: list[tuple[AttentionShape, dict[AttentionRules, int], tuple[str, ...]]] = [
     (replace(SHAPE, deterministic=True), {PLAIN: 2}, (f"FlashInfer {NEVER_SAME}", f"FlashAttention-4 {NEVER_SAME}")),
     (replace(SHAPE, dtype=torch.float32), {LOCAL: 2}, ("not used: it has no kernels for float32",)),
@@ -222,7 +220,9 @@ def test_what_rules_a_library_out_is_logged(both, speeds, caplog, shape, layers,
 def test_windows_alone_are_for_flash_attention(both, speeds, caplog):
     caplog.set_level(logging.INFO)
     assert speeds.chosen(NEVER, {LOCAL: 3}) == ATTENTION
-    assert "FlashInfer is installed and not used: every layer has an attention that it" in caplog.text
+    assert (
+        "FlashInfer is installed and not used: it does not support the attention of any layer" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(("seconds", "chosen"), [(1.0, GLUON), (3.0, OURS)])

@@ -171,7 +171,7 @@ OF_HOPPER = "it is for GPUs of compute capability 9"
     (FlashAttentionPrefill, 192, 16, 10, "it has no kernels for heads of 192"),
     (FlashAttentionPrefill, 72, 16, 9, "it has no kernels for heads of 72"),
     (FlashAttentionPrefill, 272, 16, 9, "it has no kernels for heads of 272"),
-    (FlashAttentionPrefill, 128, 128, 9, "it would multiply what lies behind the end of blocks of 128"),
+    (FlashAttentionPrefill, 128, 128, 9, "it would multiply values after the end of a sequence in blocks of 128"),
     *((FlashAttentionPrefill, 128, 16, major, OF_FLASH) for major in (8, 12, None)),
     (GluonPrefill, 128, 16, 9, None),
     *((GluonPrefill, 128, 16, major, OF_HOPPER) for major in (10, None)),
