@@ -94,6 +94,15 @@ def test_a_cluster_that_does_not_answer(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_process_keeps_to_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: Mock(gcs_address="10.0.0.1:6379"))
+    for address in ("auto", "10.0.0.1:6379", "head:6379"):
+        assert cluster.connect(address) == "10.0.0.1:6379"
+    with pytest.raises(Unavailable, match=r"10\.0\.0\.2:6379: this process is connected to the Ray cluster"):
+        cluster.connect("10.0.0.2:6379")
+
+
 def test_engines_have_all_cpus_of_the_smallest_node(found: Found) -> None:
     head = node("head", cpus=0), facts()
     engines = found(head, (node("a"), facts()), (node("b", cpus=4), facts(free=16 << 30)))
