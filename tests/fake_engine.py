@@ -157,6 +157,7 @@ class FakeEngine:
         self._started, self._counted_s = time.perf_counter(), 0.0
         self._steps = 0
         self._delay_s = _asked("DELAY_S", 0.0)
+        self._delay_file = Path(_asked("DELAY_FILE", os.devnull))  # its seconds are added in each step
         self._counts = bool(_asked("COUNTS_TIME", 0))  # a step takes its delay to the bit, and no time
         self._die_at = _asked("DIES_AT_STEP", NEVER) if mortal else NEVER
         # does nothing any more, at that step of a start that may die; or with any prompt of more tokens, in every start
@@ -226,7 +227,7 @@ class FakeEngine:
     def _delay(self) -> None:
         self._counted_s += self._delay_s
         if not self._counts:
-            time.sleep(self._delay_s)
+            time.sleep(self._delay_s + float(self._delay_file.read_text() or 0))
 
     def _now(self) -> float:
         return self._counted_s if self._counts else time.perf_counter() - self._started

@@ -30,19 +30,42 @@ pytestmark = pytest.mark.ray
 QUICKSTART = Path(__file__).parents[2] / "jobs/quickstart/job.yaml"
 MANY = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(240)]
 LONGER = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(2400)]
-SLOW_STEPS = {"FAKE_ENGINE_DELAY_S": "0.06", "FAKE_ENGINE_BATCH": "4"}
+STEP_S = 0.06
+
+Pace = Callable[[float], None]
 
 
 @pytest.fixture(scope="module")
-def on() -> Iterator[RayCluster]:
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pace]:
+    """Sets the seconds of a step in all engines, also in those that run."""
+    file = tmp_path_factory.mktemp("pace") / "step_s"
+    settings = {"FAKE_ENGINE_DELAY_FILE": str(file), "FAKE_ENGINE_BATCH": "4"}
+
+    def change(step_s: float) -> None:
+        new = file.with_suffix(".new")
+        new.write_text(str(step_s))
+        new.replace(file)
+
+    change(STEP_S)
+    os.environ.update(settings)
+    yield change
+    for name in settings:
+        os.environ.pop(name)
+
+
+@pytest.fixture(scope="module")
+def on(pace: Pace) -> Iterator[RayCluster]:
     """A head and two nodes of one CPU."""
-    os.environ.update(SLOW_STEPS)
-    try:
-        with cluster() as found:
-            yield found
-    finally:
-        for name in SLOW_STEPS:
-            os.environ.pop(name)
+    with cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def slow_steps(pace: Pace) -> Iterator[Pace]:
+    """Sets a step of half a second, until the test sets another."""
+    pace(0.5)
+    yield pace
+    pace(STEP_S)
 
 
 @pytest.fixture
@@ -132,19 +155,22 @@ def test_a_killed_driver(signum: int, on: RayCluster, place: Place, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", range(4))
-def test_many_killed_actors(run: int, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
+def test_many_killed_actors(
+    run: int, on: RayCluster, slow_steps: Pace, place: Place, tmp_path: Path, cli_of: Any
+) -> None:
     """Kills at random moments. An engine that gets nothing done between several deaths would be given up."""
     drawn, killed = random.Random(f"{seed()} {run}"), 0
     place.rows(*LONGER)
     process = on.run("job.yaml", folder=place.folder)
-    while process.poll() is None and killed < 13:
+    while killed < 13:
         before = committed(place)
         wait_until(lambda before=before: committed(place) > before or process.poll() is not None)
+        assert process.poll() is None, f"the run ended after {killed} kills"
         time.sleep(drawn.uniform(0, 2))
         if found := engines():
             drawn.choice(found).kill()
             killed += 1
-    print(f"{killed} kills")
+    slow_steps(0)
     ended(process)
     assert [row["status"] for row in place.table()] == ["ok"] * len(LONGER)
     same_as_alone(place, tmp_path, cli_of(), LONGER)
@@ -165,7 +191,9 @@ def test_a_row_that_kills_its_engine(on: RayCluster, place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graceful", [False, True])
-def test_lost_nodes(graceful: bool, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
+def test_lost_nodes(
+    graceful: bool, on: RayCluster, slow_steps: Pace, place: Place, tmp_path: Path, cli_of: Any
+) -> None:
     """A run outlives nodes that are removed while others are added. No row is blamed, and no engine."""
     place.rows(*LONGER)
     node = on.add()
@@ -179,6 +207,7 @@ def test_lost_nodes(graceful: bool, on: RayCluster, place: Place, tmp_path: Path
             on.remove(node, graceful)
             removed += 1
             node = on.add()
+        slow_steps(0)
         _, err = ended(process)
     finally:
         on.remove(node)
@@ -251,14 +280,16 @@ def test_what_comes_before_the_first_row_runs_on_nodes(
 
 
 @pytest.mark.slow
-def test_a_node_of_another_class(on: RayCluster, place: Place, tmp_path: Path) -> None:
+def test_a_node_of_another_class(on: RayCluster, slow_steps: Pace, place: Place, tmp_path: Path) -> None:
     """It stays unused, unless the job allows any class. Then the result names the class of each answer."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_CPU)
     node = on.add(1, {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"})
     try:
+        slow_steps(STEP_S)
         _, err = ended(on.run("job.yaml", folder=place.folder))
         assert "1 node of other classes unused" in err
         assert machine_classes(place) == {here()}
+        slow_steps(0.5)  # each engine gets rows before another one has answered all
         other = ["--set", "ray.classes=any", "--set", "sampling.max_tokens=9"]
         _, err = ended(on.run("job.yaml", *other, "--replace", folder=place.folder))
         assert "3 engines" in err
