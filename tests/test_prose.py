@@ -19,7 +19,6 @@ CEILINGS = {
     "engine": 1,
     "jobs": 13,
     "plan": 39,
-    "store": 2,
     "tests": 1031,
 }
 

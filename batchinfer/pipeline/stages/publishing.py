@@ -76,7 +76,7 @@ def publish_result(
     Raises the errors of `publish`.
     """
     run.progress.phase("publishing", published_rows(index.best, index.rows))
-    index.inputs_unchanged()
+    index.check_inputs_unchanged()
     older, inputs = open_if_intact(run.state.destination), identities(index)
     note_use(run.state, run.job.cache.keep, join, store)
     manifest = publish(

@@ -21,7 +21,14 @@ _GRADED = pa.schema([("row_id", pa.int64()), ("grade", pa.int8())])
 
 @dataclass(frozen=True, slots=True)
 class RightRows:
-    """Numbers of rows that are right in both results or in one only, and the p-value of McNemar's test."""
+    """Counts of rows whose answers are right in two results A and B, and the p-value of McNemar's test.
+
+    Attributes:
+        both: Rows that are right in both results.
+        only_a: Rows that are right in A only.
+        only_b: Rows that are right in B only.
+        p: The two-sided p-value for the hypothesis that both results are right equally often.
+    """
 
     both: int
     only_a: int
@@ -30,7 +37,7 @@ class RightRows:
 
     @classmethod
     def of(cls, both: int, only_a: int, only_b: int) -> RightRows:
-        """Return the counts with their p-value."""
+        """Return the counts of right rows in both results and in one only, with their p-value."""
         return cls(both, only_a, only_b, mcnemar(only_a, only_b))
 
 
@@ -38,11 +45,11 @@ class RightRows:
 class AccuracyDiff:
     """The accuracy of two results on the rows for which both expect the same answer.
 
-    Args:
-        rows: The number of these rows.
+    Attributes:
+        rows: The number of rows for which both results expect the same answer.
         other_labels: The number of rows for which they expect different answers.
-        exact: Rows with exactly the expected answer.
-        normalised: Rows with the expected answer after normalisation.
+        exact: Counts of rows with exactly the expected answer.
+        normalised: Counts of rows with the expected answer after normalisation.
     """
 
     rows: int
@@ -53,7 +60,13 @@ class AccuracyDiff:
 
 @dataclass(frozen=True, slots=True)
 class LabelledResult:
-    """A result with expected values: its view in a database, its files, and SQL for the key that matches rows."""
+    """A result with a column of expected answers.
+
+    Attributes:
+        view: Name of its view in a DuckDB database.
+        files: Its files.
+        key: SQL expression over its columns that is equal for matching rows of two results.
+    """
 
     view: str
     files: Sequence[Path]
@@ -61,9 +74,15 @@ class LabelledResult:
 
 
 def compare_accuracy(database: Any, a: LabelledResult, b: LabelledResult) -> AccuracyDiff | None:
-    """Compare two results, or return None if one has no expected answers. Raises InputCorrupt.
+    """Compare how many answers of two results are right. Return None if one has no expected answers.
 
-    Only a key, a hash and a grade are kept per row, and the database can spill them.
+    The database only stores a key, a hash and a grade per row, and can spill them. Raises InputCorrupt for a
+    damaged file.
+
+    Args:
+        database: A DuckDB connection with the views of both results.
+        a: The first result.
+        b: The second result.
     """
     columns = [ExpectedColumn.of(one.files) for one in (a, b)]
     sides = []
@@ -90,13 +109,13 @@ def compare_accuracy(database: Any, a: LabelledResult, b: LabelledResult) -> Acc
 
 
 def _conditions(least: int) -> tuple[str, str, str]:
-    """Return SQL conditions for: both answers have at least this grade, only A has, only B has."""
+    """Return SQL conditions for: both answers have at least the grade `least`, only A has, only B has."""
     a, b = f"a >= {least:d}", f"b >= {least:d}"
     return f"{a} AND {b}", f"{a} AND NOT {b}", f"{b} AND NOT {a}"
 
 
 def _grade(database: Any, result: LabelledResult, column: ExpectedColumn) -> None:
-    """Write the grades of a result's rows to a table."""
+    """Create the table `graded_<view>` with the id and the grade of each row of a result."""
     database.execute(f"CREATE TEMP TABLE graded_{result.view} (row_id BIGINT, grade TINYINT)")
     rows = _measured_rows(result.files, column)
     while some := list(islice(rows, _ROWS)):

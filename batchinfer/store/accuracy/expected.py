@@ -30,8 +30,9 @@ def mark_expected(schema: pa.Schema, column: str, typed: bool) -> pa.Schema:
 
     Args:
         schema: The schema.
-        column: The column.
-        typed: Answers follow a schema, so both are compared as JSON. Nested columns always are.
+        column: Name of the column with expected values.
+        typed: If True, answers follow a schema, so expected values are compared as JSON. Nested columns
+            always are.
     """
     place = schema.get_field_index(column)
     field = schema.field(place)
@@ -41,9 +42,9 @@ def mark_expected(schema: pa.Schema, column: str, typed: bool) -> pa.Schema:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedColumn:
-    """The column with expected values and the column with answers.
+    """The column of a result with expected values, and the columns with answers.
 
-    Args:
+    Attributes:
         name: The column with expected values.
         kind: "json": values are compared as JSON, and objects by field. "text": as texts.
         answer: The column with answers.
@@ -57,7 +58,10 @@ class ExpectedColumn:
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ExpectedColumn | None:
-        """Find the column in the files of a result, or return None if there is none. Raises InputCorrupt."""
+        """Find the column that is marked as expected values in the files of a result.
+
+        Return None if no column is marked, or the result has no answer column. Raises InputCorrupt.
+        """
         schema = ParquetRows(files[:1]).schema
         found = {field.name: field.metadata[_MARK] for field in schema if _MARK in (field.metadata or {})}
         answer = answer_column(schema.names)
@@ -67,7 +71,7 @@ class ExpectedColumn:
         return cls(name, "json" if kind == b"json" else "text", answer, probability_column(answer))
 
     def values(self, batch: pa.RecordBatch) -> list[Any]:
-        """Return the expected value of each row: None if it has none, UNREADABLE if it is invalid."""
+        """Return the expected value of each row of a batch: None if it is null, UNREADABLE if it is no JSON."""
         column = batch.column(self.name)
         column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
         values: list[Any] = column.to_pylist()
@@ -78,7 +82,7 @@ class ExpectedColumn:
 
 
 def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
-    """Return a function that converts values of a column to JSON values."""
+    """Return a function that converts values of a column of this Arrow type to JSON values."""
     if pa.types.is_struct(kind):
         return _without_nulls
     if pa.types.is_map(kind):
@@ -87,12 +91,12 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
 
 
 def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the non-null fields of a struct. A null may mean that nothing is expected, so it is ignored."""
+    """Return the non-null fields of a struct. A null may mean that nothing is expected."""
     return {name: one for name, one in value.items() if one is not None}
 
 
 def _json_value(value: Any) -> Any:
-    """Parse the JSON text of a value. A text that is not JSON, such as a label, is returned unchanged."""
+    """Parse the JSON text of a value. Text that is not JSON, such as a label, is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -102,6 +106,6 @@ def _json_value(value: Any) -> Any:
 
 
 def result_batches(files: Sequence[Path], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yield columns of a result in batches. Raises InputCorrupt for a damaged file."""
+    """Yield the named columns of a result, 4096 rows at a time. Raises InputCorrupt for a damaged file."""
     rows = ParquetRows(files)
     yield from rows.batches(0, rows.rows, ROWS, columns)

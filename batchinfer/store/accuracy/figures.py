@@ -10,11 +10,11 @@ from batchinfer.filesystem.duck import connection, parquet, translate_errors
 
 
 def summarise(files: Sequence[Path], figures: Mapping[str, str], spill: Path) -> dict[str, Any]:
-    """Return figures over the rows of a result that have an answer, by name.
+    """Compute aggregates over the rows of a result that have an answer. Return their values by name.
 
     Args:
-        files: The files of the result.
-        figures: For each name, a DuckDB aggregate over the table `answered`.
+        files: The Parquet files of the result.
+        figures: A DuckDB aggregate by name, such as {"mean": "avg(score)"}, over the columns of the result.
         spill: Folder for data that does not fit into memory.
 
     Raises:

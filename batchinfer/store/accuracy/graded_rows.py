@@ -14,7 +14,14 @@ from batchinfer.store.accuracy.labels import Field, fields_of
 
 @dataclass(frozen=True, slots=True)
 class GradedField:
-    """A field of a row: the expected value, the answer and its grade."""
+    """A field of an answer that is a JSON object, or the whole answer, with its grade.
+
+    Attributes:
+        name: Name of the field, or None for the whole answer.
+        expected: The expected value.
+        answer: The value in the answer.
+        grade: How well both agree.
+    """
 
     name: Field
     expected: Any
@@ -24,12 +31,13 @@ class GradedField:
 
 @dataclass(frozen=True, slots=True)
 class GradedRow:
-    """A row with an expected value.
+    """A row of a result that has an expected value.
 
-    Args:
+    Attributes:
         row_id: The id of the row.
-        failed: It is an error row.
-        fields: Its fields. None: the expected value is unreadable, or is not an object although the answer is.
+        failed: True for an error row.
+        fields: Its graded fields. None: the expected value is unreadable, or is not an object although the
+            answer is.
         probability: The probability of the answer, if the result has it.
     """
 
@@ -40,12 +48,20 @@ class GradedRow:
 
     @property
     def grade(self) -> Grade:
-        """Return the grade of the whole answer, which is the grade of its worst field."""
+        """Return the grade of the row's answer: the grade of its worst field, or WRONG without fields."""
         return min((one.grade for one in self.fields or ()), default=Grade.WRONG)
 
 
 def graded_rows(files: Sequence[Path], column: ExpectedColumn) -> Iterator[GradedRow | None]:
-    """Yield the rows of a result in order, or None for a row without an expected value. Raises InputCorrupt."""
+    """Yield the rows of a result in order, or None for a row without an expected value.
+
+    Args:
+        files: The files of the result.
+        column: The columns with expected values and answers.
+
+    Raises:
+        InputCorrupt: A file is damaged.
+    """
     more = [] if column.probability is None else [column.probability]
     for batch in result_batches(files, ["row_id", "status", column.answer, *more, column.name]):
         ids, statuses, texts = (
@@ -64,12 +80,12 @@ def graded_rows(files: Sequence[Path], column: ExpectedColumn) -> Iterator[Grade
 
 
 def _fields(column: ExpectedColumn, expected: Any, text: str | None) -> tuple[GradedField, ...] | None:
-    """Return the graded fields of a row.
+    """Return the graded fields of a row, or None if they cannot be graded.
 
     Args:
         column: The column with expected values.
         expected: The expected value.
-        text: The answer. None: there is none.
+        text: The text of the answer, or None for an error row.
     """
     if column.kind == "text":
         grade = Grade.WRONG if text is None else text_grade(expected, text)

@@ -26,7 +26,10 @@ class Grade(IntEnum):
 
 
 def text_grade(expected: Any, answer: str) -> Grade:
-    """Grade a text answer. After normalisation, an expected number also matches a text that parses as that number."""
+    """Grade a text answer against the expected value.
+
+    After normalisation, an expected number also matches a text that parses as this number.
+    """
     wanted = to_text(expected)
     if wanted == answer:
         return Grade.EXACT
@@ -36,7 +39,7 @@ def text_grade(expected: Any, answer: str) -> Grade:
 
 
 def to_text(value: Any) -> str:
-    """Return a value as text.
+    """Return a value as text: a string unchanged, and dates in ISO format.
 
     Numbers and booleans are written as in JSON, and integral floats without a decimal point.
     """
@@ -50,14 +53,14 @@ def to_text(value: Any) -> str:
 
 
 def value_grade(expected: Any, answer: Any) -> Grade:
-    """Grade a JSON value or a field of an object. Only texts are normalised."""
+    """Grade a JSON value of an answer against the expected value. Only texts are normalised."""
     if _same(expected, answer, str):
         return Grade.EXACT
     return Grade.NORMALISED if _same(expected, answer, normalise) else Grade.WRONG
 
 
 def json_answer(text: str | None) -> Any:
-    """Return the value of a JSON answer, or None if it is not valid JSON."""
+    """Return the value of an answer's JSON text, or None if there is no text or it is not valid JSON."""
     try:
         return None if text is None else parse_answer(text)
     except (ValueError, RecursionError):
@@ -65,7 +68,7 @@ def json_answer(text: str | None) -> Any:
 
 
 def _same(expected: Any, answer: Any, spelled: Text) -> bool:
-    """Return True if both values are equal after applying `spelled` to texts. Missing fields equal null."""
+    """Return True if both JSON values are equal after applying `spelled` to texts. Missing fields equal null."""
     if isinstance(expected, str):
         return isinstance(answer, str) and spelled(expected) == spelled(answer)
     if isinstance(expected, dict):

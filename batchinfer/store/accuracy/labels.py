@@ -20,7 +20,10 @@ Field = str | None  # name of a field of an object; None: the whole answer
 
 
 class Labels:
-    """The labels of a field. Texts that are equal after normalisation are the same label."""
+    """Collects the distinct expected values of one field, to decide if they are labels of a classification.
+
+    Texts that are equal after normalisation are the same label.
+    """
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}  # first spelling by normalised text
@@ -29,7 +32,7 @@ class Labels:
         self.few = True
 
     def add(self, value: Any) -> None:
-        """Add the expected value of a row."""
+        """Add the expected value of a row to the labels."""
         self._rows += 1
         if not self.few:
             return
@@ -40,11 +43,11 @@ class Labels:
 
     @property
     def are_useful(self) -> bool:
-        """Return True if there are labels, and few enough."""
+        """Return True if there are labels, at most 50, and on average at least two rows per label."""
         return self.few and self._rows >= ROWS_PER_LABEL * len(self._texts) > 0
 
     def of(self, value: Any) -> str | None:
-        """Return the label of a value, or None if it is not a label."""
+        """Return the label that a value is equal to, in its first spelling, or None if it is not a label."""
         text = _label_text(value)
         return None if text is None else self._texts.get(self._key(text))
 
@@ -56,7 +59,7 @@ class Labels:
 
 
 def _label_text(value: Any) -> str | None:
-    """Return a value as a label, or None if it cannot be one."""
+    """Return a text, boolean or number as the text of a label, or None for other and for long values."""
     text = to_text(value) if isinstance(value, str | bool) or is_number(value) else None
     return text if text is not None and len(text) <= LONGEST_LABEL else None
 
@@ -72,7 +75,12 @@ def fields_of(value: Any) -> Iterator[tuple[Field, Any]]:
 def find_labels(batches: Iterable[list[Any]]) -> dict[Field, Labels]:
     """Find the labels of each field in the expected values of all rows, for at most MOST_FIELDS fields.
 
-    If the values are not objects, reading stops once there are too many labels.
+    Only fields with few labels are returned. A value that is not an object counts as the field None. If no
+    value is an
+    object, reading stops once there are too many labels.
+
+    Args:
+        batches: The expected values of consecutive rows, in batches.
     """
     found: dict[Field, Labels] = {}
     for values in batches:

@@ -10,11 +10,19 @@ SIGNIFICANT = 0.05
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Return the two-sided p-value for `b` rows that only the first method has right, and `c` only the second.
+    """Return the two-sided p-value of McNemar's test for two methods that answered the same rows.
 
-    If both are right equally often, b is binomial in b + c rows with probability 1/2 (the exact test, as in Dietterich
-    1998 and Agresti 2013, 11.1). Above MOST_EXACT rows it uses the chi-square test with Edwards' correction (1948).
-    Raises ValueError for negative counts.
+    If both methods are right equally often, b is binomial in b + c rows with probability 1/2 (the exact test,
+    as in
+    Dietterich 1998 and Agresti 2013, 11.1). Above 100,000 rows it uses the chi-square test with Edwards'
+    correction (1948).
+
+    Args:
+        b: Number of rows that only the first method has right.
+        c: Number of rows that only the second method has right.
+
+    Raises:
+        ValueError: A count is negative.
     """
     if b < 0 or c < 0:
         raise ValueError(f"counts of rows are not negative: {b}, {c}")

@@ -20,7 +20,14 @@ Outcome = Literal["label", "other", "error"]
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of rows with an expected value, and of error rows and right answers among them."""
+    """Counts of rows with an expected value.
+
+    Attributes:
+        rows: All these rows.
+        errors: Error rows among them.
+        exact: Rows whose answer is exactly the expected value.
+        normalised: Rows whose answer is the expected value at least after normalisation.
+    """
 
     rows: int = 0
     errors: int = 0
@@ -28,7 +35,7 @@ class Tally:
     normalised: int = 0
 
     def add(self, grade: Grade, failed: bool) -> None:
-        """Count a row."""
+        """Count a row with the grade of its answer, and whether it failed."""
         self.rows += 1
         self.errors += failed
         self.exact += grade is Grade.EXACT
@@ -37,11 +44,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Confused:
-    """Rows with the same label and the same kind of answer.
+    """The number of rows with one expected label and one kind of answer: a cell of a confusion table.
 
-    Args:
-        field: The field.
-        expected: The label.
+    Attributes:
+        field: Name of the field, or None for the whole answer.
+        expected: The expected label.
         outcome: "label": the answer is a label. "other": it is something else. "error": the row failed.
         answer: The label of the answer, if it is one.
         rows: Number of rows.
@@ -56,20 +63,31 @@ class Confused:
 
 @dataclass(slots=True)
 class Accuracy:
-    """The accuracy of a result. `fields` has the counts per field, for answers that are objects."""
+    """The accuracy of a result.
+
+    Attributes:
+        column: The column with expected values.
+        unlabelled: Number of rows without an expected value.
+        unreadable: Number of rows whose expected value is invalid, or not an object although the answer is.
+        first_unreadable: The row_id of the first unreadable row.
+        overall: Counts of whole answers.
+        fields: Counts per field, for answers that are objects.
+        confusion: The cells of the confusion table.
+        calibration: How well probabilities match right answers. None: the result has no probabilities.
+    """
 
     column: str
-    unlabelled: int = 0  # rows without an expected value
-    unreadable: int = 0  # rows whose expected value is invalid, or not an object although the answer is
-    first_unreadable: int | None = None  # row_id of the first of them
+    unlabelled: int = 0
+    unreadable: int = 0
+    first_unreadable: int | None = None
     overall: Tally = field(default_factory=Tally)
     fields: dict[str, Tally] = field(default_factory=dict)
     confusion: tuple[Confused, ...] = ()
-    calibration: Reliability | None = None  # None: the result has no probabilities
+    calibration: Reliability | None = None
 
     @property
     def notice(self) -> str | None:
-        """Return a notice about unusable expected values, or None if there are none."""
+        """Return a message about the unusable expected values of the result, or None if there are none."""
         if not self.unreadable:
             return None
         return (
@@ -78,7 +96,7 @@ class Accuracy:
         )
 
     def add(self, row: GradedRow | None) -> None:
-        """Count a row of the result."""
+        """Count a row of the result. None is a row without an expected value."""
         if row is None:
             self.unlabelled += 1
         elif row.fields is None:
@@ -97,14 +115,13 @@ class Accuracy:
 
 
 class _Confusion:
-    """Counts the answers for each label."""
+    """Counts, for each expected label, how often each label was the answer."""
 
     def __init__(self, labels: dict[Field, Labels]) -> None:
         self._labels = labels
         self._rows: Counter[tuple[Field, str, Outcome, str | None]] = Counter()
 
     def add(self, row: GradedRow) -> None:
-        """Count a row."""
         for one in row.fields or ():
             labels = self._labels.get(one.name)
             expected = None if labels is None else labels.of(one.expected)
@@ -112,7 +129,7 @@ class _Confusion:
                 self._rows[one.name, expected, *_outcome(labels, one, row.failed)] += 1
 
     def found(self) -> Iterator[Confused]:
-        """Yield the counts by field, the most frequent labels first."""
+        """Yield the cells of the confusion table by field, the most frequent expected labels first."""
         of_label: Counter[tuple[Field, str]] = Counter()
         for (name, expected, *_), rows in self._rows.items():
             of_label[name, expected] += rows

@@ -18,7 +18,12 @@ _PAIRS = frozenset(['""', "''", "``", "**", "__", "“”", "„“", "‘’", 
 
 
 def normalise(text: str) -> str:
-    """Return the normalised text. A step that would leave an empty text is skipped."""
+    """Return a text without the differences of spelling that comparisons ignore.
+
+    It folds case and white space, and removes punctuation at the end and quotes around the text. A step that
+    would leave an
+    empty text is skipped.
+    """
     said = " ".join(_fold_case(text).split())
     while (inner := _strip_end(said)) and inner != said:
         said = inner

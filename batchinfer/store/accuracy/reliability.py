@@ -9,26 +9,36 @@ BINS = 10  # bins of equal width from 0 to 1
 
 @dataclass(slots=True)
 class Bin:
-    """Answers with a probability in a range of one tenth."""
+    """Counts of answers whose probability is in one range of width 0.1.
+
+    Attributes:
+        rows: Number of answers.
+        right: Number of right answers.
+        probability: Sum of the probabilities of the answers.
+    """
 
     rows: int = 0
     right: int = 0
-    probability: float = 0.0  # sum of probabilities
+    probability: float = 0.0
 
 
 @dataclass(slots=True)
 class Reliability:
-    """Counts answers and right answers by probability.
+    """Counts answers and right answers by the probability of the answer.
 
-    Memory does not grow with the number of rows. Source: Guo et al., On Calibration of Modern Neural Networks, 2017,
+    Memory does not grow with the number of rows. Source: Guo et al., On Calibration of Modern Neural
+    Networks, 2017,
     https://arxiv.org/abs/1706.04599.
+
+    Attributes:
+        bins: Ten bins of equal width from 0 to 1.
     """
 
     bins: list[Bin] = field(default_factory=lambda: [Bin() for _ in range(BINS)])
     _squares: float = 0.0  # sum of squared differences between probability and 1 (right) or 0 (wrong)
 
     def add(self, probability: float, right: bool) -> None:
-        """Count an answer with this probability, from 0 to 1."""
+        """Count an answer with its probability, from 0 to 1, and whether it is right."""
         one = self.bins[min(BINS - 1, int(probability * BINS))]
         one.rows += 1
         one.right += right
@@ -37,7 +47,7 @@ class Reliability:
 
     @property
     def rows(self) -> int:
-        """Return the number of answers with a probability."""
+        """Return the number of counted answers."""
         return sum(one.rows for one in self.bins)
 
     @property
@@ -48,9 +58,10 @@ class Reliability:
 
     @property
     def expected_error(self) -> float | None:
-        """Return the expected calibration error, or None without answers.
+        """Return the expected calibration error of the answers, from 0 to 1, or None without answers.
 
-        It is the mean over all answers of the difference, within their bin, between mean probability and share of right
+        It is the mean over all answers of the difference, within their bin, between mean probability and
+        share of right
         answers.
         """
         rows = self.rows
@@ -58,7 +69,7 @@ class Reliability:
 
     @property
     def brier_score(self) -> float | None:
-        """Return the Brier score, or None without answers.
+        """Return the Brier score of the answers, from 0 to 1, or None without answers.
 
         It is the mean squared difference between probability and 1 for a right or 0 for a wrong answer.
         """

@@ -1,4 +1,4 @@
-"""Reads the work keys that have an answer, as numbers that are fast to compare."""
+"""Reads the work keys that have an answer as arrays of integers, which are fast to compare."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Words = NDArray[np.uint64]
 
 
 def answered_keys(part: Path, retry_errors: bool, words: int) -> Words:
-    """Return the first `words` 64-bit words of each key in a part, with shape (n, words).
+    """Return the starts of all work keys with an answer in a part of the store, with shape [keys, words].
+
+    A key of 32 bytes is read as four 64-bit words.
 
     Args:
-        part: The part.
-        retry_errors: Treat retryable errors as missing answers.
-        words: The number of words.
+        part: The Parquet file of the part.
+        retry_errors: Leave out the keys of retryable errors, so that they are computed again.
+        words: The number of words to return per key, from 1 to 4.
 
     Raises:
         StorageError: The part cannot be read.
@@ -37,7 +39,7 @@ def answered_keys(part: Path, retry_errors: bool, words: int) -> Words:
 
 
 def key_words(keys: Any, words: int) -> Words:
-    """Return the first `words` 64-bit words of each 32-byte key in a chunked array, with shape (n, words)."""
+    """Return the first `words` 64-bit words of each 32-byte key in a chunked Arrow array, as [keys, words]."""
     found = [
         np.frombuffer(chunk.buffers()[1], np.uint64).reshape(-1, KEY_WORDS)[
             chunk.offset : chunk.offset + len(chunk), :words

@@ -51,13 +51,13 @@ _DAY_S = 86400
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Thresholds for rewriting parts.
+    """Thresholds that decide which parts of a store are rewritten.
 
-    Args:
-        dropped_share: Minimum share of removed rows for rewriting a part.
-        small_rows: A part with fewer rows may be merged with its neighbours.
+    Attributes:
+        dropped_share: Minimum share of removed rows, from 0 to 1, for rewriting a part.
+        small_rows: A part with fewer rows is small, and may be merged with adjacent small parts.
         merged: Minimum number of consecutive small parts to merge.
-        use_files: Maximum number of files of uses; more files are merged.
+        use_files: Maximum number of files in the folder `uses`. If there are more, they are merged.
     """
 
     dropped_share: float
@@ -75,16 +75,25 @@ THOROUGH = Policy(dropped_share=0.0, small_rows=10_000, merged=2, use_files=1)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How long completions are kept that no result uses."""
+    """The time after which stored completions that no result uses are removed.
 
-    days: int | None  # days after the last use by `job`, or after the commit; None: forever
-    job: str | None = None  # results root of the job; the days of other jobs are stored with their uses
-    now: float = field(default_factory=time.time)  # Unix time
+    Attributes:
+        days: Days to keep a completion after its last use by `job`, or after its commit. None: forever.
+        job: Folder of the results of the job that `days` belongs to. Other jobs stored their own days with
+            their uses.
+        now: The current Unix time.
+    """
+
+    days: int | None
+    job: str | None = None
+    now: float = field(default_factory=time.time)
 
     def cutoff(self, user: User | None) -> float:
-        """Return the Unix time after which a use by `user` protects a completion.
+        """Return the Unix time after which a use by `user` protects a completion from removal.
 
-        If `user` is None, return the time after which its commit protects a completion.
+        If `user` is None, return the time after which its commit protects a completion. The time is 0 if
+        completions are kept
+        forever.
         """
         days = self.days if user is None or user.job == self.job else user.keep
         return 0.0 if days is None else max(self.now - days * _DAY_S, 0.0)
@@ -92,7 +101,15 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """The effect of cleaning a store, or of a dry run."""
+    """The effect of cleaning a completion store, or of a dry run.
+
+    Attributes:
+        rows_kept: Completions in the store afterwards.
+        rows_dropped: Removed completions.
+        parts_before: Number of parts before cleaning.
+        parts_after: Number of parts afterwards.
+        bytes_freed: Difference of the total size of all parts.
+    """
 
     rows_kept: int
     rows_dropped: int
@@ -103,7 +120,7 @@ class Cleaned:
 
 @dataclass(frozen=True)
 class _Source:
-    """A part with a mask of its kept rows."""
+    """A part of the store with a mask of the rows that cleaning keeps."""
 
     path: Path
     record: CommitRecord
@@ -111,18 +128,18 @@ class _Source:
 
     @cached_property
     def rows(self) -> int:
-        """Return the number of kept rows."""
+        """Return the number of rows that cleaning keeps."""
         return int(self.kept.sum())
 
     @property
     def dropped_share(self) -> float:
-        """Return the share of removed rows."""
+        """Return the share of the part's rows that cleaning removes, from 0 to 1."""
         return 1 - self.rows / self.record.rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Rewrite:
-    """Parts that are replaced by one part. `target` is None if no rows are kept."""
+    """Parts `sources` of the store that one new part `target` replaces, or that are removed if `target` is None."""
 
     sources: tuple[_Source, ...]
     target: Path | None = None
@@ -137,15 +154,15 @@ def clean_store(
     should_continue: Callable[[], bool] = lambda: True,
     ops: FileOps | None = None,
 ) -> Cleaned:
-    """Remove completions that `keep` does not protect, and merge small parts.
+    """Remove stored completions that `keep` does not protect, and merge small parts.
 
     Args:
         store: The folder of the store.
         keep: How long unused completions are kept.
         policy: Thresholds for rewriting parts.
         dry_run: Change nothing, and estimate the effect. Needs no lock.
-        should_continue: Called between parts. Cleaning stops if it returns False.
-        ops: File operations.
+        should_continue: Called before each rewrite. Cleaning stops if it returns False.
+        ops: File operations; tests replace them.
 
     Raises:
         Locked: Another process uses the store.
@@ -192,7 +209,7 @@ def _difference(before: Mapping[Path, CommitRecord], after: Mapping[Path, Commit
 
 
 def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) -> Cleaned:
-    """Return the effect of cleaning. Sizes of new parts are estimated from their sources."""
+    """Return the effect of the rewrites `todo`, with sizes of new parts estimated from the parts they replace."""
     left = dict(records)
     for rewrite in todo:
         size = sum(s.record.bytes * s.rows // max(s.record.rows, 1) for s in rewrite.sources)
@@ -204,22 +221,28 @@ def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) ->
 
 
 def _may_gain(store: Path, records: Mapping[Path, CommitRecord], keep: Keep, policy: Policy) -> bool:
-    """Return True if any part is old, or there are many small files. It reads no uses, so it is cheap."""
+    """Return True if cleaning may remove or merge anything. It does not read uses, so it is cheap."""
     old = any(_since(part, record) <= keep.cutoff(None) for part, record in records.items())
     small = sum(record.rows < policy.small_rows for record in records.values())
     return old or small >= policy.merged or len(use_files(store)) > policy.use_files
 
 
 def _since(part: Path, record: CommitRecord) -> float:
-    """Return when the newest row of a part was committed, in Unix time."""
+    """Return the Unix time at which the newest row of a part was committed."""
     with storage(part, "look at"):
         return part.stat().st_mtime if record.since is None else record.since
 
 
 def _plan(records: Mapping[Path, CommitRecord], uses: Uses, keep: Keep, policy: Policy) -> list[_Rewrite]:
-    """Choose the parts to rewrite.
+    """Return the rewrites that clean a store.
 
-    Only neighbours are merged, so the order of completions with the same key does not change.
+    Only adjacent parts are merged, so the order of completions with the same key does not change.
+
+    Args:
+        records: The records of all parts.
+        uses: The recorded uses of completions.
+        keep: How long unused completions are kept.
+        policy: Thresholds for rewriting parts.
     """
     unknown = max(uses.unreadable.values(), default=0.0) > keep.cutoff(None)
     todo: list[_Rewrite] = []
@@ -269,7 +292,16 @@ def _merge_uses(
     keep: Keep,
     ops: FileOps,
 ) -> None:
-    """Write all uses, with the uses of the new parts, to a single file, and remove the other files."""
+    """Write all uses, and the uses of rows in new parts, to a single file, and remove the old files.
+
+    Args:
+        store: The folder of the store.
+        uses: The recorded uses.
+        records: The records of all parts. Uses of other parts are dropped.
+        todo: The rewrites that create the new parts.
+        keep: Unreadable files are removed if they are older than its limit for commits.
+        ops: File operations.
+    """
     merged = uses.of_parts(part.name for part in records)
     for rewrite in todo:
         if rewrite.target is not None:
@@ -282,7 +314,7 @@ def _merge_uses(
 
 
 def _execute(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
-    """Carry out a rewrite, and return the new part with its record, if there is one."""
+    """Write the new part of a rewrite, remove its sources, and return the new part, if any, with its record."""
     new: dict[Path, CommitRecord] = {}
     if rewrite.target is not None:
         new[rewrite.target] = _write_part(rewrite.target, rewrite.sources, ops)
@@ -322,7 +354,7 @@ def _write_part(target: Path, sources: Sequence[_Source], ops: FileOps) -> Commi
 
 
 def _kept_rows(source: _Source, rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield the kept rows of a part, `rows` at a time. Raises StorageError for a damaged part."""
+    """Yield the kept rows of a part in batches of at most `rows`. Raises StorageError for a damaged part."""
     row = 0
     try:
         with pq.ParquetFile(source.path, page_checksum_verification=True) as file:

@@ -33,7 +33,7 @@ from batchinfer.filesystem.digests import file_digests
 from batchinfer.filesystem.durable import Digest, DurableFile, FileOps, storage, write_json
 from batchinfer.store.answers.parts import COMPLETION_SCHEMA, ENGINE_CLASS
 from batchinfer.store.answers.store_lock import StoreLock
-from batchinfer.store.answers.uses import unfinished
+from batchinfer.store.answers.uses import temporary_use_files
 from batchinfer.store.outputs.registry import KINDS
 
 RECORD_FORMAT = 1
@@ -49,17 +49,26 @@ _OURS = re.compile(r"part-\d{10}-[0-9a-f]{8}(-[0-9a-f]{8})?\.(parquet|json)(\.tm
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """The record of a part. A part exists only with a record."""
+    """The commit record of a part of the store: a JSON file next to it. A part exists only with a record.
+
+    Attributes:
+        rows: Number of rows of the part.
+        bytes: Size of the part's file.
+        sha256: Hex digest of the part's file.
+        numerics: Version of the numerics that computed the rows.
+        replaces: File names of the parts that this part replaced; they no longer exist.
+        since: Unix time at which the newest row was committed, if this part replaced others; else None.
+    """
 
     rows: int
     bytes: int
     sha256: str
     numerics: int
-    replaces: tuple[str, ...] = ()  # names of the parts that this part replaced; they no longer exist
-    since: float | None = None  # of a part that replaced others: Unix time of its newest row's commit
+    replaces: tuple[str, ...] = ()
+    since: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
+        """Return the commit record of a part as a JSON object."""
         took_over = {"replaces": list(self.replaces), "since": self.since} if self.replaces else {}
         return {
             "format": RECORD_FORMAT,
@@ -72,16 +81,17 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """A part that cannot be used, with the reason. Its rows are computed again."""
+    """A damaged part of the store, with the kind of damage. Its rows are computed again."""
 
     path: Path
     reason: str
 
 
 class CompletionStore:
-    """A store that is open for appending. A context manager.
+    """A store of answers that is open for appending. A context manager.
 
-    A part without a record, or with another size or sha256 than its record, is removed and listed in `discarded`.
+    A part without a record, or with another size or sha256 than its record, is removed and listed in
+    `discarded`.
     """
 
     def __init__(
@@ -100,11 +110,13 @@ class CompletionStore:
 
         Args:
             path: The folder.
-            numerics: Version of the numerics, stored in the records.
-            rows: Pending rows at which `maybe_commit` commits. None: it depends on their number per second.
+            numerics: Version of the numerics, stored in the records of new parts.
+            rows: Pending rows at which `maybe_commit` commits. None: 32,768, or 1,000 once a row is pending
+                for a second.
             seconds: Maximum seconds that a row is pending.
-            verify: Compute and compare the sha256 of all parts.
-            digests: Compare the sha256 of all parts. Digests of unchanged files are cached.
+            verify: Compute the sha256 of all parts, and compare it with their records.
+            digests: Compare the sha256 of all parts with their records. Digests of unchanged files are
+                cached.
             ops: File operations.
             clock: Returns the time in seconds.
 
@@ -136,7 +148,7 @@ class CompletionStore:
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of committed rows."""
+        """Return the number of committed rows in the store."""
         return sum(record.rows for record in self._records.values())
 
     @property
@@ -145,7 +157,7 @@ class CompletionStore:
         return len(self._pending)
 
     def parts(self) -> list[Path]:
-        """Return the committed parts, oldest first."""
+        """Return the paths of the committed parts, oldest first."""
         return sorted(self._records)
 
     def rows_by_part(self) -> dict[str, int]:
@@ -153,7 +165,7 @@ class CompletionStore:
         return {part.name: record.rows for part, record in self._records.items()}
 
     def append(self, completions: Iterable[Completion]) -> None:
-        """Add completions to the pending ones. They are durable after the next commit."""
+        """Add completions to the pending rows. The next commit makes them durable."""
         new = list(completions)
         self._pending += new
         self._pending_bytes += sum(0 if one.output is None else one.output.held_bytes for one in new)
@@ -161,22 +173,22 @@ class CompletionStore:
             self._oldest = self._clock()
 
     def maybe_commit(self) -> int:
-        """Commit if there are enough rows or bytes, or the oldest row has waited long enough.
+        """Commit if there are enough pending rows or bytes, or the oldest row has waited long enough.
 
-        Return the committed rows.
+        Return the number of committed rows, or 0 without a commit.
         """
         waited = 0.0 if self._oldest is None else self._clock() - self._oldest
         full = len(self._pending) >= self._min_rows(waited) or self._pending_bytes >= PENDING_BYTES
         return self.commit() if full or (self._pending and waited >= self._seconds) else 0
 
     def _min_rows(self, waited: float) -> int:
-        """Return the minimum rows of a part whose oldest row has waited for `waited` seconds."""
+        """Return the minimum number of rows to commit if the oldest pending row has waited for `waited` seconds."""
         if self._limit is not None:
             return self._limit
         return PART_ROWS if waited >= PART_SECONDS else MOST_PART_ROWS
 
     def commit(self) -> int:
-        """Write everything that was appended as one durable part, and return its number of rows.
+        """Write all pending completions as one durable part, and return its number of rows.
 
         If it raises StorageError, the rows are still pending, and a later commit writes them to a new file.
         """
@@ -196,7 +208,7 @@ class CompletionStore:
         return rows
 
     def refresh(self) -> None:
-        """Add the parts that other runs committed.
+        """Add the parts that other runs committed since the store was opened.
 
         After this, the first completion of a key is final, because later commits get higher numbers.
 
@@ -215,17 +227,17 @@ class CompletionStore:
                 )
 
     def close(self) -> None:
-        """Release the store. Uncommitted rows are lost."""
+        """Release the store's locks. Uncommitted rows are lost."""
         self._lock.close()
 
     def _last_number(self) -> int:
-        """Return the highest number of any part in the folder, or -1 without parts."""
         return max((int(name.split("-")[1]) for name in _record_names(self.path)), default=-1)
 
     def _load(self, verify: bool) -> None:
-        """Read the records, and remove leftover files if no other process uses the store.
+        """Read the commit records, and remove leftover files if no other process uses the store.
 
-        Another run's part without a record may be about to get one.
+        With other users, a part without a record is left alone, because its run may be about to write the
+        record.
         """
         if self._lock.try_exclusive():
             self._records, self.discarded = read_records(self.path, verify=verify, digests=self._digests)
@@ -237,13 +249,18 @@ class CompletionStore:
 
 
 def sweep(path: Path, records: Iterable[Path], ops: FileOps) -> None:
-    """Remove all parts except these: leftovers of a crash, damaged and replaced parts.
+    """Remove all parts from the folder of a store except those in `records`.
 
-    The caller holds the store exclusively.
+    They are leftovers of a crash, damaged parts and replaced parts. The caller holds the store exclusively.
+
+    Args:
+        path: The folder of the store.
+        records: The parts to keep.
+        ops: File operations.
     """
     kept = {file for part in records for file in (part, part.with_suffix(".json"))}
     parts = [file for file in sorted(path.glob("part-*")) if _OURS.fullmatch(file.name)]
-    for file in (*parts, *unfinished(path)):
+    for file in (*parts, *temporary_use_files(path)):
         if file not in kept:
             with storage(file, "remove"):
                 ops.unlink(file)
@@ -261,14 +278,14 @@ def read_records(
     digests: bool = False,
     known: Mapping[Path, CommitRecord] = _NO_RECORDS,
 ) -> tuple[dict[Path, CommitRecord], tuple[Discarded, ...]]:
-    """Return the usable parts of a store with their records, and the unusable parts.
+    """Return the usable parts of a store with their commit records, and the unusable parts.
 
     It changes nothing and needs no lock.
 
     Args:
         path: The folder of the store.
-        verify: Compute and compare the sha256 of all parts. Sizes are always compared.
-        digests: Compare the sha256 of all parts. Digests of unchanged files are cached.
+        verify: Compute the sha256 of all parts, and compare it with their records. Sizes are always compared.
+        digests: Compare the sha256 of all parts with their records. Digests of unchanged files are cached.
         known: Records that were read before. A record never changes.
 
     Raises:
@@ -321,7 +338,13 @@ def _read_record(path: Path) -> CommitRecord | None:
 def _find_differing(
     path: Path, records: Mapping[Path, CommitRecord], *, fresh: bool = False
 ) -> list[Discarded]:
-    """Return the parts whose sha256 differs from the record."""
+    """Return the parts whose sha256 differs from their record.
+
+    Args:
+        path: The folder of the store.
+        records: The parts with their records.
+        fresh: Ignore cached digests, and read all parts.
+    """
     with file_digests(path, fresh=fresh) as found:
         return [
             Discarded(part, "its sha256 is not the recorded one")
@@ -342,7 +365,13 @@ def _damage(part: Path, record: CommitRecord) -> str | None:
 
 
 def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps) -> Digest:
-    """Write a Parquet file durably with zstd and page checksums. Raises StorageError."""
+    """Write a table to a Parquet file durably, with zstd and page checksums. Raises StorageError.
+
+    Args:
+        path: The file.
+        rows: The table, or a reader whose batches become row groups.
+        ops: File operations.
+    """
     file = DurableFile(path, ops)
     batches = rows.to_batches(GROUP_ROWS) if isinstance(rows, pa.Table) else rows
     try:
@@ -357,7 +386,7 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
 
 
 def completions_table(completions: Sequence[Completion]) -> pa.Table:
-    """Return completions as a table of COMPLETION_SCHEMA, with the columns that their kinds of answers add."""
+    """Return completions as a table with COMPLETION_SCHEMA, and the columns that their kinds of answers add."""
     outputs, errors = [c.output for c in completions], [c.error for c in completions]
     texts = [one if isinstance(one, Tokens) else None for one in outputs]
     columns = [
@@ -382,7 +411,7 @@ def completions_table(completions: Sequence[Completion]) -> pa.Table:
 
 
 def _token_lists(texts: Sequence[Tokens | None]) -> pa.ListArray:
-    """Return the token ids of each answer, or an empty list for an answer that is not a text."""
+    """Return an array with the token ids of each answer, or an empty list for None."""
     tokens = [_NONE if one is None else np.asarray(one.token_ids, np.int32) for one in texts]
     ends = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate([_NONE, *tokens])))

@@ -23,14 +23,14 @@ _NONE = np.empty(0, np.uint64)
 
 
 class MissingKeys:
-    """Counts distinct keys without a stored answer, up to a maximum."""
+    """Counts distinct work keys without a stored answer, up to a maximum."""
 
     def __init__(self, parts: Sequence[Path], most: int, retry_errors: bool = False) -> None:
-        """Read the keys of the store.
+        """Read the work keys of the store.
 
         Args:
             parts: The parts of the store.
-            most: Stop counting at this number.
+            most: Stop counting at this number of missing keys.
             retry_errors: Treat retryable errors as missing answers.
 
         Raises:
@@ -41,11 +41,11 @@ class MissingKeys:
 
     @property
     def has_enough(self) -> bool:
-        """Return True if the maximum was reached."""
+        """Return True if the maximum number of missing keys was counted."""
         return len(self._found) >= self._most
 
     def add(self, keys: bytes) -> None:
-        """Look up keys of 32 bytes each, and count the missing ones."""
+        """Look up concatenated work keys of 32 bytes each, and count those without a stored answer."""
         starts = np.unique(np.frombuffer(keys, np.uint64)[::KEY_WORDS])
         # np.isin is 30,000 times slower with 10 million stored keys
         places = np.searchsorted(self._stored, starts)
@@ -61,7 +61,7 @@ def _stored(parts: Sequence[Path], retry_errors: bool) -> Starts:
 
 
 def key_batches(parts: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the keys in index parts, 32 bytes each. Raises StorageError."""
+    """Yield the work keys in parts of the index as concatenated bytes, 32 per key. Raises StorageError."""
     for part in parts:
         with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
             for batch in file.iter_batches(columns=["key"]):

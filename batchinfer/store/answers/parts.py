@@ -27,7 +27,7 @@ ENGINE_CLASS = pa.field("engine_class", pa.string())
 
 
 def schema_of(parts: Iterable[Path]) -> pa.Schema:
-    """Return the columns that any of these parts has, with COMPLETION_SCHEMA first. Raises StorageError."""
+    """Return the columns that occur in any of these store parts, COMPLETION_SCHEMA first. Raises StorageError."""
     fields = {field.name: field for field in COMPLETION_SCHEMA}
     for part in parts:
         for field in _schema(part):
@@ -43,7 +43,7 @@ def _schema(part: Path) -> pa.Schema:
 
 
 def damaged_part(part: Path, error: Exception) -> StorageError:
-    """Return the error for a part that cannot be read."""
+    """Return the error for a part of the store that cannot be read because of `error`."""
     what = " ".join(str(error).split())
     return StorageError(
         f"{part}: damaged: {what}; `batchinfer run --verify` drops it, and its rows run again"
@@ -51,7 +51,7 @@ def damaged_part(part: Path, error: Exception) -> StorageError:
 
 
 def pad_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return the batch with the columns of `schema`. Missing columns are null."""
+    """Return a batch with the columns of `schema`, in that order. Columns that the batch lacks are null."""
     there = set(batch.schema.names)
     columns = [
         batch.column(field.name) if field.name in there else pa.nulls(batch.num_rows, field.type)

@@ -18,12 +18,14 @@ _LONGEST = 64  # maximum bytes of the content of the order lock
 
 
 class PartOrder:
-    """The number of the last part, stored in the order lock. It saves each commit from listing the folder.
+    """The number of the newest part, stored in the file order.lock. It saves each commit from listing the folder.
 
-    A store of ten million answers has twenty thousand files. When each commit listed them, ten million rows took 13.4
+    A store of ten million answers has twenty thousand files. When each commit listed them, ten million rows
+    took 13.4
     times the CPU time of one million rows, and 11.0 times without listing.
 
-    The modification time of the folder is stored as well. If it has changed, a part was added without a record here,
+    The modification time of the folder is stored as well. If it has changed, a part was added without
+    updating the file,
     and the number is unknown.
     """
 
@@ -32,7 +34,7 @@ class PartOrder:
 
     @property
     def last(self) -> int | None:
-        """Return the number of the last part, or None if it is unknown."""
+        """Return the number of the newest part of the store, or None if it is unknown."""
         with storage(self._store, "read the order of"):
             changed, noted = os.stat(self._store).st_mtime_ns, os.pread(self._fd, _LONGEST, 0).split()
         if len(noted) != 2 or noted[1] != b"%d" % changed or not noted[0].isdigit():
@@ -40,14 +42,14 @@ class PartOrder:
         return int(noted[0])
 
     def note(self, number: int) -> None:
-        """Record the number of a committed part."""
+        """Record the number of a part that was just committed to the store."""
         with suppress(OSError):  # the part is committed anyway; the next commit lists the folder
             text = b"%d %d" % (number, os.stat(self._store).st_mtime_ns)
             os.pwrite(self._fd, text.ljust(_LONGEST), 0)
 
 
 class StoreLock:
-    """The lock of a store. Opening it creates the folder and locks nothing. Raises StorageError."""
+    """The lock of a completion store. Opening it creates the folder and locks nothing. Raises StorageError."""
 
     def __init__(self, store: Path, ops: FileOps) -> None:
         self._path, self._order = store / "lock", store / "order.lock"
@@ -66,16 +68,16 @@ class StoreLock:
         return True
 
     def share(self) -> None:
-        """Wait for a shared lock. While it is held, nothing is removed from the store.
+        """Wait for a shared lock on the store. While it is held, nothing is removed from the store.
 
-        Another process may have held the exclusive lock between `try_exclusive` and the return of this method.
+        If this process held the exclusive lock, another process may hold it before this method returns.
         """
         with storage(self._path, "lock"):
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     @contextmanager
     def lock_order(self) -> Iterator[PartOrder]:
-        """Lock the order of parts.
+        """Lock the numbering of parts while the block runs, and yield the number of the newest part.
 
         Within the block no other process adds a part, so all smaller numbers are in the folder.
         """
@@ -89,7 +91,7 @@ class StoreLock:
             os.close(fd)
 
     def close(self) -> None:
-        """Release all locks."""
+        """Release all locks of the store."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -49,7 +49,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A result that uses completions."""
+    """A published result that uses stored completions.
+
+    Attributes:
+        job: Folder of the job's results.
+        marker: A file whose modification time is the last time the result was found published and unchanged.
+        keep: Days that the job keeps unused completions. None: forever.
+    """
 
     job: str
     marker: str
@@ -57,28 +63,44 @@ class User:
 
     @property
     def result(self) -> tuple[str, str]:
-        """Return the identity of the result, without `keep`."""
+        """Return the job and the marker, which identify the result."""
         return self.job, self.marker
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """All recorded uses of a store."""
+    """All recorded uses of the completions of a store.
 
-    times: Mapping[str, Mapping[User, Times]]  # by part name
-    files: tuple[Path, ...] = ()  # files they were read from
-    # Unreadable files and when they were written
+    Attributes:
+        times: For each part name and result, the Unix time of the last use of each row; 0 means never.
+        files: The files that the uses were read from.
+        unreadable: Files that cannot be read, with their modification time as Unix time.
+    """
+
+    times: Mapping[str, Mapping[User, Times]]
+    files: tuple[Path, ...] = ()
     unreadable: Mapping[Path, float] = field(default_factory=dict)
 
     def used_since(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
-        """Return a mask of the rows of a part that were used after `oldest(user)`, in Unix time."""
+        """Return a mask of the rows of a part that some result used after its limit.
+
+        Args:
+            part: The name of the part.
+            rows: The number of rows of the part.
+            oldest: Returns the limit for a result, in Unix time.
+        """
         found = np.zeros(rows, np.bool_)
         for user, times in self.times.get(part, {}).items():
             found |= times > oldest(user)
         return found
 
     def with_part(self, target: str, sources: Sequence[tuple[str, Mask]]) -> Uses:
-        """Return the uses with a new part `target`, whose rows are the masked rows of `sources`."""
+        """Return the uses with a new part, whose rows have the uses of the rows that it was copied from.
+
+        Args:
+            target: The name of the new part.
+            sources: Names of the old parts in order, with a mask of the copied rows.
+        """
         users = {user for name, _ in sources for user in self.times.get(name, {})}
         new = {
             user: np.concatenate(
@@ -92,14 +114,15 @@ class Uses:
         return replace(self, times={**self.times, target: new})
 
     def of_parts(self, names: Iterable[str]) -> Uses:
-        """Return the uses of these parts."""
+        """Return only the uses of rows in these parts."""
         there = set(names)
         return replace(self, times={part: users for part, users in self.times.items() if part in there})
 
     def renew(self) -> Uses:
-        """Return the uses with the publish of each result moved to the time of its marker.
+        """Return the uses with the last publish of each result moved to the modification time of its marker.
 
-        A result that was found published again uses the rows of its last publish again. Rows of earlier publishes are
+        A result that was found published again uses the rows of its last publish again. Rows of earlier
+        publishes are
         not part of it.
         """
         newest: dict[tuple[str, str], int] = {}
@@ -120,7 +143,7 @@ class Uses:
 
 
 def _time_of(marker: str) -> int:
-    """Return when a result was last found published, in Unix time, or 0 if its marker was removed."""
+    """Return the Unix time at which a result was last found published, or 0 if its marker was removed."""
     path = Path(marker)
     return int(path.stat().st_mtime) if marker and path.is_file() else 0
 
@@ -128,12 +151,12 @@ def _time_of(marker: str) -> int:
 def record_use(
     user: User, used: Iterable[tuple[str, NDArray[np.int64]]], rows: Mapping[str, int], now: float
 ) -> Uses:
-    """Return the use of rows by one result at the time `now`.
+    """Return the uses that one result adds when it uses rows of parts at the time `now`.
 
     Args:
         user: The result.
-        used: Part names with the numbers of used rows.
-        rows: The number of rows of each part.
+        used: Part names with the numbers of the used rows.
+        rows: The number of rows of each part, by part name.
         now: Unix time.
     """
     times: dict[str, Mapping[User, Times]] = {}
@@ -144,7 +167,7 @@ def record_use(
 
 
 def write_uses(store: Path, uses: Uses, ops: FileOps) -> None:
-    """Write the uses to a new file, if there are any. Raises StorageError."""
+    """Write the uses to a new file in the store's folder `uses`, if there are any. Raises StorageError."""
     if not uses.times:
         return
     folder = store / _FOLDER
@@ -175,8 +198,8 @@ def _batches(uses: Uses) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
 
 
-def unfinished(store: Path) -> list[Path]:
-    """Return the unfinished files that a crash left."""
+def temporary_use_files(store: Path) -> list[Path]:
+    """Return the temporary files of uses that a crash left in a store."""
     with storage(store / _FOLDER, "list"):
         return sorted(
             path for path in (store / _FOLDER).glob(f"*{TEMPORARY}") if _TEMPORARY.fullmatch(path.name)
@@ -184,15 +207,16 @@ def unfinished(store: Path) -> list[Path]:
 
 
 def use_files(store: Path) -> list[Path]:
-    """Return the files of uses."""
+    """Return the files in the folder of a store that record uses of completions, sorted by name."""
     with storage(store / _FOLDER, "list"):
         return sorted((store / _FOLDER).glob("*.parquet"))
 
 
 def read_uses(store: Path) -> Uses:
-    """Return all uses. A damaged file is logged and listed as unreadable. Raises StorageError.
+    """Return all recorded uses of a store's completions. Raises StorageError if the disk fails.
 
-    Results whose marker was removed are treated as one user.
+    A damaged file is logged and listed as unreadable. Results of a job whose markers were removed count as
+    one result.
     """
     times: dict[str, dict[User, Times]] = {}
     files, unreadable = [], {}
@@ -216,7 +240,14 @@ def read_uses(store: Path) -> Uses:
 
 
 def stored_keep(store: Path, job: str) -> int | None:
-    """Return the `keep` of the job's latest result, or the default if none was recorded."""
+    """Return the days that a job keeps unused completions, as recorded by its latest result.
+
+    It is the default of `cache.keep` if no result of the job was recorded. None: forever.
+
+    Args:
+        store: The folder of the store.
+        job: Folder of the job's results.
+    """
     newest: dict[int | None, int] = {}
     for users in read_uses(store).times.values():
         for user, times in users.items():

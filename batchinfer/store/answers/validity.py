@@ -16,7 +16,8 @@ INVALID = (
 def is_invalid(completion: Completion) -> bool:
     """Return True if an answer was cut off, repeated itself, or does not match its constraint.
 
-    Other errors do not depend on the sampling parameters, or may not occur again.
+    Other errors do not depend on the sampling parameters, or may not occur again, so they are not invalid
+    answers.
     """
     if completion.error is not None:
         return completion.error.code in TEXT_IS_KEPT

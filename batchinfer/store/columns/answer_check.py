@@ -26,7 +26,9 @@ def parse_answer(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | No
 
     Args:
         text: The JSON text.
-        objects: Converts the names and values of an object, see `object_pairs_hook` of `json.loads`.
+        objects: Converts the list of names and values of each object, like `object_pairs_hook` of
+            `json.loads`.
+            None: objects become dicts.
 
     Raises:
         ValueError: The text is not valid JSON.
@@ -50,9 +52,10 @@ def _integer(digits: str) -> int:
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object, or raise Unfit if a name occurs twice.
+    """Return the dict of an object's names and values, or raise Unfit if a name occurs twice.
 
-    JSON readers differ in which value they use. A grammar cannot prevent repeated names if a schema allows further
+    JSON readers differ in which value they use. A grammar cannot prevent repeated names if a schema allows
+    further
     properties.
     """
     found = dict(pairs)
@@ -66,16 +69,13 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _answer(completion: Completion, marks: ReasoningTokens | None) -> Sequence[int]:
-    """Return the tokens after the reasoning."""
+    """Return the token ids of an answer after its reasoning, or all if `marks` is None."""
     ids: list[int] = completion.tokens.token_ids.tolist()
     return ids if marks is None else ids[cut(ids, marks).answer or 0 :]
 
 
 def _check_calls(text: str) -> None:
-    """Check the arguments of tool calls, which are the JSON objects in an answer.
-
-    Raises Unfit for a repeated name.
-    """
+    """Check that no JSON object in an answer, such as a call's arguments, repeats a name. Raises Unfit."""
     decoder = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=_unique_names)
     at = text.find("{")
     while at >= 0:
@@ -90,10 +90,10 @@ def _check_calls(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
-    """Turns invalid JSON answers, and answers that do not fit their columns, into errors.
+    """Turns JSON answers that are invalid, or do not fit their result columns, into errors.
 
-    Args:
-        columns: The columns of answers, or None.
+    Attributes:
+        columns: The result columns for the fields of JSON answers, or None.
         detokenizer: Converts tokens to text.
     """
 
@@ -106,12 +106,12 @@ class AnswerCheck:
         marks: Mapping[bytes, ReasoningTokens] | None = None,
         calling: Collection[bytes] = (),
     ) -> list[Completion]:
-        """Return the completions. A completion that does not fit has an error.
+        """Return completions, with an error in place of each invalid JSON answer.
 
         Args:
             completions: Answers that are JSON or that call tools.
-            marks: By key, the tokens around the reasoning that precedes the answer.
-            calling: The keys of answers that call tools.
+            marks: The tokens around the reasoning that precedes the answer, by work key.
+            calling: The work keys of answers that call tools.
         """
         ids = [_answer(c, (marks or {}).get(c.key)) for c in completions]
         return [

@@ -26,31 +26,50 @@ _FRACTION = re.compile(r"\.(\d+)")
 
 
 class Unfit(ValueError):
-    """A value that its column cannot hold. The message starts with the path of the value and does not quote it."""
+    """An error for a value that its column cannot hold. The message starts with the value's path.
+
+    It does not quote the value.
+    """
 
 
 class Kind(ABC):
-    """A type of column, and how it stores values."""
+    """A type of result column for a part of JSON answers: checks values and converts them to Arrow.
+
+    Attributes:
+        type: The Arrow type.
+    """
 
     type: pa.DataType
 
     @abstractmethod
     def check(self, value: Any, place: str) -> None:
-        """Check that the column can hold a parsed JSON value. Raises Unfit, with `place`, the path of the value."""
+        """Raise Unfit if the column cannot hold a value.
+
+        Args:
+            value: A parsed JSON value.
+            place: The path of the value in the answer, for the message.
+        """
 
     @abstractmethod
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Return parsed JSON values that fit, None for null, as an array of `type`."""
+        """Convert parsed JSON values, which must have passed `check`, to an Arrow array of the column's type.
+
+        Args:
+            values: One value per row. None becomes null.
+        """
 
 
 class Leaf(Kind):
-    """A type without parts. `convert` returns a value that pyarrow accepts for `type`, or raises ValueError."""
+    """A type of column without nested fields, such as text or integer.
+
+    The constructor's `convert` returns a value that pyarrow accepts for the type, or raises ValueError.
+    """
 
     def __init__(self, kind: pa.DataType, convert: Callable[[Any], Any]) -> None:
         self.type, self._convert = kind, convert
 
     def check(self, value: Any, place: str) -> None:
-        """Check a value, see `Kind`."""
+        """Raise Unfit with the path `place` if the column cannot hold a JSON value."""
         if value is None:
             return
         try:
@@ -59,7 +78,7 @@ class Leaf(Kind):
             raise Unfit(f"{place}: {error}") from None
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert values, see `Kind`."""
+        """Convert checked JSON values to an Arrow array of the column's type. None becomes null."""
         converted = [None if value is None else self._convert(value) for value in values]
         if isinstance(self.type, pa.ExtensionType):
             return pa.ExtensionArray.from_storage(self.type, pa.array(converted, self.type.storage_type))
@@ -67,7 +86,7 @@ class Leaf(Kind):
 
 
 class Enumeration(Kind):
-    """A fixed set of texts. Every array has all of them as its dictionary, in the order of the schema."""
+    """A type of column for a fixed set of texts: every array has all texts as its dictionary, in schema order."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = pa.array(list(texts), pa.string())
@@ -75,24 +94,24 @@ class Enumeration(Kind):
         self.type = pa.dictionary(pa.int32(), pa.string())
 
     def check(self, value: Any, place: str) -> None:
-        """Check a value, see `Kind`."""
+        """Raise Unfit with the path `place` if a JSON value is not one of the column's texts."""
         if value is not None and not (isinstance(value, str) and value in self._places):
             raise Unfit(f"{place}: this is not one of the {len(self._places)} values that the schema lists")
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert values, see `Kind`."""
+        """Convert checked texts to a dictionary-encoded Arrow array. None becomes null."""
         indices = pa.array([None if v is None else self._places[v] for v in values], pa.int32())
         return pa.DictionaryArray.from_arrays(indices, self._texts)
 
 
 class ListOf(Kind):
-    """A list whose items have the same kind."""
+    """A type of column for lists whose items have the same type."""
 
     def __init__(self, item: Kind) -> None:
         self._item, self.type = item, pa.list_(item.type)
 
     def check(self, value: Any, place: str) -> None:
-        """Check a value, see `Kind`."""
+        """Raise Unfit with the path `place` if a JSON value is not a list, or an item does not fit."""
         if value is None:
             return
         if not isinstance(value, list):
@@ -101,7 +120,7 @@ class ListOf(Kind):
             self._item.check(one, f"{place}[{number}]")
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert values, see `Kind`."""
+        """Convert checked lists to an Arrow list array. None becomes null."""
         lengths = [0 if value is None else len(value) for value in values]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         items = self._item.array([one for value in values if value is not None for one in value])
@@ -110,14 +129,14 @@ class ListOf(Kind):
 
 
 class Struct(Kind):
-    """An object with known properties. Other properties of a value are left out."""
+    """A type of column for objects with known properties. Other properties of a value are left out."""
 
     def __init__(self, fields: Mapping[str, Kind]) -> None:
         self.fields = dict(fields)
         self.type = pa.struct([(name, kind.type) for name, kind in self.fields.items()])
 
     def check(self, value: Any, place: str) -> None:
-        """Check a value, see `Kind`."""
+        """Raise Unfit with the path `place` if a JSON value is not an object, or a property does not fit."""
         if value is None:
             return
         if not isinstance(value, dict):
@@ -126,12 +145,12 @@ class Struct(Kind):
             kind.check(value.get(name), f"{place}.{name}" if place else name)
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert values, see `Kind`."""
+        """Convert checked objects to an Arrow struct array. None becomes null."""
         nulls = pa.array([value is None for value in values], pa.bool_())
         return pa.StructArray.from_arrays(self.arrays(values), fields=list(self.type), mask=nulls)
 
     def arrays(self, values: Sequence[Any]) -> list[pa.Array]:
-        """Return an array per field, with null if the object is null."""
+        """Return an Arrow array per property of checked objects. Its values are null where the object is None."""
         return [
             kind.array([None if value is None else value.get(name) for value in values])
             for name, kind in self.fields.items()
@@ -139,52 +158,52 @@ class Struct(Kind):
 
 
 def text() -> Kind:
-    """Return the kind of texts."""
+    """Return the type of column for texts."""
     return Leaf(pa.string(), _text)
 
 
 def json_text() -> Kind:
-    """Return the kind of JSON texts, for values without a type in Arrow."""
+    """Return the type of column for JSON texts, which holds values without a type in Arrow."""
     return Leaf(pa.string(), write_exactly)
 
 
 def integer() -> Kind:
-    """Return the kind of 64-bit integers."""
+    """Return the type of column for 64-bit integers."""
     return Leaf(pa.int64(), _integer)
 
 
 def number() -> Kind:
-    """Return the kind of 64-bit floats."""
+    """Return the type of column for 64-bit floats."""
     return Leaf(pa.float64(), _number)
 
 
 def boolean() -> Kind:
-    """Return the kind of booleans."""
+    """Return the type of column for booleans."""
     return Leaf(pa.bool_(), _boolean)
 
 
 def null() -> Kind:
-    """Return the kind of columns that are always null."""
+    """Return the type of column that is always null."""
     return Leaf(pa.null(), _null)
 
 
 def day() -> Kind:
-    """Return the kind of dates."""
+    """Return the type of column for dates, written YYYY-MM-DD in answers."""
     return Leaf(pa.date32(), _day)
 
 
 def time_of_day() -> Kind:
-    """Return the kind of times of day. A text with an offset is converted to UTC."""
+    """Return the type of column for times of day in microseconds. A UTC offset is subtracted."""
     return Leaf(pa.time64("us"), _time)
 
 
 def moment() -> Kind:
-    """Return the kind of timestamps in UTC."""
+    """Return the type of column for timestamps in UTC, in microseconds."""
     return Leaf(pa.timestamp("us", "UTC"), _moment)
 
 
 def universally_unique() -> Kind:
-    """Return the kind of UUIDs."""
+    """Return the type of column for UUIDs."""
     return Leaf(pa.uuid(), lambda value: _parse(uuid.UUID, _text(value), "a UUID").bytes)
 
 
@@ -248,7 +267,7 @@ def _moment(value: Any) -> datetime:
 
 
 def _check_day(said: str) -> None:
-    """Check that the calendar has this day. Raises ValueError, whose message has only the digits of the date."""
+    """Check that a text does not begin with a day that the calendar lacks. Raises ValueError."""
     day = _WRITTEN_DAY.match(said)
     if day is None:
         return
@@ -267,7 +286,7 @@ def _parse(parse: Callable[[str], _T], said: str, what: str) -> _T:
 
 
 def _microseconds(said: str) -> str:
-    """Return the text if six decimals of the seconds are enough for it. Raises ValueError."""
+    """Return the text of a time in upper case. Raises ValueError if its seconds have more than six decimals."""
     fraction = _FRACTION.search(said)
     if fraction and fraction[1][6:].strip("0"):
         raise ValueError("the time has more than six decimals")

@@ -1,4 +1,4 @@
-"""The result's column `confidence`: the probability of an answer's listed values relative to all allowed ones."""
+"""The result's column `confidence`: the probability of an answer's listed values among all allowed ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _INCOMPLETE = "\ufffd"  # decoded text of an incomplete character
 
 
 def confidence_field(choices: Sequence[str]) -> pa.Field:
-    """Return the column: a number if answers are one of `choices`, else a map from fields to numbers."""
+    """Return the column `confidence`: a number if there are `choices`, else a map of numbers by field path."""
     return pa.field(CONFIDENCE, pa.float64() if choices else _OF_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """An answer with the positions of its tokens.
+    """An answer's text with the character positions of its tokens.
 
-    Args:
+    Attributes:
         text: The text.
-        begins: The position of each token's first character. Negative before the text, e.g. in reasoning.
+        begins: The position of each token's first character. Negative before the text, such as in reasoning.
         ends: The position after each token.
-        logprobs: The log-probability of each token relative to the allowed ones.
+        logprobs: The log-probability of each token relative to all tokens that the constraint allows.
     """
 
     text: str
@@ -42,16 +42,28 @@ class AnswerTokens:
     def of(
         cls, text: str, ids: Sequence[int], logprobs: Sequence[float], detokenizer: Detokenizer
     ) -> AnswerTokens:
-        """Locate the tokens in a text. `ids` are all generated tokens, and the tokens of the text come last."""
+        """Locate the generated tokens of an answer in its text.
+
+        Args:
+            text: The text of the answer, without reasoning.
+            ids: All generated tokens. The tokens of the text come last.
+            logprobs: The log-probability of each token.
+            detokenizer: Converts tokens to text.
+        """
         whole, ends = _locate_tokens(ids, detokenizer)
         before = max(whole.rfind(text), 0)
         ends = [end - before for end in ends]
         return cls(text, [-before, *ends[:-1]], ends, logprobs)
 
     def probability(self, start: int, end: int, listed: Sequence[str]) -> float:
-        """Return the probability of the value at [start, end), which is one of `listed`.
+        """Return the probability, from 0 to 1, that a value of the answer was chosen among the listed values.
 
         It is the product over the value's tokens, up to the token that rules out all other listed values.
+
+        Args:
+            start: The position of the value's first character.
+            end: The position after its last character.
+            listed: All possible values as JSON or text.
         """
         decided = start + _deciding_length(self.text[start:end], listed)
         places = zip(self.begins, self.ends, self.logprobs, strict=True)
@@ -62,12 +74,12 @@ class AnswerTokens:
 def confidence_array(
     answers: Iterator[AnswerTokens | None], choices: Sequence[str], schema: object | None
 ) -> pa.Array:
-    """Return the column, with null for rows without an answer.
+    """Return the result column `confidence`, with null for rows without an answer.
 
     Args:
-        answers: The answers.
+        answers: The answer of each row, or None.
         choices: The possible answers. Empty: answers match `schema`.
-        schema: The JSON Schema of answers.
+        schema: The JSON schema of answers. Its enums and booleans are the fields of the map.
     """
     if choices:
         found = (None if one is None else one.probability(0, len(one.text), choices) for one in answers)
@@ -84,20 +96,21 @@ def _of_fields(answer: AnswerTokens, fields: ListedFields) -> list[tuple[str, fl
 def _deciding_length(value: str, listed: Sequence[str]) -> int:
     """Return the number of characters of a value that distinguish it from all other listed values.
 
-    It is one more than the value's length if another value begins with it, because the next character decides.
+    It is one more than the value's length if another value begins with it, because the next character
+    decides.
     """
     others = (_common_prefix(value, one) for one in listed if one != value)
     return max(others, default=-1) + 1
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two texts."""
     differ = (at for at, (mine, yours) in enumerate(zip(one, other, strict=False)) if mine != yours)
     return next(differ, min(len(one), len(other)))
 
 
 def _locate_tokens(ids: Sequence[int], detokenizer: Detokenizer) -> tuple[str, list[int]]:
-    """Return the text of these tokens, and the position after each token."""
+    """Return the text of the tokens, and for each token the position in the text after it."""
     (whole,) = detokenizer.decode_batch([ids])
     texts = detokenizer.token_texts(ids)
     for count in (len(ids), len(ids) - 1):  # the text leaves out an EOS token at the end

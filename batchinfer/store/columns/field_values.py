@@ -21,9 +21,16 @@ _LISTED = {"boolean": ("true", "false"), "null": ("null",)}
 
 @dataclass(frozen=True, slots=True)
 class FieldValue:
-    """A value at [start, end) of an answer's text, with all values that its schema lists."""
+    """A value in a JSON answer whose schema lists all possible values.
 
-    path: str  # such as `person.kind` or `tags[0]`; empty for the answer itself
+    Attributes:
+        path: The path of the value, such as `person.kind` or `tags[0]`; empty for the whole answer.
+        start: The position of its first character in the answer's text.
+        end: The position after its last character.
+        listed: All values that the schema lists, as JSON.
+    """
+
+    path: str
     start: int
     end: int
     listed: tuple[str, ...]
@@ -31,7 +38,13 @@ class FieldValue:
 
 @dataclass(slots=True)
 class _OpenValue:
-    """An object or list whose values are being read. `key` is the name or number of the next value."""
+    """An object or list in a JSON text, while its values are being read.
+
+    Attributes:
+        path: Its path.
+        schemas: The schemas that it matches.
+        key: The name or number of its next value; None before a name.
+    """
 
     path: str
     schemas: list[Any]
@@ -40,14 +53,18 @@ class _OpenValue:
 
 @dataclass(slots=True)
 class ListedFields:
-    """The fields of a JSON Schema that list their values. Fields with a single possible value are left out."""
+    """The fields of a JSON schema that list their possible values. Fields with one possible value are left out.
+
+    Attributes:
+        schema: The parsed JSON schema.
+    """
 
     schema: Any
     # By path: the schemas of the value, and its listed values
     _known: dict[str, tuple[list[Any], tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, text: str) -> Iterator[FieldValue]:
-        """Yield the listed values of an answer, which must be JSON that matches the schema."""
+        """Yield the values of the listed fields in an answer, which must be JSON that matches the schema."""
         opened: list[_OpenValue] = [_OpenValue("", [self.schema], None)]
         for found in _PIECE.finditer(text):
             piece, inside = found[0], opened[-1]
@@ -65,7 +82,7 @@ class ListedFields:
                     yield FieldValue(path, found.start(), found.end(), listed)
 
     def _next(self, inside: _OpenValue) -> tuple[str, tuple[list[Any], tuple[str, ...]]]:
-        """Return the path of the next value, its schemas and its listed values."""
+        """Return the path of the next value in `inside`, the schemas that it matches, and its listed values."""
         key, above = inside.key, inside.path
         named = f"{above}.{key}" if above else str(key)
         path = above if key is None else f"{above}[{key}]" if isinstance(key, int) else named
@@ -76,7 +93,7 @@ class ListedFields:
         return path, self._known[path]
 
     def _leaves(self, schemas: Sequence[Any]) -> list[Any]:
-        """Return the schemas without references and combinations that these schemas consist of."""
+        """Return the schemas that these schemas refer to or combine, without references and combinations."""
         references, pending, seen = References(self.schema), list(schemas), set[int]()
         leaves: list[Any] = []
         while pending:
@@ -93,7 +110,7 @@ class ListedFields:
 
 
 def _part(schema: dict[str, Any], key: str | int) -> Any:
-    """Return the schema of the property or item `key`, or None if there is none."""
+    """Return the schema of the property or item `key` of a schema, or None if there is none."""
     if isinstance(key, str):
         named: dict[str, Any] = schema.get("properties", {})
         return named.get(key, schema.get("additionalProperties"))
@@ -102,7 +119,7 @@ def _part(schema: dict[str, Any], key: str | int) -> Any:
 
 
 def _listed(leaves: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the values that the schemas list, as JSON. Empty if any of them does not list its values."""
+    """Return the values that the schemas list, as JSON texts. Empty if any schema does not list its values."""
     found = [_values(one) for one in leaves]
     return tuple(sorted({text for one in found for text in one})) if all(found) else ()
 

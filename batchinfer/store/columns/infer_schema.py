@@ -26,15 +26,15 @@ MOST_BAD = Fraction(1, 100)  # maximum share of bad rows, the default of a job
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """An inferred schema.
+    """A JSON schema that was inferred from examples, with the number of examples.
 
-    Args:
-        schema: The schema.
+    Attributes:
+        schema: The JSON schema.
         rows: Number of rows read.
         examples: Number of rows with an example.
         complete: True if all rows were read.
         bad: Number of skipped rows.
-        first_bad: The position of the first skipped row, and why it was skipped.
+        first_bad: The position of the first skipped row, and why it was skipped; empty without one.
         notes: Remarks about types in the schema.
     """
 
@@ -47,7 +47,7 @@ class Inferred:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """Return a summary for users."""
+        """Return a summary of the read rows for users."""
         rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
         lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
         if self.bad:
@@ -58,7 +58,7 @@ class Inferred:
 
 
 def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
-    """Infer a schema from the first `rows` rows.
+    """Infer a JSON schema from the examples in the first `rows` rows of a table.
 
     Args:
         path: The path or pattern of the input files.
@@ -96,7 +96,18 @@ def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
 
 @dataclass(slots=True)
 class _Examples:
-    """Collects examples and counts rows."""
+    """Collects examples from rows, and counts the rows.
+
+    Attributes:
+        column: The column with examples, or None for whole rows.
+        found: The schema inferred from the examples.
+        rows: Number of rows.
+        count: Number of rows with an example.
+        bad: Number of skipped rows.
+        first_bad: Position of the first skipped row, and why it was skipped.
+        column_seen: True if a row has the column.
+        names: Names of the first columns that occurred.
+    """
 
     column: str | None
     found: InferredSchema
@@ -104,7 +115,7 @@ class _Examples:
     count: int = 0
     bad: int = 0
     first_bad: str = ""
-    column_seen: bool = False  # a row has the column
+    column_seen: bool = False
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, place: str, row: Values | RowError) -> None:
@@ -133,7 +144,7 @@ class _Examples:
         self.first_bad = self.first_bad or why
 
     def check(self, path: str) -> None:
-        """Check that there were examples. Raises UsageError, or InputCorrupt, also for too many bad rows."""
+        """Check that there were enough examples. Raises UsageError without the column, else InputCorrupt."""
         if not self.rows:
             raise InputCorrupt(f"{path}: there are no rows")
         if self.bad > self.rows * MOST_BAD:
@@ -151,19 +162,19 @@ class _Examples:
 
 
 def _rows(reader: Reader, column: str | None, most: int) -> Iterator[tuple[str, Values | RowError]]:
-    """Yield the rows with their positions."""
+    """Yield at most `most` rows of the input, each after its position such as "file.jsonl: row 3"."""
     for batch in reader.batches(None if column is None else [column], limit=most):
         for number, row in enumerate(batch.rows, batch.first_row):
             yield f"{batch.file}: row {number}", row
 
 
 def _example(value: Any) -> Any:
-    """Return the example in a value: text is parsed as JSON. Raises RowProblem, NoJson."""
+    """Return the example in a value of a row: text is parsed as JSON. Raises RowProblem, NoJson."""
     return parse_value(value) if isinstance(value, str) else as_json(value)
 
 
 def as_json(value: Any) -> Any:
-    """Return a value of Parquet as a JSON value. Raises NoJson if there is no equivalent."""
+    """Return a Python value from Parquet as a JSON value: dates and UUIDs as text, decimals as floats."""
     if isinstance(value, dict):
         return {name: as_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -42,28 +42,28 @@ _FORMATS: Mapping[str, tuple[re.Pattern[str], Callable[[], Kind]]] = {
 
 
 class NoJson(ValueError):
-    """A value that has no equivalent in JSON. The message describes it."""
+    """An error for a value that has no equivalent in JSON. The message describes it."""
 
 
 class InferredSchema:
-    """Infers a schema from examples, which are parsed JSON values."""
+    """Infers a JSON schema from examples, which are parsed JSON values."""
 
     def __init__(self) -> None:
         self._parts = _Parts(MAX_PARTS)
         self._root = _Part()
 
     def add(self, example: Any) -> None:
-        """Add an example. If it raises NoJson, nothing was added."""
+        """Add an example, a parsed JSON value. If it raises NoJson, nothing was added."""
         _check(example)
         self._root.add(example, self._parts, MAX_DEPTH)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Return the schema that all examples match."""
+        """Return the JSON schema that all added examples match."""
         return {"$schema": DIALECT, **self._root.schema()}
 
     def notes(self) -> Iterator[str]:
-        """Yield remarks for users about types in the schema, each with its path."""
+        """Yield remarks for users about types in the schema, each after the path of the field."""
         pending: list[tuple[str, Any]] = [("", self.schema)]
         while pending:
             place, schema = pending.pop()
@@ -76,30 +76,34 @@ class InferredSchema:
 
 @dataclass(slots=True)
 class _Parts:
-    """The number of properties and items that may still be added."""
+    """The number of properties and items, `left`, that may still be added to a schema."""
 
     left: int
 
     def take(self) -> bool:
-        """Count one more property or item, and return True if it may be added."""
+        """Count one more property or item, and return True if it may be added to the schema."""
         self.left -= 1
         return self.left >= 0
 
 
 @dataclass(slots=True)
 class _LargeIntegers:
-    """Records if there are integers that a column of integers, or of floats, cannot hold."""
+    """Records if examples have integers that a column of integers, or of floats, cannot hold.
 
-    beyond: bool = False  # an integer exceeds 64 bits
-    inexact: bool = False  # an integer has more digits than a float
+    Attributes:
+        beyond: True if an integer exceeds 64 bits.
+        inexact: True if an integer has more digits than a float.
+    """
+
+    beyond: bool = False
+    inexact: bool = False
 
     def add(self, value: int) -> None:
-        """Add an integer."""
         self.beyond = self.beyond or not -(2**63) <= value < 2**63
         self.inexact = self.inexact or not _is_float(value)
 
     def of_numbers(self, types: list[str]) -> dict[str, Any] | None:
-        """Return a schema of numbers whose column holds all of them, or None if `types` are enough."""
+        """Return the schema of a number field whose column can hold all integers, or None if `types` do."""
         numbers = [name for name in types if name in ("integer", "number")]
         if {*types} - {*numbers, "null"} or not numbers or (numbers == ["integer"] and not self.beyond):
             return None
@@ -122,16 +126,21 @@ def _is_float(value: int) -> bool:
 
 @dataclass(slots=True)
 class _CommonTexts:
-    """The properties that all texts so far have in common."""
+    """What the texts of a field in all examples have in common.
+
+    Attributes:
+        seen: Number of texts.
+        distinct: The distinct texts. None: there are too many, or one is too long.
+        formats: The formats that all texts have.
+    """
 
     seen: int = 0
-    distinct: dict[str, None] | None = field(default_factory=dict)  # None: too many, or a text is too long
+    distinct: dict[str, None] | None = field(default_factory=dict)
     formats: dict[str, Kind] = field(
         default_factory=lambda: {name: made() for name, (_, made) in _FORMATS.items()}
     )
 
     def add(self, text: str) -> None:
-        """Add a text."""
         self.seen += 1
         for name in list(self.formats):
             if not _is_of(name, self.formats[name], text):
@@ -142,14 +151,14 @@ class _CommonTexts:
                 self.distinct = None
 
     def enum(self) -> list[str]:
-        """Return the texts if there are few and they repeat often, else nothing."""
+        """Return the distinct texts if there are few that repeat often and have no format, else an empty list."""
         few = self.distinct or {}
         often = self.seen >= max(ENUM_SEEN, ENUM_REPEATS * len(few))
         return sorted(few) if often and not self.formats else []
 
 
 class _Part:
-    """All values at the same path of the examples."""
+    """Collects all values at the same path of the examples."""
 
     def __init__(self) -> None:
         self._types: dict[str, None] = {}
@@ -161,7 +170,13 @@ class _Part:
         self._any = self._open = False
 
     def add(self, value: Any, parts: _Parts, depth: int) -> None:
-        """Add a value."""
+        """Add a value of an example.
+
+        Args:
+            value: The parsed JSON value.
+            parts: The number of properties and items that may still be added.
+            depth: The number of nested lists and objects that may still be added.
+        """
         kind = _type_of(value)
         self._types[kind] = None
         if kind in ("array", "object") and depth == 0:
@@ -200,7 +215,7 @@ class _Part:
             self._names[name] = part, seen + 1
 
     def schema(self) -> dict[str, Any]:
-        """Return the schema of the values."""
+        """Return the JSON schema of the collected values."""
         if self._any:
             return {}
         types = _types(self._types)
@@ -236,14 +251,14 @@ def _is_of(name: str, kind: Kind, text: str) -> bool:
 
 
 def _check(value: Any) -> None:
-    """Check values that are not added to the schema. Raises NoJson."""
+    """Check that a value, and all values within it, are JSON values. Raises NoJson."""
     kind = _type_of(value)
     for one in value.values() if kind == "object" else value if kind == "array" else ():
         _check(one)
 
 
 def _types(seen: Mapping[str, None]) -> list[str]:
-    """Return the types without integer if there are other numbers, and with null last."""
+    """Return JSON type names without "integer" if "number" occurs, and with "null" last."""
     kept = [name for name in seen if not (name == "integer" and "number" in seen)]
     return sorted(kept, key=lambda name: name == "null")
 

@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
     """Converts token ids to text."""
 
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
-        """Return the text of each row of token ids without special tokens."""
+        """Return the text of each row of token ids, without special tokens."""
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
         """Return the text of each row of token ids without special tokens, except those in `shown`."""
@@ -32,12 +32,12 @@ class Detokenizer(Protocol):
 
 
 def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the column, with null for rows without an answer or a request for log-probabilities.
+    """Return the result column `logprobs`, with null for rows without an answer or without this request.
 
     If a stop string ended an answer, only the tokens of the remaining text are kept.
 
     Args:
-        matched: Completions with the columns of log-probabilities.
+        matched: The completion of each row, with the store columns of log-probabilities.
         answered: A boolean per row: True if it has an answer.
         detokenizer: Converts tokens to text.
     """
@@ -62,7 +62,14 @@ def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: 
 
 
 def logprob_entries(table: pa.Table, column: str = COLUMN) -> Places:
-    """Return the number of log-probabilities in each row of a result, or zeros if it has no column for them."""
+    """Return the number of log-probabilities in each row of a result table, with shape [rows].
+
+    Chosen and top tokens both count. It is zero without the column.
+
+    Args:
+        table: Rows of a result, with one answer or a list of answers each.
+        column: The column with log-probabilities.
+    """
     kind = table.schema.field(column).type if column in table.column_names else None
     if kind == pa.list_(LOGPROBS_FIELD.type):  # lists of several answers
         lists = table.column(column).combine_chunks()
@@ -86,7 +93,14 @@ def _entries(rows: pa.ListArray) -> Places:
 
 
 def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenizer: Detokenizer) -> Places:
-    """Return the number of tokens to keep in each row: the tokens before a stop string, or all."""
+    """Return the number of tokens to keep in each answer: the tokens before a stop string, or all.
+
+    Args:
+        matched: The completion of each row.
+        ids: The token ids of each answer.
+        count: The number of tokens of each answer, or 0 for an answer without log-probabilities.
+        detokenizer: Converts tokens to text.
+    """
     limits = matched.column("text_length").to_pylist()
     kept, starts, values = count.copy(), list_starts(ids), list_values(ids)
     left = [row for row in np.flatnonzero(count).tolist() if limits[row] is not None]
@@ -100,7 +114,10 @@ def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenize
 
 
 def token_entries(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detokenizer) -> pa.StructArray:
-    """Return tokens with their texts and log-probabilities. Each distinct token is decoded once."""
+    """Return an Arrow struct per token id with the id, its text and its log-probability.
+
+    Each distinct token is decoded once.
+    """
     there = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
     there[ids] = True
     texts = pa.array(detokenizer.token_texts(np.flatnonzero(there).tolist()), pa.string())
@@ -110,30 +127,30 @@ def token_entries(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detoke
 
 
 def combine_lists(column: pa.ChunkedArray) -> pa.ListArray:
-    """Return a column as one array."""
+    """Return a chunked column of lists as one array."""
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
 def list_lengths(lists: pa.ListArray) -> Places:
-    """Return the length of each list."""
+    """Return the length of each list of an Arrow list array, or 0 for null."""
     lengths: Places = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
 def list_starts(lists: pa.ListArray) -> Places:
-    """Return the start of each list in `list_values`."""
+    """Return the position of each list's first value in `list_values` of the same Arrow list array."""
     starts: Places = lists.offsets.to_numpy()[:-1].astype(np.int64)
     return starts
 
 
 def list_values(lists: pa.ListArray) -> NDArray[Any]:
-    """Return the values of all lists."""
+    """Return the values of all lists of an Arrow list array, concatenated."""
     values: NDArray[Any] = lists.values.to_numpy(zero_copy_only=False)
     return values
 
 
 def list_ends(lengths: Places) -> NDArray[np.int32]:
-    """Return the offsets of lists of these lengths."""
+    """Return the offsets of an Arrow list array with lists of these lengths, with shape [lists + 1]."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 

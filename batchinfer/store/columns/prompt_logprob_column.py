@@ -25,12 +25,12 @@ PROMPT_LOGPROBS_FIELD = pa.field(PROMPT_COLUMN, LOGPROBS_FIELD.type)
 def prompt_logprob_column(
     matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer
 ) -> pa.Array:
-    """Return the column, with null for rows without an answer or a request for log-probabilities.
+    """Return the result column `prompt_logprobs`, with null for rows without an answer or without this request.
 
     The first token of a prompt has no log-probability.
 
     Args:
-        matched: Completions with the columns of prompts.
+        matched: The completion of each row, with the store columns of prompts' log-probabilities.
         answered: A boolean per row: True if it has an answer.
         detokenizer: Converts tokens to text.
     """

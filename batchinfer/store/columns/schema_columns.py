@@ -64,12 +64,17 @@ _NEUTRAL = frozenset(
 
 
 class NoColumns(ValueError):
-    """The schema gives no columns. The message says what to change."""
+    """An error for a JSON schema that gives no result columns. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Why a part of the schema stays JSON text. `place` is its path, or empty for the whole."""
+    """A part of a JSON schema whose column is JSON text.
+
+    Attributes:
+        place: Its path, or empty for the whole schema.
+        why: The reason that it has no type in Arrow, for users.
+    """
 
     place: str
     why: str
@@ -80,12 +85,12 @@ class Note:
 
 @dataclass(frozen=True)
 class SchemaColumns:
-    """The columns of answers.
+    """The result columns for JSON answers that match a schema.
 
-    Args:
-        kind: The kind of the whole answer.
-        column: The name of the single column. None: each property is a column.
-        notes: The parts that stay JSON text.
+    Attributes:
+        kind: The type of the whole answer.
+        column: The name of the single column. None: each property of the answer is a column.
+        notes: The parts of the schema that become JSON text.
     """
 
     kind: Kind
@@ -94,17 +99,20 @@ class SchemaColumns:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Return the names and types of the columns."""
+        """Return the names and Arrow types of the result columns."""
         if self.column is not None:
             return pa.schema([(self.column, self.kind.type)])
         return pa.schema(list(self.kind.type))
 
     def check(self, answer: Any) -> None:
-        """Check that the columns can hold a parsed answer. Raises Unfit."""
+        """Check that the columns can hold a parsed JSON answer. Raises Unfit."""
         self.kind.check(answer, self.column or "")
 
     def arrays(self, answers: Sequence[Any]) -> list[pa.Array]:
-        """Return an array per column for parsed answers that fit. None gives null."""
+        """Return an Arrow array per result column for parsed JSON answers that passed `check`.
+
+        None becomes null.
+        """
         if self.column is not None:
             return [self.kind.array(answers)]
         assert isinstance(self.kind, Struct)
@@ -112,10 +120,10 @@ class SchemaColumns:
 
 
 def schema_columns(schema: Any, column: str | None = None) -> SchemaColumns:
-    """Return the columns of answers with this schema: a single column, or one per property.
+    """Return the result columns for answers with a JSON schema: a single column, or one per property.
 
     Args:
-        schema: The parsed JSON Schema.
+        schema: The parsed JSON schema.
         column: The name of the single column. None: one column per property.
 
     Raises:
@@ -130,7 +138,7 @@ def schema_columns(schema: Any, column: str | None = None) -> SchemaColumns:
 
 
 class _SchemaReader:
-    """Reads a schema and notes the parts without a type."""
+    """Derives types of columns from a JSON schema, and notes the parts without a type."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._references = root, References(root)
@@ -139,7 +147,7 @@ class _SchemaReader:
         self._columns = 0
 
     def top(self) -> Struct:
-        """Return the columns of the top-level properties."""
+        """Return a type with one column per top-level property of the schema. Raises NoColumns."""
         try:
             schema = self._resolved(self._root)
         except _Untyped as reason:
@@ -162,7 +170,12 @@ class _SchemaReader:
             return Struct({name: self.kind(one, name) for name, one in properties.items()})
 
     def kind(self, schema: Any, place: str) -> Kind:
-        """Return the kind of column for a schema."""
+        """Return the type of column for a part of the schema, or JSON text if it has no type in Arrow.
+
+        Args:
+            schema: The part of the schema.
+            place: Its path, for notes.
+        """
         try:
             found = self._resolved(schema)
             self._columns += 1
@@ -175,7 +188,7 @@ class _SchemaReader:
             return json_text()
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema at the end of a chain of references."""
+        """Return the schema at the end of a chain of `$ref` references. Raises _Untyped."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -215,14 +228,14 @@ class _SchemaReader:
         return self._of_type(schema, place)
 
     def _of_one(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
-        """Return the kind of allOf with a single schema, which equals that schema."""
+        """Return the type of `allOf` with one schema, which equals that schema. Otherwise raise _Untyped."""
         parts = schema.get("allOf")
         if keyword == "allOf" and isinstance(parts, list) and len(parts) == 1 and _has_only(schema, "allOf"):
             return self.kind(parts[0], place)
         raise _Untyped(f"{keyword} combines schemas")
 
     def _alternatives(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
-        """Return the kind of a single type that may be null."""
+        """Return the type of `anyOf` or `oneOf` if only one alternative is not null. Otherwise raise _Untyped."""
         if not _has_only(schema, keyword):
             raise _Untyped(f"there are other keywords next to its {keyword}")
         branches = [self._resolved(one) for one in schema[keyword]]
@@ -269,7 +282,7 @@ class _SchemaReader:
 
 
 class _Untyped(Exception):
-    """The reason that a schema has no type in Arrow, as the end of "because …"."""
+    """The reason that a part of a schema has no type in Arrow, as the end of "because …"."""
 
 
 def _type_names(schema: dict[str, Any]) -> list[str]:
@@ -282,7 +295,7 @@ def _has_only(schema: dict[str, Any], keyword: str) -> bool:
 
 
 def _why_open(schema: dict[str, Any]) -> str | None:
-    """Return why an object may have properties that the schema does not name, or None if it may not."""
+    """Return why an object may have properties that its schema does not name, or None if it may not."""
     if schema.get("additionalProperties", False) is not False:
         return "additionalProperties allows more properties than the schema names"
     return (
@@ -293,7 +306,7 @@ def _why_open(schema: dict[str, Any]) -> str | None:
 
 
 def _check_names(names: Mapping[str, Any]) -> None:
-    """Check that names are valid in SQL, which ignores case. Raises NoColumns."""
+    """Check that property names can be column names in SQL, which ignores case. Raises NoColumns."""
     seen: dict[str, str] = {}
     for name in names:
         if not name:
@@ -303,7 +316,7 @@ def _check_names(names: Mapping[str, Any]) -> None:
 
 
 def _of_values(values: Sequence[Any]) -> Kind:
-    """Return the kind of a column with these possible values."""
+    """Return the type of a column with these possible values, or raise _Untyped if they have several types."""
     kept = [one for one in values if one is not None]
     if not kept:
         return null()

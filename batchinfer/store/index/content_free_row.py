@@ -1,4 +1,4 @@
-"""The row without content. Its prompt calibrates the probabilities of labels."""
+"""Makes the row without content, whose prompt calibrates the probabilities of labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = "classify.calibrate"
 
 
 def content_free_row(job: Job, column: str | None) -> RowBatch | None:
-    """Return a row with a placeholder text in every column of the prompt, or None if the job calibrates nothing.
+    """Return a row with a placeholder text in each column of the prompt, or None without calibration.
 
     Args:
         job: The job.
@@ -42,7 +42,12 @@ def content_free_row(job: Job, column: str | None) -> RowBatch | None:
 
 
 def check_rendered(job: Job, rows: PreparedRows) -> None:
-    """Check that the row without content became a prompt. Raises JobFileError."""
+    """Check that the row without content became a prompt. Raises JobFileError.
+
+    Args:
+        job: The job.
+        rows: The row as the render worker prepared it.
+    """
     error: RowError | None = rows.prompts.errors.get(0)
     if error is not None:
         text = job.classify.content_free

@@ -1,6 +1,6 @@
 """Finds repeated custom ids and equal sampled rows among all rows that were read so far.
 
-The result for a row depends only on the rows before it. It does not matter how many rows were read when it was settled.
+The result for a row depends only on the rows before it, not on how many rows were read when it was processed.
 DuckDB finds both within a memory limit. Only parts that contain such rows are rewritten.
 """
 
@@ -37,7 +37,10 @@ _OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # columns of lat
 
 
 class EqualRows:
-    """Refuses repeated custom ids and numbers equal sampled rows, one group of new parts at a time."""
+    """Turns rows with repeated custom ids into errors, and gives equal sampled rows different work keys.
+
+    It processes an index in steps, while more parts are written.
+    """
 
     def __init__(
         self,
@@ -68,20 +71,22 @@ class EqualRows:
         self._kept: list[Path] = []  # files with the original keys of renumbered rows
 
     def skip_parts(self, parts: int) -> None:
-        """Skip the first `parts` parts. None of their rows may equal a sampled row."""
+        """Skip the first `parts` parts of the index. None of their rows may equal a sampled row."""
         self._settled, self._kept = parts, []
 
     @property
-    def numbered(self) -> bool:
-        """Return True if equal rows were given different keys."""
+    def has_numbered_rows(self) -> bool:
+        """Return True if equal sampled rows were given different work keys."""
         return bool(self._kept)
 
     def settle(self, parts: Sequence[Path], tokens: TokenStore) -> int:
-        """Process the new parts, and return the number of rows that became error rows.
+        """Process the parts that were added since the last call.
+
+        Return the number of rows that became error rows. Parts with changed rows are rewritten.
 
         Args:
-            parts: All parts in row order, including parts from earlier calls.
-            tokens: The prompts.
+            parts: All index parts in row order, including parts from earlier calls.
+            tokens: The prompts of the rows.
 
         Raises:
             StorageError: A part cannot be read or written.
@@ -96,7 +101,7 @@ class EqualRows:
 
 
 class _NewRows:
-    """The rows of an index after the first `settled` parts, which may be changed."""
+    """The rows of index parts. Only rows after the first `settled` parts may be changed."""
 
     def __init__(self, parts: Sequence[Path], settled: int, spill: Path, ops: FileOps, threads: int) -> None:
         self.parts, self._spill, self._ops, self._threads = parts, spill, ops, threads
@@ -105,7 +110,12 @@ class _NewRows:
         self.first_row, self.new_parts = sum(rows[:settled]), parts[settled:]
 
     def patch(self, query: str, change: Change) -> int:
-        """Change the new rows that a query finds, and return their number."""
+        """Change the new rows that a SQL query finds, and return their number.
+
+        Args:
+            query: Selects row_id and a second column, and ends with a WHERE clause.
+            change: Returns a part with changed rows.
+        """
         count = 0
         with connection(self._spill, threads=self._threads) as database:
             found = database.sql(f"{query} AND row_id >= {self.first_row} ORDER BY row_id")
@@ -118,9 +128,10 @@ class _NewRows:
         return count
 
     def _by_part(self, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield the number of each part, the ids of its rows and the second column of the query.
+        """Yield the number of each part with found rows, the ids of these rows, and the query's second column.
 
-        The rows must be in ascending order.
+        Args:
+            batches: Row ids in ascending order, and the second column of the query.
         """
         number, held = 0, list[NDArray[np.int64]]()
         for batch in batches:
@@ -139,7 +150,12 @@ class _NewRows:
 
 
 def _refuse_repeated_ids(new: _NewRows, input_row: str) -> int:
-    """Turn each row whose custom_id an earlier input row has into an error row, and return their number."""
+    """Turn each row whose custom_id an earlier input row has into an error row, and return their number.
+
+    Args:
+        new: The rows.
+        input_row: The index column with the number of the input row.
+    """
     if not new.new_parts:
         return 0
     rows = (
@@ -163,7 +179,7 @@ def _number_equal_samples(
     earlier: Sequence[Path],
     kept: Path,
 ) -> list[Path]:
-    """Give the k-th of several equal sampled rows a key that depends on k, in each attempt that samples.
+    """Give the k-th of several equal sampled rows a work key that depends on k, in each attempt that samples.
 
     Args:
         new: The rows that may change. Samples of the same input row count as equal rows.
@@ -174,7 +190,7 @@ def _number_equal_samples(
         kept: The file to write, with the original keys of the changed rows.
 
     Returns:
-        The written file, or nothing if no row changed.
+        The written file in a list, or an empty list if no row changed.
     """
     if not new.new_parts:
         return []
@@ -201,7 +217,16 @@ def _number_equal_samples(
 def _numbered(
     table: pa.Table, places: Ids, occurrences: Ids, tokens: TokenStore, context: bytes, attempts: int
 ) -> pa.Table:
-    """Return the part with new keys for these rows, which depend on the occurrence number."""
+    """Return an index part with new work keys for some rows.
+
+    Args:
+        table: The part.
+        places: The positions of these rows in the part.
+        occurrences: For each of these rows the number of equal rows before it.
+        tokens: The prompts.
+        context: The digest that enters every work key.
+        attempts: Maximum attempts per row.
+    """
     names = [name for attempt in range(1, attempts + 1) for name in attempt_columns(attempt)[:2]]
     rows = table.select(["token_offset", "token_count", *names]).take(pa.array(places))
     prompts = zip(*(rows.column(name).to_pylist() for name in ("token_offset", "token_count")), strict=True)
@@ -218,7 +243,7 @@ def _numbered(
 
 
 def _repeated(rows: str, column: str) -> str:
-    """Return SQL for the rows whose value may occur more than once.
+    """Return SQL for the rows of a query whose value in `column` may occur more than once.
 
     Values are compared by their hashes, which take less memory.
     """
@@ -246,7 +271,13 @@ def _error(first: int) -> RowError:
 def _replaced(
     table: pa.Table, places: Ids, columns: dict[str, list[object]] | dict[str, list[bytes]]
 ) -> pa.Table:
-    """Return the table with other values in these rows, which must be in ascending order."""
+    """Return a table with other values in some rows.
+
+    Args:
+        table: The table.
+        places: The positions of the rows, ascending.
+        columns: For each column the new values of these rows.
+    """
     changed = np.zeros(len(table), np.bool_)
     changed[places] = True
     for name, values in columns.items():

@@ -66,9 +66,9 @@ INDEX_SCHEMA = pa.schema(
 
 
 def attempt_columns(attempt: int) -> tuple[str, str, str]:
-    """Return the columns of an index with the key, the parameters and the maximum tokens of an attempt.
+    """Return the names of an index's columns with the work key, parameters and maximum tokens of an attempt.
 
-    The values are null for a row without such an attempt.
+    The values are null for a row without such an attempt. Attempts are numbered from 1.
     """
     if attempt == 1:
         return "key", "params", "expected_tokens"
@@ -76,7 +76,7 @@ def attempt_columns(attempt: int) -> tuple[str, str, str]:
 
 
 def distinct_columns(attempts: int) -> list[str]:
-    """Return the columns of an index whose values hardly ever repeat."""
+    """Return the columns of an index whose values hardly ever repeat, so dictionaries would not pay off."""
     keys = [attempt_columns(attempt)[0] for attempt in range(1, attempts + 1)]
     return ["row_id", "row_index", "custom_id", "token_offset", INPUT_ROW.name, *keys]
 
@@ -90,7 +90,7 @@ def index_schema(
     samples: bool = False,
     dimensions: bool = False,
 ) -> pa.Schema:
-    """Return the schema of an index.
+    """Return the columns of an index.
 
     Args:
         endpoints: The rows are OpenAI requests.
@@ -126,12 +126,12 @@ class Layout:
 
 
 class BestOf(NamedTuple):
-    """How many of the samples of each row are computed, and how many of them are published.
+    """The numbers of samples that are computed and published for each input row.
 
-    Args:
+    Attributes:
         published: The number of published samples, the best ones.
         computed: The number of computed samples.
-        lists: The published samples of a row are lists in one row of the result.
+        lists: True if the published samples are lists in one result row, instead of one row each.
     """
 
     published: int
@@ -145,9 +145,9 @@ class BestOf(NamedTuple):
 
 
 class PendingSegments(NamedTuple):
-    """Segments of the kept index that this run wrote. The next run can reuse them whole once their rows are published.
+    """Segments of the kept index that this run wrote. The next run can reuse them once their rows are published.
 
-    Args:
+    Attributes:
         identity: The hash of everything that determines the rows.
         rows: The folder and the number of rows of each segment, in row order, after the reused segments.
     """
@@ -163,7 +163,29 @@ def _pending(value: Sequence[Any]) -> PendingSegments:
 
 @dataclass(frozen=True)
 class Index(RequestedOutputs):
-    """A complete index. Open it with `Index.open(folder)`."""
+    """The complete index of a job: all rows with their prompts and work keys. Open it with `Index.open(folder)`.
+
+    Attributes:
+        folder: The folder of the index.
+        identity: A hash of everything that determines the index.
+        rows: Number of rows: one per answer of each input row.
+        error_rows: Number of rows that could not become requests.
+        total_tokens: Tokens of all prompts.
+        inputs: The input files.
+        sha256: Digests by path, only of input files that were read to their end.
+        output: Name of the kind of answers (store/outputs).
+        unread_arguments: Arguments of rows that the chat template does not read, with the number of rows that
+            set them.
+        attempts: Maximum attempts per row; more than one with a ladder (on_invalid).
+        unread_calls: True if rows have tools, and nothing says how the model writes calls.
+        known_rows: Number of rows without tokens, because their answers were stored when the input was read.
+        samples: True if consecutive rows may belong to the same input row.
+        expected: The passthrough column with the expected answers.
+        best: How many samples are published, and how. None: all, a row each.
+        engine_class: True if the result has a column for the machine class of each answer.
+        reused: The first rows, reused from the last run. Empty for an index that was opened.
+        segments: The segments that the next run can reuse once the rows are published.
+    """
 
     folder: Path
     identity: str
@@ -171,26 +193,23 @@ class Index(RequestedOutputs):
     error_rows: int
     total_tokens: int
     inputs: tuple[InputFile, ...]
-    sha256: dict[str, str]  # by path, only of files that were read to their end
-    output: str = "tokens"  # name of the kind of answers (store/outputs)
-    # Arguments of rows that the chat template does not read, with the number of rows that set them
+    sha256: dict[str, str]
+    output: str = "tokens"
     unread_arguments: dict[str, int] = field(default_factory=dict)
-    attempts: int = 1  # maximum attempts per row, more than one with a ladder (on_invalid)
-    # Whether there are rows with tools, and nothing says how their calls are written
+    attempts: int = 1
     unread_calls: bool = False
-    known_rows: int = 0  # that have no tokens, as their answers were stored when the input was read
-    samples: bool = False  # consecutive rows may belong to the same input row
-    expected: str | None = None  # passthrough column with the expected answers
-    # How many of the samples of a row are published, and how; None: all, a row each
+    known_rows: int = 0
+    samples: bool = False
+    expected: str | None = None
     best: BestOf | None = None
-    engine_class: bool = False  # the result has a column for the machine class of each answer
-    # The first rows, reused from the last run. Not stored: empty for an index that was opened
+    engine_class: bool = False
+    # Not stored in the marker
     reused: ReusedRows = field(default=NO_REUSED_ROWS, compare=False)
     segments: PendingSegments | None = field(default=None, compare=False)
 
     @classmethod
     def open(cls, folder: Path) -> Index:
-        """Open a complete index.
+        """Open the complete index in a folder.
 
         Raises:
             StorageError: The folder has no complete index, or one with a newer format.
@@ -229,7 +248,10 @@ class Index(RequestedOutputs):
         return found if found.identity == identity else None
 
     def write_marker(self, ops: FileOps) -> None:
-        """Mark the index as complete. Everything else must be on disk. Raises StorageError."""
+        """Mark the index as complete by writing index.json.
+
+        All other files must be on disk. Raises StorageError.
+        """
         value: dict[str, Any] = {"format": INDEX_FORMAT, "logprobs": None, "answers": None}
         value["inputs"] = [{**f.to_json(), "sha256": self.sha256.get(f.path)} for f in self.inputs]
         for stored in _stored_fields():
@@ -242,19 +264,19 @@ class Index(RequestedOutputs):
 
     @property
     def kept_logprobs(self) -> int | None:
-        """Return the maximum log-probabilities per token that the engine returns for a row, or None for none."""
+        """Return the maximum log-probabilities per token that the engine returns for a row, or None if none."""
         return self.logprobs if self.confidence is None else self.logprobs or 0
 
     @property
     def notices(self) -> list[str]:
-        """Return notices about the rows that are not errors."""
+        """Return messages about arguments and tool calls of rows that the model does not read."""
         ignored = unread_text(self.unread_arguments)
         found = [] if ignored is None else [ignored]
         return [*found, UNREAD_CALLS] if self.unread_calls else found
 
     @property
     def row_ids(self) -> str:
-        """Return the column with the row ids of the result."""
+        """Return the name of the index column with the row ids of the result."""
         return INPUT_ROW.name if self.samples else "row_id"
 
     @property
@@ -298,8 +320,8 @@ class Index(RequestedOutputs):
         """Return the store of the prompts' token ids."""
         return TokenStore(Layout(self.folder).tokens)
 
-    def inputs_unchanged(self) -> None:
-        """Check that no input file has changed.
+    def check_inputs_unchanged(self) -> None:
+        """Check that no input file of the index has changed.
 
         Raises:
             InputCorrupt: A file changed since it was read.
@@ -327,7 +349,7 @@ _WRITE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _stored_fields() -> list[Field[Any]]:
-    """Return the fields of an index that its marker stores one by one."""
+    """Return the fields of an index that its marker stores under their own keys."""
     return [one for one in fields(Index) if one.name not in ("folder", "inputs", "sha256", "reused")]
 
 

@@ -51,12 +51,20 @@ INGEST_FORMAT = 9  # increase it when the same input gives a different index
 
 @dataclass(frozen=True, slots=True)
 class IngestProgress:
-    """The progress of ingest. Bytes are counted in the input files, compressed if they are."""
+    """The progress of reading a job's input.
+
+    Attributes:
+        rows: Number of rows of the index so far.
+        bytes_read: Bytes of the input files that were read, compressed if the files are.
+        bytes_total: Bytes of all input files.
+        keys: The work keys of the last chunk's rows, 32 bytes each, without error rows and rows with a stored
+            answer.
+    """
 
     rows: int
     bytes_read: int
     bytes_total: int
-    keys: bytes = b""  # of the last rows, 32 bytes each, without error rows and known rows
+    keys: bytes = b""
 
 
 def ingest(
@@ -108,7 +116,10 @@ def index_or_ingestion(
     on_activity: ActivityCallback | None = None,
     keeping: Keeping | None = None,
 ) -> Index | Ingestion:
-    """Return the complete index in `scratch`, or an ingestion that builds it. See `ingest` for the arguments."""
+    """Return the complete index of the job's input in `scratch`, or an ingestion that builds it.
+
+    `ingest` documents the arguments.
+    """
     files = job_files(job, scratch)
     identity = _identity(job, options, tokenizer, files)
     folder = scratch / identity[:16]
@@ -148,7 +159,7 @@ def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Seq
 
 
 def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return everything that determines the index except the input."""
+    """Return everything that determines the index except the input, as a JSON object."""
     value: dict[str, Any] = {
         "format": [INGEST_FORMAT, CONSTRAINT_RULES],
         "job": json.loads(job.identity_json()),
@@ -165,9 +176,10 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
 
 
 class Ingestion:
-    """Builds an index: `steps` reads the input, then `finish` completes the index.
+    """Builds the index of a job: `steps` reads the input, then `finish` completes the index.
 
-    Between two steps, `cut` returns the rows so far, which can be planned while the rest is read. Only one of the three
+    Between two steps, `cut` returns the rows so far, which can be planned while the rest is read. Only one of
+    the three
     methods may run at a time, but in any thread.
     """
 
@@ -208,12 +220,15 @@ class Ingestion:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the index."""
+        """Return the folder of the index that is built."""
         return self._layout.folder
 
     @property
     def is_final(self) -> bool:
-        """Return True if later input cannot change how the rows so far were read. `cut` requires this."""
+        """Return True if later input cannot change how the rows read so far were prepared.
+
+        `cut` requires this.
+        """
         # The prompt without content is read last, and its answer calibrates all labels
         whole = self.job.classify.content_free is None
         # Types inferred from all rows may differ from the types of reused rows, which are then read again
@@ -221,21 +236,25 @@ class Ingestion:
         return whole and (typed or not self.reused.carried)
 
     def steps(self) -> Generator[IngestProgress, None, None]:
-        """Read the input, one chunk per step. Close the generator to abort. Raises the same errors as `ingest`."""
+        """Read the input, one chunk per step, and yield the progress. Raises the same errors as `ingest`.
+
+        Close the generator to abort.
+        """
         self._start_over()
         files = self._inputs()
         if not (yield from self._read(files, take=self._may_take)):
             yield from self._read(files, take=False)
 
     def _read(self, files: Sequence[InputFile], *, take: bool) -> Generator[IngestProgress, None, bool]:
-        """Read the input.
+        """Read the input and write the index, one chunk per step.
 
         Args:
             files: The input files.
-            take: Segments may be reused whole.
+            take: Finished segments of the kept index may be reused.
 
         Returns:
-            False if the carried columns of reused rows have other types now. The input must then be read without reuse.
+            False if the passthrough columns of reused rows have other types now. The input must then be read
+            without reuse.
         """
         self._make_folders()
         reader = self._reader = self._opened(files)
@@ -269,13 +288,23 @@ class Ingestion:
         return self._writer
 
     def cut(self) -> RowsSoFar:
-        """Return the rows so far. They must still be passed to `settle`. Raises StorageError."""
+        """Return the index of the rows read so far.
+
+        They must still be passed to `settle`. Raises StorageError.
+        """
         return self._rows.cut()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
-        """Refuse repeated custom ids and number equal sampled rows in a cut.
+        """Turn rows with repeated custom ids into errors, and give equal sampled rows different work keys.
 
-        Call it in the order of the cuts, in any thread, also while the input is read. Raises StorageError, OutOfMemory.
+        Call it in the order of the cuts, in any thread, also while the input is read. Raises StorageError,
+        OutOfMemory.
+
+        Args:
+            rows: The rows from `cut`.
+
+        Returns:
+            The same rows, with the new number of error rows.
         """
         self._refused += self._equal.settle(rows.parts, rows.tokens)
         return replace(rows, error_rows=rows.error_rows + self._refused)
@@ -326,7 +355,7 @@ class Ingestion:
         carried: JsonSpool | TypedColumns | None,
         kept: KeptIndex | None,
     ) -> Generator[IngestProgress, None, None]:
-        """Write the rows that the workers prepare."""
+        """Write the rows that the workers prepare, and yield the progress."""
         job, reused = self.job, self.reused
         how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, reused
         writer = self._writer = IndexWriter(self._layout, *how)
@@ -338,7 +367,7 @@ class Ingestion:
         pool: RenderPool[InputChunk] = RenderPool(spec, workers, self._on_activity)
         with writer, pool:
             for chunk, rows in pool.map(wanted.chunks()):
-                if kept is not None and kept.turns():
+                if kept is not None and kept.finish_segment_if_due():
                     writer.end_part()
                     if carried is not None:
                         carried.end_part()
@@ -372,7 +401,7 @@ class Ingestion:
     def _kept_index(
         self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None, *, take: bool
     ) -> AbstractContextManager[KeptIndex | None]:
-        """Open the kept index, if there is one. Jobs with a limit, a query or several samples per row keep nothing."""
+        """Open the kept index. Jobs with a limit, a query or several samples per row keep none: None."""
         job = self.job
         if self._keeping is None or job.input.limit is not None or job.input.sql or job.samples > 1:
             return nullcontext()
@@ -388,7 +417,7 @@ class Ingestion:
 
     @property
     def _may_take(self) -> bool:
-        """Return True if the first rows may be reused whole.
+        """Return True if finished segments of the kept index may be reused.
 
         Each row must have a single answer at its first attempt, and no content-free prompt may calibrate it.
         """
@@ -396,7 +425,7 @@ class Ingestion:
         return job.attempts == 1 and not job.has_samples and job.classify.content_free is None
 
     def finish(self) -> Index:
-        """Complete the index after the last step. Raises StorageError, OutOfMemory."""
+        """Complete the index after the last step, and return it. Raises StorageError, OutOfMemory."""
         writer, reader, output = self._rows, self._reader, self.job.output
         assert reader is not None, "no step was taken yet"
         errors = self.settle(writer.all_rows()).error_rows
@@ -440,9 +469,9 @@ class Ingestion:
 
     @property
     def _pending_segments(self) -> PendingSegments | None:
-        """Return the segments that the next run can reuse whole, once the rows are published."""
+        """Return the new segments of the kept index that the next run can reuse, once the rows are published."""
         kept = self._kept
-        if kept is None or not self._may_take or self._equal.numbered:
+        if kept is None or not self._may_take or self._equal.has_numbered_rows:
             return None
         return PendingSegments(kept.asked.finished_identity, kept.segments)
 
@@ -480,10 +509,12 @@ class _Wanted:
         self.rows = 0
 
     def chunks(self) -> Iterator[tuple[InputChunk, InputChunk, int] | None]:
-        """Yield each chunk twice (the second is its tag), with the number of wanted rows.
+        """Yield each chunk twice (the second is its tag for the pool), with its maximum number of wanted rows.
 
-        The number of rows in a chunk is only known once a worker has read it. None is yielded before a chunk that may
-        reach the limit. The pool resumes the generator when all earlier rows are counted, so no row beyond the limit is
+        The number of rows in a chunk is only known once a worker has read it. None is yielded before a chunk
+        that may
+        reach the limit. The pool resumes the generator when all earlier rows are counted, so no row beyond
+        the limit is
         read.
         """
         reserved = 0
@@ -501,7 +532,7 @@ class _Wanted:
                 return
 
     def place(self, chunk: InputChunk, rows: int) -> RowPlace:
-        """Count the rows of the next chunk, and return its position in the input."""
+        """Count the rows of the next chunk, and return the position of its first row in the input."""
         if chunk.file != self._file:
             self._file, self._rows_of_file = chunk.file, 0
         first = self._rows_of_file if chunk.first_row is None else chunk.first_row

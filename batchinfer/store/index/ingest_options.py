@@ -19,23 +19,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedAnswers(RequestedOutputs):
-    """The parts of answers that a job asks for, before its rows are read."""
+    """The outputs that a job requests, before its rows are read.
 
-    vectors: VectorRequests | None = None  # rules for OpenAI requests for vectors
-    no_vectors: str = ""  # reason that OpenAI requests for vectors are refused, if they may ask for texts
+    Attributes:
+        vectors: Rules for OpenAI requests for vectors. None: rows do not request vectors.
+        no_vectors: Reason that OpenAI requests for vectors are refused, if they may request texts.
+    """
+
+    vectors: VectorRequests | None = None
+    no_vectors: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """Options of ingest that are not in the job file.
+    """Options for reading the input of a job that are not in the job file.
 
-    Args:
+    Attributes:
         context: The digest that enters every work key.
         max_model_len: Maximum tokens of a prompt and its answer.
         vocab_size: The vocabulary size of the model.
         now: The time that `strftime_now` returns in a chat template.
         workers: Number of render workers. None: one per core.
         row_timeout_s: Maximum seconds to render a row.
+        sample: Read only the first rows of each file. None: all.
+        strata: Read only rows that are spread over all files. None: all.
+        output: Name of the kind of answers (store/outputs).
+        asked: The outputs that the job requests.
+        adapters: Fingerprints of adapters by the names that rows use.
+        chunk: Size of the chunks that workers prepare.
+        checked: An open reader of the same files, which is reused.
     """
 
     context: bytes
@@ -44,25 +56,28 @@ class IngestOptions:
     now: datetime
     workers: int | None = None
     row_timeout_s: float = 10.0
-    sample: SampleSize | None = None  # read only the first rows of each file
-    strata: Strata | None = None  # read only rows that are spread over all files
-    output: str = "tokens"  # name of the kind of answers (store/outputs)
+    sample: SampleSize | None = None
+    strata: Strata | None = None
+    output: str = "tokens"
     asked: AskedAnswers = AskedAnswers()
-    adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprints by the names that rows use
+    adapters: Mapping[str, str] = field(default_factory=dict)
     chunk: ChunkSize = DEFAULT_SIZE
-    checked: Reader | None = None  # an open reader of the same files, which is reused
+    checked: Reader | None = None
 
     @property
     def room(self) -> int:
-        """Return the minimum number of tokens that must fit after a prompt: 0 if answers are not texts."""
+        """Return the minimum number of tokens that must fit after a prompt: 1, or 0 if answers are not texts."""
         return 1 if self.output == "tokens" else 0
 
     def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
-        """Return the format of tool calls, or None without a column for them, and True if calls are not parsed.
+        """Return how the model writes tool calls, or None if the result has no column for calls.
 
         Args:
             job: The job.
             has_tools: A row has tools. For OpenAI files this is known only after they were read.
+
+        Returns:
+            The style, and True if rows have tools although the style is unknown, so calls are not parsed.
         """
         prompt, style = job.prompting, self.asked.tool_calls
         if style is None:

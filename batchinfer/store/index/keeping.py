@@ -57,15 +57,16 @@ def _no_finished(_: str, __: Sequence[str]) -> Sequence[FinishedSegment]:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The kept index of a job, and how a run uses it.
+    """The kept index of a job (prepared rows of its last run), and how a run uses it.
 
-    Args:
-        kept: The folder.
+    Attributes:
+        kept: The folder of the kept index.
         answered: Returns True if the store has the answers of all these rows.
-        notice: Receives the reason if kept rows are not used.
-        fresh: Read all input files, and trust no digest that was computed before.
-        finished: Returns the segments that can be reused whole. It gets a hash of the settings and the folders of the
-            segments, and returns the first ones of them.
+        notice: Called with the reason if kept rows are not used.
+        fresh: Read all input files, and do not trust cached digests.
+        finished: Returns the leading segments whose index rows and answers can be reused. Its arguments are a
+            hash of the
+            settings and the folders of the segments.
     """
 
     kept: Path
@@ -77,9 +78,9 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class RowsToKeep:
-    """The rows to keep, and everything that determines them.
+    """The rows of this run, which are kept for the next run, and everything that determines them.
 
-    Args:
+    Attributes:
         spec: How rows are prepared.
         material: Further settings that determine a prepared row.
         shape: Settings that only determine the rows of the index.
@@ -112,15 +113,20 @@ class RowsToKeep:
 
     @property
     def finished_identity(self) -> str:
-        """Return a hash of everything that determines finished segments."""
+        """Return a hash of everything that determines the index rows of finished segments."""
         return hashlib.sha256(f"{self.identity} {self.shape}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @contextmanager
 def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[KeptIndex]:
-    """Open the kept index if its settings are the same, and start to write the one of this run.
+    """Open the kept index of the last run if its settings are the same, and start to write this run's.
 
-    If the kept index cannot be read, a notice is given and all rows are read. Raises StorageError.
+    If it cannot be read, a notice is given and all rows are read. Raises StorageError.
+
+    Args:
+        keeping: The kept index, and how it is used.
+        asked: The rows of this run.
+        ops: File operations.
     """
     with ExitStack() as stack:
         last, reused, segments = None, NO_REUSED_ROWS, tuple[KeptSegment, ...]()
@@ -129,7 +135,7 @@ def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[Ke
             if marker is not None and marker.identity == asked.identity:
                 opening = (open_segment(keeping.kept, one, fresh=keeping.fresh) for one in marker.segments)
                 files = [stack.enter_context(one) for one in opening]
-                first = _taken(keeping, asked, marker, files, ops)
+                first = _reuse_leading(keeping, asked, marker, files, ops)
                 number = len(first.segments)
                 last = _Last(keeping, asked.spec, [*zip(marker.segments, files, strict=True)][number:])
                 reused, segments = first, marker.segments[:number]
@@ -142,10 +148,18 @@ def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[Ke
         yield index
 
 
-def _taken(
+def _reuse_leading(
     keeping: Keeping, asked: RowsToKeep, marker: KeptMarker, files: Sequence[Mapping[str, int]], ops: FileOps
 ) -> ReusedRows:
-    """Reuse the first segments whose files are unchanged and whose rows have answers."""
+    """Reuse the leading segments of the kept index whose files are unchanged and whose rows have answers.
+
+    Args:
+        keeping: The kept index.
+        asked: The rows of this run.
+        marker: The content of kept.json.
+        files: The open files of each segment.
+        ops: File operations.
+    """
     if keeping.fresh or asked.taking is None:
         return NO_REUSED_ROWS
     facts = [SegmentFacts.from_json(read_open_file(one[FACTS])) for one in files]
@@ -158,7 +172,7 @@ def _taken(
 
 
 class _Last:
-    """The chunks and files of the kept index, without reused segments."""
+    """The chunks and files of the last run's kept index, without segments that are reused."""
 
     def __init__(
         self,
@@ -176,7 +190,7 @@ class _Last:
                 self._of[one.file.path] = one, chunks[one.first_chunk : one.first_chunk + one.chunks]
 
     def rows(self, chunk: KeptChunk) -> PreparedRows:
-        """Return the prepared rows of a chunk. Raises StorageError."""
+        """Return the prepared rows of a kept chunk. Raises StorageError."""
         spec = self._spec
         limits = spec.limits.vocab_size, len(spec.plan.ladder)
         try:
@@ -187,12 +201,15 @@ class _Last:
             ) from error
 
     def find(self, digest: str) -> KeptChunk | None:
-        """Return the chunk with this digest, or None if there is none or one of its rows has no answer."""
+        """Return the kept chunk with this digest, or None if there is none or one of its rows has no answer."""
         found = self._by_digest.get(digest)
         return found if found is not None and self._is_answered(found) else None
 
     def unchanged(self, file: InputFile) -> tuple[str, Sequence[KeptChunk]] | None:
-        """Return the sha256 and the chunks of an unchanged file, or None if it must be read."""
+        """Return the sha256 and the kept chunks of a file, or None if it must be read.
+
+        It must be read if it has changed, or a row has no answer.
+        """
         known, chunks = self._of.get(file.path, (None, ()))
         if known is None or known.file != file or not file.inode:
             return None
@@ -204,7 +221,14 @@ class _Last:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A segment that was written, and the range of its input files."""
+    """A segment of the kept index that this run wrote.
+
+    Attributes:
+        segment: The segment.
+        facts: Totals over its rows.
+        files: The range of its input files.
+        first_chunk: The number of its first chunk.
+    """
 
     segment: KeptSegment
     facts: SegmentFacts
@@ -213,7 +237,10 @@ class _Written:
 
 
 class KeptIndex:
-    """Merges the kept index of the last run with the rows of this run, one segment at a time."""
+    """Merges the kept index of the last run with the rows of this run, one segment at a time.
+
+    The kept index has prepared rows without tokens, so the next run need not read unchanged input files.
+    """
 
     def __init__(
         self,
@@ -224,11 +251,11 @@ class KeptIndex:
         segments: tuple[KeptSegment, ...],
         ops: FileOps,
     ) -> None:
-        """Start to write a kept index.
+        """Start to write the kept index of this run.
 
         Args:
-            kept: The folder.
-            asked: The rows to keep.
+            kept: The folder of kept indexes of the job.
+            asked: The rows of this run.
             last: The kept index of the last run. None: it cannot be used.
             reused: The rows of reused segments.
             segments: The reused segments.
@@ -251,17 +278,18 @@ class KeptIndex:
         self._begins: deque[tuple[int, int]] = deque()
 
     def close(self) -> None:
-        """Discard unfinished files."""
+        """Discard the files of an unfinished segment."""
         if self._writer is not None:
             self._writer.close()
 
     def chunks(self, reader: Reader, columns: Sequence[str] | None, typed: bool) -> Iterator[InputChunk]:
-        """Yield the chunks of all files, except files of reused segments.
+        """Yield the chunks of all input files, except files of reused segments. Known chunks have prepared rows.
 
         Args:
             reader: Reads the input.
             columns: The columns to decode, or None for all.
-            typed: Passthrough columns take their types and values from the file, so it is read even if it is unchanged.
+            typed: Passthrough columns take their types and values from the file, so it is read even if it is
+                unchanged.
         """
         reader.complete, reader_sha256 = True, reader.sha256
         reused = [one for segment in self._reused_segments for one in segment.files]
@@ -307,8 +335,11 @@ class KeptIndex:
         self._given.append((digest, known))
         self._count += 1
 
-    def turns(self) -> bool:
-        """Return True if the next row starts a new segment, after finishing the current one. Raises StorageError."""
+    def finish_segment_if_due(self) -> bool:
+        """Finish the current segment if the next row starts a new one, and return True then.
+
+        Raises StorageError.
+        """
         if not self._begins or self._begins[0][0] > self._appended:
             return False
         chunk, file = self._begins.popleft()
@@ -328,7 +359,10 @@ class KeptIndex:
         self._writer, self._facts = None, SegmentFacts()
 
     def append(self, rows: PreparedRows) -> None:
-        """Keep the rows of the next chunk, in the order in which chunks were yielded. Raises StorageError."""
+        """Keep the prepared rows of the next chunk, in the order in which chunks were yielded.
+
+        Raises StorageError.
+        """
         if self._writer is None:
             self._writer = KeptWriter(self._kept, self._ops)
         digest, known = self._given.popleft()
@@ -343,7 +377,7 @@ class KeptIndex:
         self._writer.append(digest, len(rows), reply)
 
     def _note_facts(self, rows: PreparedRows, params: Sequence[SamplingParams]) -> None:
-        """Add these rows to the totals of the segment."""
+        """Add rows and their sampling parameters to the totals of the current segment."""
         facts, prompts = self._facts, rows.prompts
         facts.rows += len(rows)
         facts.read += rows.facts.read_rows
@@ -356,7 +390,7 @@ class KeptIndex:
         facts.plain &= not prompts.unread
 
     def finish(self, reader: Reader) -> None:
-        """Replace the kept index of the last run with the new one. Raises StorageError."""
+        """Replace the kept index of the last run with the one of this run. Raises StorageError."""
         self._finish_segment(len(self._files))
         firsts = [*(first for _, first in self._files), self._count]
         for number, one in enumerate(self._written):
@@ -373,9 +407,9 @@ class KeptIndex:
 
     @property
     def segments(self) -> tuple[tuple[str, int], ...]:
-        """Return the folder and number of rows of each written segment that the next run can reuse whole.
+        """Return the folder and number of rows of each written segment that the next run can reuse completely.
 
-        They must directly follow the reused segments.
+        These segments must directly follow the reused segments.
         """
         found = []
         for one in self._written:
@@ -400,5 +434,5 @@ def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> boo
 
 
 def _without_tokens(rows: PreparedRows) -> bytes:
-    """Return the rows of a prepared chunk as they are kept, without tokens."""
+    """Return the prepared rows of a chunk as bytes, without tokens."""
     return pack_reply(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))

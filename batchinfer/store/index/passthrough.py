@@ -35,17 +35,17 @@ _TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
 
 
 class Kinds:
-    """Records the kinds of JSON values in each column: at most six per column."""
+    """Records which kinds of JSON values occur in each passthrough column: at most six per column."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._seen: dict[str, set[str]] = {name: set() for name in columns}
 
     def add(self, name: str, kinds: set[str]) -> None:
-        """Add the kinds of some values of a column."""
+        """Record the kinds of some values of the column `name`."""
         self._seen[name] |= kinds
 
     def type_of(self, name: str) -> pa.DataType:
-        """Return the column's type, given all kinds so far."""
+        """Return the narrowest Arrow type that holds all recorded kinds of values of the column `name`."""
         kinds = self._seen[name] - {"null"}
         if not kinds:
             return pa.string()
@@ -58,12 +58,19 @@ class Kinds:
 
 
 class JsonSpool:
-    """Passthrough columns of JSONL rows, kept as JSON text until their types are known."""
+    """Passthrough columns of JSONL rows, written as JSON text until their types are known."""
 
     def __init__(
         self, columns: Sequence[str], folder: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
-        """Create a spool. The columns of `reused`, the first rows, are written already."""
+        """Create a spool for passthrough columns.
+
+        Args:
+            columns: The columns.
+            folder: Folder for the spooled parts.
+            ops: File operations.
+            reused: The first rows of the index, whose columns are written already.
+        """
         self._reused = reused
         self._columns = tuple(columns)
         self._ops = ops
@@ -77,7 +84,14 @@ class JsonSpool:
         self._even = EvenBatches(self._writer, self._schema)
 
     def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
-        """Write the columns of a chunk. Error rows have nulls. Row i becomes `times[i]` rows of the result."""
+        """Write the passthrough columns of a chunk as JSON text. Error rows have nulls.
+
+        Args:
+            first_id: The row id of the chunk's first row.
+            chunk: The chunk.
+            facts: The column values of its rows.
+            times: The number of index rows that each input row becomes.
+        """
         for name, kinds in zip(self._columns, facts.kinds, strict=True):
             self._kinds.add(name, kinds)
         ids = _row_ids(first_id, int(times.sum()))
@@ -90,7 +104,7 @@ class JsonSpool:
 
     @property
     def fits(self) -> bool:
-        """Return True if the columns of the reused rows have the types that all rows require."""
+        """Return True if the passthrough columns of reused rows have the types that all rows require."""
         there = self._reused.carried
         return not there or pq.read_schema(there[0]).remove_metadata().equals(self._full)
 
@@ -100,7 +114,10 @@ class JsonSpool:
         return pa.schema([("row_id", pa.int64()), *typed])
 
     def finish(self, target: Path) -> None:
-        """Write the typed parts to `target`, one per spooled part. Raises StorageError."""
+        """Write the spooled columns with their types to parts in `target`, one per spooled part.
+
+        Raises StorageError.
+        """
         with self._writer:
             spooled = self._even.commit()
         full = self._full
@@ -111,7 +128,7 @@ class JsonSpool:
                 writer.commit()
 
     def close(self) -> None:
-        """Discard unfinished files."""
+        """Discard unfinished files of the spool."""
         self._writer.__exit__()
 
 
@@ -128,7 +145,7 @@ def _converted(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
 
 
 def _plain_texts(texts: pa.StringArray) -> pa.StringArray:
-    """Remove the quotes of texts. Other values stay JSON."""
+    """Replace JSON strings by their texts. Other values stay JSON."""
     quoted = pc.starts_with(texts, '"')
     if pc.any(pc.and_(quoted, pc.match_substring(texts, "\\"))).as_py():
         return pa.array([_plain_text(text) for text in texts.to_pylist()], pa.string())
@@ -142,26 +159,40 @@ def _plain_text(text: str | None) -> str | None:
 
 
 def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
-    """Encode values as a dictionary if the column is one. The reader decodes dictionaries."""
+    """Encode values as a dictionary if the column's type `kind` is one. The reader decodes dictionaries."""
     return values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
 
 
 class TypedColumns:
-    """Passthrough columns with declared types, written as they are. Columns of CSV are texts."""
+    """Passthrough columns with declared types, written unchanged. Columns of CSV are texts."""
 
     fits = True  # the types are declared, so reused rows have the same types
 
     def __init__(
         self, schema: pa.Schema, target: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
-        """Create a writer. The columns of `reused`, the first rows, are in `target` already."""
+        """Create a writer for passthrough columns.
+
+        Args:
+            schema: Names and types of the columns.
+            target: Folder for the parts.
+            ops: File operations.
+            reused: The first rows of the index, whose columns are in `target` already.
+        """
         self._schema = schema
         self._full = pa.schema([("row_id", pa.int64()), *schema])
         self._writer = PartWriter(target, self._full, ops, before=reused.carried)
         self._even = EvenBatches(self._writer, self._full)
 
     def append(self, first_id: int, chunk: InputChunk, facts: RowFacts, times: Times) -> None:
-        """Write the columns of a chunk. Unreadable rows have nulls. Row i becomes `times[i]` rows of the result."""
+        """Write the passthrough columns of a chunk. Unreadable rows have nulls.
+
+        Args:
+            first_id: The row id of the chunk's first row.
+            chunk: The chunk.
+            facts: The column values of its rows.
+            times: The number of index rows that each input row becomes.
+        """
         ids = _row_ids(first_id, int(times.sum()))
         if chunk.table is None:
             carried = (repeat_values(one, times) for one in facts.carried)
@@ -178,12 +209,12 @@ class TypedColumns:
         self._even.commit()
 
     def finish(self, _: Path) -> None:
-        """Finish the parts. Raises StorageError."""
+        """Finish the parts with passthrough columns. Raises StorageError."""
         with self._writer:
             self._even.commit()
 
     def close(self) -> None:
-        """Discard unfinished files."""
+        """Discard unfinished files of passthrough columns."""
         self._writer.__exit__()
 
 

@@ -29,7 +29,7 @@ def render_spec(
     schema: pa.Schema | None,
     values_are_text: bool,
 ) -> RenderSpec:
-    """Return how workers prepare the rows of an input.
+    """Return how render workers prepare the rows of an input.
 
     Args:
         job: The job.
@@ -97,13 +97,13 @@ def _prompt_plan(
 
 
 def _with_adapter(job: Job, options: IngestOptions, params: SamplingParams) -> SamplingParams:
-    """Return the parameters with the job's adapter, which applies to rows that name none."""
+    """Return sampling parameters with the job's adapter, which applies to rows that name none."""
     name = job.model.adapter
     return params if name is None else replace(params, adapter=options.adapters[name])
 
 
 def _params_of_task(job: Job, options: IngestOptions) -> SamplingParams:
-    """Return the parameters of a row that sets none."""
+    """Return the sampling parameters of a row that sets none."""
     asked = options.asked
     if asked.scoring is not None:
         return SamplingParams.scores()
@@ -115,7 +115,7 @@ def _params_of_task(job: Job, options: IngestOptions) -> SamplingParams:
 
 
 def _params_by_url(job: Job, options: IngestOptions) -> dict[str, SamplingParams]:
-    """Return the default parameters of OpenAI requests by URL, for the URLs that the job answers."""
+    """Return the default sampling parameters of OpenAI requests by URL, for the URLs that the job answers."""
     embedding, found = options.asked.embedding, dict[str, SamplingParams]()
     if job.task == "generate":
         given, length = job.given_params(), options.max_model_len

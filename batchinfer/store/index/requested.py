@@ -22,11 +22,12 @@ PARTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """The JSON Schema that every answer of a job must match.
+    """The JSON schema that every answer of a job must match.
 
-    Args:
-        text: The schema.
-        column: The name of the single column that holds the answer. None: each property of the schema is a column.
+    Attributes:
+        text: The schema as JSON text.
+        column: The name of the single column that holds the answer. None: each property of the schema is a
+            column.
     """
 
     text: str
@@ -35,18 +36,30 @@ class AnswerSchema:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedOutputs:
-    """The values of a job or an index that determine what its answers contain."""
+    """The outputs that a job or an index requests. The columns of its result follow from them.
 
-    # None: the result has no columns for parts of the answers
+    Attributes:
+        answers: The schema of JSON answers. None: the result has no columns for fields of the answers.
+        logprobs: Maximum number of log-probabilities per token that a row requests. None: no column for them.
+        prompt_logprobs: True if the result has a column for log-probabilities of prompts.
+        confidence: The possible answers, if the result has a column of confidence. (): the fields of
+            `answers` list them.
+            None: no such column.
+        reasoning: How the model marks reasoning. None: the result has no columns for reasoning.
+        tool_calls: How the model writes tool calls. None: the result has no column for tool calls.
+        embedding: How vectors are computed. None: no row requests a vector.
+        own_dimensions: True if rows may set the length of their vectors.
+        scoring: How continuations are scored. None: answers are not scores of continuations.
+        pairs: How pairs are scored. None: answers are not scores of prompt and document.
+    """
+
     answers: AnswerSchema | None = None
-    # Maximum number of log-probabilities per token that a row requests. None: the result has no column for them
     logprobs: int | None = None
-    prompt_logprobs: bool = False  # the result has a column for log-probabilities of prompts
-    # The possible answers, if the result has a column of confidence. (): the fields of `answers` list them
+    prompt_logprobs: bool = False
     confidence: tuple[str, ...] | None = None
-    reasoning: Reasoning | None = None  # None: the result has no columns for reasoning
-    tool_calls: CallStyle | None = None  # None: the result has no column for tool calls
-    embedding: Embedding | None = None  # None: no row requests a vector
-    own_dimensions: bool = False  # rows may set the length of their vectors
-    scoring: Scoring | None = None  # None: answers are not scores of continuations
-    pairs: PairScoring | None = None  # None: answers are not scores of prompt and document
+    reasoning: Reasoning | None = None
+    tool_calls: CallStyle | None = None
+    embedding: Embedding | None = None
+    own_dimensions: bool = False
+    scoring: Scoring | None = None
+    pairs: PairScoring | None = None

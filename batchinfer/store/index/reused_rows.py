@@ -1,4 +1,4 @@
-"""The first rows of an index, reused whole from the last run: they are neither read nor written again."""
+"""The first rows of an index, reused from the last run: they are neither read nor written again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ INDEX, CARRIED = "index", "carried"  # prefixes of a segment's file names
 
 @dataclass(frozen=True, slots=True)
 class ReusedSegment:
-    """A reused segment. Its files are linked or copied into the index of this run.
+    """A segment of the last run whose files were linked or copied into the index of this run.
 
-    Args:
+    Attributes:
         segment: The record of the segment.
         facts: Totals over its rows.
         parts: Its parts of the index.
@@ -37,43 +37,46 @@ class ReusedSegment:
 
 @dataclass(frozen=True, slots=True)
 class ReusedRows:
-    """The rows of the reused segments: the first rows of an index. All of them have answers or are error rows."""
+    """The first rows of an index, from segments that the run reuses.
+
+    All of them have answers or are error rows.
+    """
 
     segments: tuple[ReusedSegment, ...] = ()
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """Return the number of reused rows."""
         return sum(one.segment.rows for one in self.segments)
 
     @property
     def errors(self) -> int:
-        """Return the number of error rows."""
+        """Return the number of reused rows that are error rows of the input."""
         return sum(one.segment.errors[0] for one in self.segments)
 
     @property
     def retryable(self) -> int:
-        """Return the number of error rows that a retry may fix."""
+        """Return the number of reused error rows of the input that a retry may fix."""
         return sum(one.segment.errors[1] for one in self.segments)
 
     @property
     def distinct(self) -> int:
-        """Return the number of different keys."""
+        """Return the number of different work keys of the reused rows."""
         return self.segments[-1].segment.distinct if self.segments else 0
 
     @property
     def parts(self) -> list[Path]:
-        """Return the parts of the index with these rows."""
+        """Return the parts of the index with the reused rows."""
         return [part for one in self.segments for part in one.parts]
 
     @property
     def carried(self) -> list[Path]:
-        """Return the parts with the passthrough columns of these rows."""
+        """Return the parts with the passthrough columns of the reused rows."""
         return [part for one in self.segments for part in one.carried]
 
     @property
     def facts(self) -> list[SegmentFacts]:
-        """Return the totals of each segment."""
+        """Return the totals over the rows of each reused segment."""
         return [one.facts for one in self.segments]
 
 
@@ -88,17 +91,17 @@ def reuse_segments(
     ops: FileOps,
     notice: Callable[[str], None],
 ) -> ReusedRows:
-    """Reuse segments as the first parts of an index.
+    """Link or copy finished segments into an index as its first parts.
 
     If a file of a segment is damaged, or another run has removed it, only the segments before it are reused.
 
     Args:
         kept: The folder of the kept index.
-        known: The segments, from the first one on.
+        known: The leading segments, with totals over their rows.
         index: The folder for index parts.
         carried: The folder for passthrough parts.
         ops: File operations.
-        notice: Receives the reason if a segment cannot be reused.
+        notice: Called with the reason if a segment cannot be reused.
 
     Raises:
         StorageError: A file cannot be removed.

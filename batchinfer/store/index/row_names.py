@@ -18,11 +18,13 @@ NAMED = 8  # rows that are named; further rows are only counted
 def name_rows(
     index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1, most: int = NAMED
 ) -> str:
-    """Return text such as `in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`, in input order.
+    """Return the input rows of work keys as text: `in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`.
+
+    Rows are in input order.
 
     Args:
         index_parts: The parts of the index.
-        keys: Work keys.
+        keys: Work keys of 32 bytes.
         spill: Folder for temporary files of DuckDB.
         attempts: Maximum attempts per row.
         most: Maximum number of rows to name.
@@ -48,9 +50,10 @@ def name_rows(
 
 
 def try_name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1) -> str:
-    """Return the text of `name_rows`, or the reason that the rows cannot be looked up.
+    """Return the input rows of work keys as text, or the reason that they cannot be looked up.
 
-    It never raises: the message about a failed engine must be shown in any case.
+    It never raises: the message about a failed engine must be shown in any case. `name_rows` documents the
+    arguments.
     """
     try:
         return name_rows(index_parts, keys, spill, attempts)

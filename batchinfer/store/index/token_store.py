@@ -17,9 +17,10 @@ TOKEN_BYTES = 4
 
 
 class TokenStore:
-    """Reads prompts by offset and count.
+    """Reads prompts by offset and number of tokens from the file of all prompts of a job.
 
-    The file is not memory-mapped: mapped pages would count as memory of this process, and a failing disk would kill it.
+    The file is not memory-mapped: mapped pages would count as memory of this process, and a failing disk
+    would kill it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,10 +36,10 @@ class TokenStore:
         return self._tokens
 
     def read(self, offset: int, count: int) -> TokenIds:
-        """Return `count` token ids from `offset`, both in tokens.
+        """Return `count` token ids from the token with number `offset` in the file of prompts.
 
         Raises:
-            IndexError: The range exceeds the store.
+            IndexError: The range exceeds the file.
             StorageError: The file cannot be read.
         """
         if offset < 0 or count < 0 or offset + count > self._tokens:
@@ -58,14 +59,14 @@ def _unreadable(path: Path, why: object) -> str:
 
 
 class TokenWriter:
-    """Appends prompts to a temporary file. `commit()` gives it its final name."""
+    """Appends the token ids of prompts to a temporary file. `commit()` gives it its final name."""
 
     def __init__(self, path: Path, ops: FileOps) -> None:
         self._file = DurableFile(path, ops)
         self.tokens = 0
 
     def append(self, tokens: TokenIds) -> int:
-        """Write the prompts of a chunk without separators, and return the offset of the first token."""
+        """Write token ids of prompts without separators, and return the offset of the first one in tokens."""
         offset = self.tokens
         if len(tokens):
             self._file.write(np.ascontiguousarray(tokens, "<i4").data.cast("B"))
@@ -78,7 +79,7 @@ class TokenWriter:
         return self._file.temporary
 
     def commit(self) -> None:
-        """Make the file complete and durable. Raises StorageError."""
+        """Make the file of prompts complete and durable. Raises StorageError."""
         self._file.commit()
 
     def __enter__(self) -> TokenWriter:

@@ -42,7 +42,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """The file that rows come from, and the number of the first row in the file."""
+    """The position of rows in the input: their file, and the number of the first row in it."""
 
     file: str
     first_row: int
@@ -50,17 +50,28 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True)
 class RowsSoFar:
-    """The index of the rows that were read so far."""
+    """The index of the rows that were read so far.
 
-    parts: tuple[Path, ...]  # of the index, in row order
+    Attributes:
+        parts: The parts of the index, in row order.
+        rows: Number of rows.
+        error_rows: Number of error rows.
+        logprobs: Maximum log-probabilities per token that a row requests. None: no row requests any.
+        tokens: The prompts of the rows.
+    """
+
+    parts: tuple[Path, ...]
     rows: int
     error_rows: int
     logprobs: int | None
-    tokens: TokenStore  # the prompts of the rows
+    tokens: TokenStore
 
 
 class IndexWriter:
-    """Writes an index. A context manager: call `commit()` at the end. Rows are numbered in the order of `append`."""
+    """Writes an index.
+
+    A context manager: call `commit()` at the end. Rows are numbered in the order of `append`.
+    """
 
     def __init__(
         self,
@@ -74,9 +85,9 @@ class IndexWriter:
         """Create the files of an index.
 
         Args:
-            layout: The paths.
+            layout: The paths of the files.
             max_model_len: Maximum tokens of a prompt and its answer.
-            schema: The schema of the index, see `index_schema`.
+            schema: The columns of the index, see `index_schema`.
             ops: File operations.
             attempts: Maximum attempts per row.
             reused: The first rows, which are already in the folder.
@@ -103,13 +114,19 @@ class IndexWriter:
         self.has_vectors = self.own_dimensions = False
 
     def append(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> None:
-        """Write the rows of a chunk. Row i becomes `times[i]` rows of the index."""
+        """Write the prepared rows of a chunk to the index.
+
+        Args:
+            place: The position of the rows in the input.
+            rows: The prepared rows.
+            times: The number of index rows that each input row becomes.
+        """
         for batch in self._batches(place, rows, times):
             self._even.append(batch)
         self._count(rows.prompts, times)
 
     def _batches(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> Iterator[pa.RecordBatch]:
-        """Write the tokens of rows, and yield their rows of the index."""
+        """Write the tokens of prepared rows, and yield their index rows in batches."""
         done, ends = rows.prompts, np.cumsum(times)
         there = done.tokens_there()
         starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
@@ -154,7 +171,7 @@ class IndexWriter:
         self.unread.join(done.unread)
 
     def _note_params(self, params: Sequence[SamplingParams]) -> None:
-        """Record the outputs that rows with these parameters request."""
+        """Record the outputs that rows with these sampling parameters request."""
         self.has_vectors |= any(p.pooling is not None for p in params)
         asked = [p.logprobs for p in params if p.logprobs is not None]
         if asked:
@@ -162,7 +179,10 @@ class IndexWriter:
         self.prompt_logprobs |= any(p.prompt_logprobs is not None for p in params)
 
     def write_separately(self, folder: Path, rows: PreparedRows) -> None:
-        """Write rows that are not part of the input to a folder of their own. Raises StorageError."""
+        """Write prepared rows that are not part of the input to index parts in another folder.
+
+        Raises StorageError.
+        """
         parts = PartWriter(folder, self._schema, self._ops)
         even = EvenBatches(parts, self._schema)
         for batch in self._batches(RowPlace("", 0), rows, np.ones(len(rows), np.int64)):
@@ -170,27 +190,27 @@ class IndexWriter:
         even.commit()
 
     def end_part(self) -> None:
-        """Start a new part with the next row. Raises StorageError."""
+        """Start a new index part with the next row. Raises StorageError."""
         self._even.commit()
 
     def cut(self) -> RowsSoFar:
-        """End the current part, and return the rows so far. Raises StorageError."""
+        """End the current part, and return the index of the rows so far. Raises StorageError."""
         parts = tuple(self._even.commit())
         return RowsSoFar(parts, self.rows, self.error_rows, self.logprobs, TokenStore(self._tokens.written()))
 
     def all_rows(self) -> RowsSoFar:
-        """Return all rows. Call it after `commit`."""
+        """Return the index of all rows. Call it after `commit`."""
         tokens = TokenStore(self._layout.tokens)
         return RowsSoFar(tuple(self._parts.parts), self.rows, self.error_rows, self.logprobs, tokens)
 
     def commit(self) -> None:
-        """Write everything to disk. Raises StorageError."""
+        """Write all rows and tokens of the index to disk. Raises StorageError."""
         self._even.commit()
         self._tokens.commit()
 
     @property
     def parts(self) -> Sequence[Any]:
-        """Return the parts written so far."""
+        """Return the index parts written so far, including reused ones."""
         return self._parts.parts
 
     def __enter__(self) -> IndexWriter:
@@ -202,21 +222,28 @@ class IndexWriter:
 
 
 class _Further(NamedTuple):
-    """The prompts of rows after their first prompt, and their offsets in the token store."""
+    """The prompts of rows with several prompts, except each row's first one.
+
+    Attributes:
+        prompts: These prompts.
+        starts: The offset of each prompt in the token store, in tokens.
+    """
 
     prompts: FurtherPrompts
     starts: Int64s
 
     @classmethod
     def of(cls, prompts: FurtherPrompts, tokens: TokenWriter) -> _Further:
-        """Write the tokens of these prompts."""
+        """Write the tokens of these prompts to the token store."""
         counts = prompts.counts.astype(np.int64)
         return cls(
             prompts, (tokens.append(prompts.tokens) if len(prompts) else 0) + np.cumsum(counts) - counts
         )
 
     def columns(self, columns: Mapping[str, pa.Array], rows: slice, times: Int64s) -> dict[str, pa.Array]:
-        """Return the columns that differ between the prompts of a row, with the values of these prompts filled in.
+        """Return index columns in which the values of the further prompts are filled in.
+
+        They are the columns that differ between the prompts of a row: offset, number of tokens and work key.
 
         Args:
             columns: The columns of the index with the first prompt of each row, repeated.
@@ -287,7 +314,11 @@ def _row_ranges(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
 
 
 def _sample_numbers(times: Int64s) -> pa.Array:
-    """Return the number of each answer among the answers to its row, from 0."""
+    """Return the number of each answer among the answers to its input row, from 0.
+
+    Args:
+        times: The number of answers of each input row.
+    """
     firsts = np.repeat(np.cumsum(times) - times, times)
     return _column((np.arange(len(firsts)) - firsts).astype(np.int32))
 
@@ -304,7 +335,7 @@ def _texts_column(own: OwnTexts, first: int, size: int) -> pa.Array:
 
 
 def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:
-    """Return the columns of the attempts after the first."""
+    """Return the index columns of the attempts after the first."""
     columns = {}
     for attempt, rung in enumerate(done.rungs, 2):
         none = rung.params_of[rows] < 0
@@ -343,7 +374,7 @@ def _error_columns(errors: dict[int, RowError], first: int, size: int) -> dict[s
 
 
 def _column(values: NDArray[Any], valid: pa.Buffer | None = None) -> pa.Array:
-    """Return a column of numbers.
+    """Return an Arrow array of numbers. `valid` is the validity bitmap, or None if all are valid.
 
     `pa.array` would check for pandas on each call, which takes longer than everything else here.
     """

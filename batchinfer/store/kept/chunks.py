@@ -1,4 +1,4 @@
-"""The chunks of a segment: the digest, the number of rows and the worker's reply of each, without tokens.
+"""The chunks of a segment of the kept index: digest, number of rows and worker's reply, without tokens.
 
 chunks.jsonl  one line per chunk
 replies.bin   the concatenated replies (render_reply.py)
@@ -20,13 +20,15 @@ from batchinfer.store.kept.files import CHUNKS, FACTS, NAMES, REPLIES, new_folde
 
 @dataclass(frozen=True, slots=True)
 class KeptChunk:
-    """A chunk of the kept index. A chunk without a digest has no reply and must be prepared again.
+    """A chunk of an input file whose prepared rows a run keeps for the next run of the job.
 
-    Args:
-        digest: The digest of the chunk, from `chunk_digest`.
+    A chunk without a digest has no stored reply and must be prepared again.
+
+    Attributes:
+        digest: The digest of the chunk, from `chunk_digest`, or "".
         rows: Its number of rows.
-        at: The offset of its reply in bytes.
-        size: The size of its reply in bytes.
+        at: The byte offset of the worker's reply to this chunk in replies.bin.
+        size: The size of the reply in bytes.
         replies: File descriptor of replies.bin.
     """
 
@@ -37,12 +39,12 @@ class KeptChunk:
     replies: int
 
     def read(self) -> bytes:
-        """Return the reply."""
+        """Return the worker's reply to the chunk, its prepared rows."""
         return os.pread(self.replies, self.size, self.at)
 
 
 def chunk_digest(chunk: InputChunk) -> str:
-    """Return a digest of a chunk's bytes, its position in the file and how it is read."""
+    """Return a hex digest of an input chunk's bytes, its position in the file and how it is read."""
     header, data = chunk.pack()
     found = sha256(repr(replace(header, bytes_read=0)).encode("utf-8", "surrogatepass"))
     found.update(data)
@@ -50,7 +52,12 @@ def chunk_digest(chunk: InputChunk) -> str:
 
 
 def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
-    """Return the chunks of a segment. Raises ValueError for damaged lines."""
+    """Return the chunks of a segment of the kept index. Raises ValueError for damaged lines.
+
+    Args:
+        lines: The content of chunks.jsonl.
+        replies: File descriptor of replies.bin.
+    """
     found = []
     for line in lines.splitlines():
         digest, rows, at, size = json.loads(line)
@@ -59,14 +66,14 @@ def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
 
 
 class KeptWriter:
-    """Writes the files of a segment. Call `finish` to keep them, and `close` in any case."""
+    """Writes the files of a segment of the kept index. Call `finish` to keep them, and `close` in any case."""
 
     def __init__(self, kept: Path, ops: FileOps) -> None:
         self._folder = new_folder(kept, ops)
         self._files = {name: DurableFile(self._folder / name, ops) for name in NAMES}
 
     def append(self, digest: str, rows: int, reply: bytes) -> None:
-        """Write a chunk. Raises StorageError."""
+        """Write a chunk: its digest, its number of rows, and the worker's reply. Raises StorageError."""
         replies = self._files[REPLIES]
         line = [digest, rows, replies.tell(), len(reply)]
         replies.write(reply)
@@ -74,11 +81,11 @@ class KeptWriter:
 
     @property
     def folder(self) -> str:
-        """Return the name of the segment's folder."""
+        """Return the name of the folder that the segment is written to."""
         return self._folder.name
 
     def finish(self, facts: SegmentFacts) -> dict[str, Digest]:
-        """Complete the files, and return their digests.
+        """Complete the files of the segment, and return their digests by file name.
 
         The files are only used once a marker names the segment. Raises StorageError.
         """
@@ -86,6 +93,6 @@ class KeptWriter:
         return {name: file.commit() for name, file in self._files.items()}
 
     def close(self) -> None:
-        """Discard unfinished files."""
+        """Discard the files of the segment that were not finished."""
         for file in self._files.values():
             file.close()

@@ -12,9 +12,9 @@ MOST_NAMES = 200  # maximum number of column names
 
 @dataclass(slots=True)
 class SegmentFacts:
-    """Totals over the rows of a segment.
+    """Totals over the rows of a segment of the kept index.
 
-    Args:
+    Attributes:
         files: Number of input files. All rows of a file belong to the same segment.
         rows: Number of rows.
         read: Number of rows that could be read.
@@ -23,9 +23,9 @@ class SegmentFacts:
         found: The required columns that occurred in rows.
         kinds: The kinds of values of each passthrough column.
         logprobs: Maximum log-probabilities per token that a row requests. None: no row requests any.
-        prompt_logprobs: A row requests log-probabilities of its prompt.
-        tools: A row has tools.
-        plain: The rows need no notice and no other attempt in the next run.
+        prompt_logprobs: True if a row requests log-probabilities of its prompt.
+        tools: True if a row has tools.
+        plain: True if the rows need no notice and no other attempt in the next run.
     """
 
     files: int = 0
@@ -41,7 +41,13 @@ class SegmentFacts:
     plain: bool = True
 
     def note_columns(self, names: Sequence[str], found: set[str], kinds: Sequence[set[str]]) -> None:
-        """Add the columns of some rows."""
+        """Add the columns of some rows to the totals.
+
+        Args:
+            names: Column names of the rows, in order.
+            found: The required columns that occurred.
+            kinds: The kinds of values of each passthrough column.
+        """
         if len(self.names) < MOST_NAMES:
             self.names.update(dict.fromkeys(names))
         self.found |= found
@@ -50,13 +56,13 @@ class SegmentFacts:
             all_of_them |= some
 
     def to_json(self) -> bytes:
-        """Return the totals as JSON."""
+        """Return the totals as JSON bytes."""
         lists = {"names": [*self.names], "found": sorted(self.found), "kinds": [*map(sorted, self.kinds)]}
         return json.dumps(asdict(self) | lists).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Return the totals in JSON bytes. Raises ValueError, KeyError, TypeError for damaged ones."""
+        """Return the totals from JSON bytes. Raises ValueError, KeyError or TypeError for damaged ones."""
         value: dict[str, Any] = json.loads(data)
         value["names"] = dict.fromkeys(value["names"])
         value["found"] = set(value["found"])

@@ -33,10 +33,10 @@ NAMES = REPLIES, CHUNKS, FACTS = "replies.bin", "chunks.jsonl", "facts.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """An input file that was read to its end.
+    """An input file of the kept index, which a run read to its end.
 
-    Args:
-        file: The file when it was read.
+    Attributes:
+        file: Path, size and time of the file when it was read.
         sha256: The digest of its content.
         first_chunk: The number of its first chunk in the segment.
         chunks: The number of its chunks.
@@ -50,21 +50,27 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class KeptSegment:
-    """A segment: the name of its folder, the digests of its files, and the input files of its rows."""
+    """A segment of the kept index: the rows of consecutive input files.
+
+    Attributes:
+        folder: The name of the folder with the segment's files.
+        digests: The digests of these files by name.
+        files: The input files.
+    """
 
     folder: str
     digests: Mapping[str, Digest]
     files: tuple[KeptFile, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the segment as a JSON object."""
+        """Return the segment of the kept index as a JSON object."""
         files = [asdict(one) | {"file": one.file.to_json()} for one in self.files]
         digests = {name: asdict(digest) for name, digest in self.digests.items()}
         return {"folder": self.folder, "digests": digests, "files": files}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> KeptSegment:
-        """Return the segment in a JSON object. Raises KeyError, TypeError, AttributeError for a damaged one."""
+        """Return the segment in a JSON object. Raises KeyError, TypeError or AttributeError for a damaged one."""
         files = tuple(KeptFile(**one | {"file": InputFile(**one["file"])}) for one in value["files"])
         digests = {name: Digest(**one) for name, one in value["digests"].items()}
         return cls(str(value["folder"]), digests, files)
@@ -72,18 +78,23 @@ class KeptSegment:
 
 @dataclass(frozen=True, slots=True)
 class KeptMarker:
-    """The contents of the marker: a hash of everything that determines the rows, and the segments in row order."""
+    """The content of kept.json, which names the valid segments of a job's kept index.
+
+    Attributes:
+        identity: A hash of everything that determines the rows.
+        segments: The segments in row order.
+    """
 
     identity: str
     segments: tuple[KeptSegment, ...]
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the segments' folders."""
+        """Return the names of the folders of all segments, in row order."""
         return tuple(one.folder for one in self.segments)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the marker as a JSON object."""
+        """Return the content of kept.json as a JSON object."""
         return {
             "format": KEPT_FORMAT,
             "identity": self.identity,
@@ -92,10 +103,13 @@ class KeptMarker:
 
 
 def read_marker(kept: Path) -> KeptMarker | None:
-    """Return the marker, or None if nothing is kept or another version wrote it.
+    """Return the content of kept.json, or None if nothing is kept or another version wrote it.
+
+    Args:
+        kept: The folder of the kept index.
 
     Raises:
-        ValueError: The marker is damaged.
+        ValueError: The file is damaged.
         OSError: It cannot be read.
     """
     try:
@@ -112,12 +126,14 @@ def read_marker(kept: Path) -> KeptMarker | None:
 
 @contextmanager
 def open_segment(kept: Path, segment: KeptSegment, *, fresh: bool = False) -> Iterator[dict[str, int]]:
-    """Open the files of a segment and check their digests. Yields file descriptors by file name.
+    """Open the files of a segment of the kept index and check their digests.
+
+    Yields file descriptors by file name.
 
     Args:
         kept: The folder of the kept index.
         segment: The segment.
-        fresh: Compute all digests again.
+        fresh: Read all files, instead of using cached digests.
 
     Raises:
         ValueError: A file is damaged or was replaced.
@@ -141,12 +157,12 @@ def open_segment(kept: Path, segment: KeptSegment, *, fresh: bool = False) -> It
 
 
 def read_open_file(file: int) -> bytes:
-    """Return the bytes of an open file."""
+    """Return the bytes of the open file with this file descriptor."""
     return os.pread(file, os.fstat(file).st_size, 0)
 
 
 def new_folder(kept: Path, ops: FileOps) -> Path:
-    """Create a folder for a new segment. Raises StorageError."""
+    """Create a folder for a new segment in the folder of the kept index. Raises StorageError."""
     folder = kept / uuid.uuid4().hex
     with storage(folder, "create"):
         ops.mkdir(kept, 0o700)
@@ -155,10 +171,16 @@ def new_folder(kept: Path, ops: FileOps) -> Path:
 
 
 def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
-    """Replace the job's kept index with these segments, and remove segments that are no longer used.
+    """Replace the kept index of a job with the segments of `marker`, and remove segments that are no longer used.
 
-    Runs of the job that end at the same time do this in turn. If another run has removed any of these segments, its
-    index stays, and the new segments are removed. Raises StorageError.
+    Runs of the job that end at the same time do this in turn. If another run has removed any of these
+    segments, the kept
+    index is not replaced, and the new segments are removed. Raises StorageError.
+
+    Args:
+        kept: The folder of the kept index.
+        marker: The new content of kept.json.
+        ops: File operations.
     """
     with storage(kept, "create"):
         ops.mkdir(kept, 0o700)  # an input without rows has no segment
@@ -180,7 +202,10 @@ def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
 
 @contextmanager
 def lock_marker(kept: Path) -> Iterator[None]:
-    """Lock the marker. Writers read it first, and all use the same temporary name."""
+    """Lock the folder `kept` of the kept index while the block runs, for a change of its marker files.
+
+    Writers read the marker first, and all use the same temporary name.
+    """
     with storage(kept, "lock"):
         fd = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -195,7 +220,10 @@ def lock_marker(kept: Path) -> Iterator[None]:
 
 
 def remove_strays(kept: Path, ops: FileOps) -> None:
-    """Remove files of killed runs. No other process may be writing a kept index. Raises StorageError."""
+    """Remove files in the folder of the kept index that killed runs left. Raises StorageError.
+
+    No other process may be writing a kept index.
+    """
     if not kept.is_dir():
         return
     try:
@@ -217,7 +245,10 @@ def _remove(entry: Path, ops: FileOps) -> None:
 
 
 def last_kept(kept: Path) -> float | None:
-    """Return when the kept index was last written, in Unix time, or None if there is none."""
+    """Return the Unix time at which the kept index was last written, or None without one.
+
+    Raises StorageError.
+    """
     try:
         return (kept / MARKER).stat().st_mtime
     except FileNotFoundError:

@@ -35,18 +35,19 @@ _COPIED = 1 << 20  # bytes per read or write
 
 @dataclass(frozen=True, slots=True)
 class FinishedSegment:
-    """The record of a finished segment.
+    """The record of a segment whose rows were all published, so their index rows and answers can be reused.
 
-    Args:
-        folder: The name of its folder.
+    Attributes:
+        folder: The name of the segment's folder in the kept index.
         before: The folder of the segment before it, "" for the first segment.
         rows: Number of rows.
-        distinct: Number of different keys among all rows up to the last row of the segment.
+        distinct: Number of different work keys among all rows up to the last row of the segment.
         errors: Number of error rows that never became requests, and how many of them are retryable.
         failed: Number of rows whose answer is an error, and how many of them are retryable.
-        store: The names of the parts of the store with its answers. Positions refer to parts by their number in this
-            list.
-        files: The digests of the files in its folder, in row order.
+        store: The names of the parts of the store with its answers. The file of positions refers to a part by
+            its number
+            in this list.
+        files: The digests of the files in its folder by name, in row order.
     """
 
     folder: str
@@ -59,12 +60,15 @@ class FinishedSegment:
     files: Mapping[str, Digest]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
+        """Return the record of the segment as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FinishedSegment:
-        """Return the record in a JSON object. Raises KeyError, TypeError, ValueError for a damaged one."""
+        """Return the record of a segment from a JSON object.
+
+        Raises KeyError, TypeError or ValueError for a damaged one.
+        """
         errors, retryable = value["errors"]
         failed, again = value["failed"]
         counts = {"errors": (int(errors), int(retryable)), "failed": (int(failed), int(again))}
@@ -72,15 +76,19 @@ class FinishedSegment:
         return cls(**{**value, **counts, "store": tuple(value["store"]), "files": files})
 
     def parts(self, kind: str) -> list[str]:
-        """Return the names of its index parts or passthrough parts (`kind` is INDEX or CARRIED), in row order."""
+        """Return the names of the segment's index parts or passthrough parts in row order.
+
+        Args:
+            kind: INDEX or CARRIED (passthrough).
+        """
         return sorted(name for name in self.files if name.startswith(f"{kind}-"))
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedMarker:
-    """The contents of the marker.
+    """The content of whole.json: the records of all finished segments of a job's kept index.
 
-    Args:
+    Attributes:
         identity: A hash of everything that determines the rows.
         segments: The finished segments, in row order.
         seen: The names of all parts that the store had.
@@ -91,21 +99,24 @@ class FinishedMarker:
     seen: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the marker as a JSON object with a digest."""
+        """Return the content of whole.json as a JSON object with a digest."""
         segments = [one.to_json() for one in self.segments]
         value = {"format": FORMAT, "identity": self.identity, "stretches": segments, "seen": self.seen}
         return value | {"sha256": _digest(value)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FinishedMarker:
-        """Return the marker in a JSON object. Raises KeyError, TypeError, ValueError for a damaged one."""
+        """Return the content of whole.json from a JSON object.
+
+        Raises KeyError, TypeError or ValueError for a damaged one.
+        """
         if value.pop("sha256") != _digest(value):
             raise ValueError("it has changed since it was written")
         segments = tuple(FinishedSegment.from_json(one) for one in value["stretches"])
         return cls(value["identity"], segments, tuple(value["seen"]))
 
     def leading(self, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return the records of these segments, up to the first segment without a record."""
+        """Return the records of the segments in these folders, up to the first folder without a record."""
         known, found, before = {one.folder: one for one in self.segments}, list[FinishedSegment](), ""
         for folder in folders:
             one = known.get(folder)
@@ -121,10 +132,13 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def read_finished(kept: Path) -> FinishedMarker | None:
-    """Return the marker, or None if there is none or another version wrote it.
+    """Return the content of whole.json, or None if there is none or another version wrote it.
+
+    Args:
+        kept: The folder of the kept index.
 
     Raises:
-        ValueError: The marker is damaged.
+        ValueError: The file is damaged.
         OSError: It cannot be read.
     """
     try:
@@ -137,12 +151,13 @@ def read_finished(kept: Path) -> FinishedMarker | None:
 
 
 def is_still_valid(segment: FinishedSegment, seen: Collection[str], parts: Collection[str]) -> bool:
-    """Return True if a store has the same answers for a segment as before.
+    """Return True if the store has the same answers for a segment as when the segment was recorded.
 
     Args:
         segment: The segment.
         seen: The names of the parts of the store when the segment was recorded.
-        parts: The names of the parts now. A new part must come after all parts of the segment in name order, since
+        parts: The names of the parts now. A new part must come after all parts of the segment in name order,
+            since
             answers of earlier parts take precedence.
     """
     there, last = set(parts), max(segment.store, default="")
@@ -150,10 +165,15 @@ def is_still_valid(segment: FinishedSegment, seen: Collection[str], parts: Colle
 
 
 def write_finished(kept: Path, marker: FinishedMarker, ops: FileOps) -> bool:
-    """Write the marker, unless another run has replaced the kept index. Return True if it was written.
+    """Write whole.json, unless another run has replaced the kept index. Return True if it was written.
+
+    Args:
+        kept: The folder of the kept index.
+        marker: The new content.
+        ops: File operations.
 
     Raises:
-        StorageError: The marker cannot be written.
+        StorageError: The file cannot be written.
     """
     with lock_marker(kept):
         try:
@@ -168,7 +188,16 @@ def write_finished(kept: Path, marker: FinishedMarker, ops: FileOps) -> bool:
 
 
 def reuse_file(kept: Path, segment: FinishedSegment, name: str, target: Path, ops: FileOps) -> None:
-    """Link a file of a segment to `target`, where other runs do not remove it, or copy it if links are unsupported.
+    """Link a file of a segment to `target`, or copy it if links are unsupported, and check its digest.
+
+    Other runs do not remove the target.
+
+    Args:
+        kept: The folder of the kept index.
+        segment: The segment.
+        name: The name of the file in the segment's folder.
+        target: The new path.
+        ops: File operations.
 
     Raises:
         StorageError: The file is damaged or missing.
@@ -184,7 +213,7 @@ def reuse_file(kept: Path, segment: FinishedSegment, name: str, target: Path, op
 
 
 def link_file(source: Path, target: Path, ops: FileOps) -> Digest:
-    """Link an immutable file to `target`, or copy it durably if links are unsupported.
+    """Link an immutable file to `target`, or copy it durably if links are unsupported. Return its digest.
 
     The link is durable once the folder of `target` is synced. Raises StorageError.
     """
@@ -198,7 +227,10 @@ def link_file(source: Path, target: Path, ops: FileOps) -> Digest:
 
 
 def copy_file(source: Path, target: Path, ops: FileOps) -> Digest:
-    """Copy a file durably. Raises StorageError, or OSError if it cannot be read."""
+    """Copy a file durably, and return its digest.
+
+    Raises StorageError, or OSError if the source cannot be read.
+    """
     file = DurableFile(target, ops)
     try:
         with source.open("rb") as data:
@@ -210,7 +242,7 @@ def copy_file(source: Path, target: Path, ops: FileOps) -> Digest:
 
 
 def write_numbers(path: Path, numbers: NDArray[Any], ops: FileOps) -> Digest:
-    """Write an array of numbers durably. Raises StorageError."""
+    """Write the bytes of a NumPy array to a file durably, and return the digest. Raises StorageError."""
     file = DurableFile(path, ops)
     try:
         data = memoryview(np.ascontiguousarray(numbers).tobytes())
@@ -222,6 +254,6 @@ def write_numbers(path: Path, numbers: NDArray[Any], ops: FileOps) -> Digest:
 
 
 def read_numbers(path: Path, kind: Any) -> NDArray[Any]:
-    """Return an array from `write_numbers`. Raises StorageError."""
+    """Return the NumPy array of type `kind` from a file written by `write_numbers`. Raises StorageError."""
     with storage(path, "read"):
         return np.fromfile(path, kind)

@@ -18,15 +18,15 @@ _MOST = 24
 
 
 class SegmentCuts:
-    """Decides which input files of a run start a new segment."""
+    """Decides which input files of a run start a new segment of the kept index."""
 
     def __init__(self, size: int) -> None:
-        """Prepare the cuts of input files with this total size in bytes."""
+        """Choose the size of segments for input files with this total size in bytes."""
         self._least = max(_BYTES, size // _OF_A_RUN)
         self._held = 0
 
     def before(self, size: int) -> bool:
-        """Return True if the next file, with this size in bytes, starts a new segment."""
+        """Return True if the next input file, with this size in bytes, starts a new segment."""
         cuts = self._held >= self._least
         self._held = size if cuts else self._held + size
         return cuts
@@ -35,7 +35,13 @@ class SegmentCuts:
 def count_unchanged(
     segments: Sequence[KeptSegment], facts: Sequence[SegmentFacts], files: Sequence[InputFile]
 ) -> int:
-    """Return the number of segments, from the first one on, whose input files are unchanged and still come first."""
+    """Return the number of leading segments whose input files are unchanged and still come first.
+
+    Args:
+        segments: The segments of the kept index.
+        facts: The totals of each segment.
+        files: The input files of this run, in order.
+    """
     at = 0
     for number, (segment, known) in enumerate(zip(segments, facts, strict=True)):
         own = [one.file for one in segment.files]
@@ -47,14 +53,15 @@ def count_unchanged(
 
 
 def count_reused(sizes: Sequence[int], rest: int) -> int:
-    """Return the number of segments to reuse, from the first one on.
+    """Return the number of leading segments of the kept index to reuse.
 
-    If there would be too many segments, the last ones are read again together with the new files, unless they are much
-    larger.
+    If there would be too many segments, the last ones are read again together with the new files, unless they
+    are much
+    larger than these files.
 
     Args:
-        sizes: The input bytes of the unchanged segments.
-        rest: The input bytes after them.
+        sizes: The input bytes of each unchanged segment.
+        rest: The input bytes of the files after the unchanged segments.
     """
     taken = len(sizes)
     if taken < _MOST:

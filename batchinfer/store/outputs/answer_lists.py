@@ -19,19 +19,22 @@ _OF_ROW = (*(name for name, _ in HEAD), "prompt_tokens", *_ERRORS, *_OF_PROMPT) 
 
 
 def list_fields(fields: Sequence[pa.Field]) -> list[pa.Field]:
-    """Return the columns of rows with lists, given the columns of rows with one answer each."""
+    """Return the result columns for several answers per row, which are lists, given those for one answer.
+
+    A few columns, such as the row's position and error, do not become lists.
+    """
     return [one if one.name in _OF_ROW else pa.field(one.name, pa.list_(one.type)) for one in fields]
 
 
 def group_into_lists(table: pa.Table, answers: int, carried: Collection[str]) -> pa.Table:
-    """Combine each `answers` consecutive rows, which belong to one input row, into a row with lists.
+    """Combine the answers to each input row into one result row, whose columns are lists.
 
-    A row is ok if any of its answers is. Otherwise it has the error of the first failed answer.
+    A row is ok if any of its answers is. Otherwise it has the error of its first failed answer.
 
     Args:
-        table: Rows with one answer each.
+        table: One row per answer; the answers to an input row are consecutive.
         answers: Number of answers per input row.
-        carried: Columns of the input, which are not combined.
+        carried: Columns of the input, which do not become lists.
     """
     firsts = np.arange(0, table.num_rows, answers, dtype=np.int64)
     failed = pc.equal(table.column(_STATUS), "error").to_numpy(zero_copy_only=False).reshape(-1, answers)
@@ -53,7 +56,12 @@ def group_into_lists(table: pa.Table, answers: int, carried: Collection[str]) ->
 
 
 def _first(firsts: NDArray[np.int64], marks: NDArray[np.bool_]) -> pa.Array:
-    """Return the index of the first marked answer of each row, or null without one."""
+    """Return the position in the table of the first marked answer of each input row, or null without one.
+
+    Args:
+        firsts: The position of each input row's first answer.
+        marks: A boolean per answer, with shape [input rows, answers per row].
+    """
     return pa.array(firsts + marks.argmax(axis=1), mask=~marks.any(axis=1))
 
 

@@ -23,7 +23,13 @@ _ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class AnswerTexts:
-    """The texts of answers, and the columns of reasoning and tool calls if the result has them."""
+    """The texts of answers, split into columns with a value per row of a result.
+
+    Attributes:
+        generated: The text after the reasoning and without tool calls.
+        reasoning: The reasoning and its number of tokens; empty if the result has no such columns.
+        calls: The tool calls, or None if the result has no such column.
+    """
 
     generated: pa.Array
     reasoning: tuple[pa.Array, ...] = ()
@@ -34,9 +40,9 @@ class AnswerTexts:
 class AnswerReader:
     """Reads the texts of stored answers.
 
-    Args:
-        reasoning: How answers mark reasoning, or None.
-        style: How answers write tool calls, or None.
+    Attributes:
+        reasoning: How answers mark reasoning, or None if they have none.
+        style: How answers write tool calls, or None if they have none.
         detokenizer: Converts tokens to text.
     """
 
@@ -45,13 +51,13 @@ class AnswerReader:
     detokenizer: Detokenizer
 
     def texts(self, rows: pa.Table, matched: pa.Table, frame: Frame, told: NDArray[np.bool_]) -> AnswerTexts:
-        """Return the texts of the rows marked in `told`, and null elsewhere.
+        """Return the texts of answers, with null for rows without a text.
 
         Args:
             rows: Rows of the index.
             matched: The completion of each row.
-            frame: The common columns of these rows.
-            told: A boolean per row.
+            frame: The same rows and completions.
+            told: A boolean per row: True if the row has a text.
         """
         if self.reasoning is None and self.style is None:
             return AnswerTexts(_texts(matched, told, self.detokenizer))
@@ -85,7 +91,7 @@ class AnswerReader:
     def _split(
         self, answers: Sequence[StoredAnswer], detokenizer: Detokenizer | None = None
     ) -> list[SplitAnswer]:
-        """Split answers into reasoning and answer. `detokenizer` replaces the default one."""
+        """Split answers into reasoning and the text after it. `detokenizer` replaces the default one."""
         detokenizer = detokenizer or self.detokenizer
         if self.reasoning is not None:
             return split_reasoning(answers, self.reasoning, detokenizer)
@@ -105,7 +111,7 @@ class AnswerReader:
 
 
 def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the text of each answered row, up to its limit, and null elsewhere. Equal answers are decoded once."""
+    """Return the text of each answered row, up to its limit, else null. Equal answers are decoded once."""
     places = np.flatnonzero(answered)
     chosen = matched.select(["token_ids", "text_length"]).take(pa.array(places)).combine_chunks()
     texts: list[str] = []
@@ -122,7 +128,7 @@ def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokeni
 
 
 def _distinct(column: pa.ListArray) -> tuple[list[Sequence[int]], NDArray[np.int32]]:
-    """Return the distinct lists of token ids, and the number of each row's list among them."""
+    """Return the distinct lists of token ids in a column, and each row's position among them."""
     ids = column.values
     ends = (column.offsets.to_numpy().astype(np.int64) + ids.offset) * _ID_BYTES
     as_bytes = pa.LargeBinaryArray.from_buffers(

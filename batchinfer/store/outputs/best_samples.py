@@ -16,25 +16,36 @@ Marks = NDArray[np.bool_]
 
 
 def published_rows(best: BestOf | None, rows: int) -> int:
-    """Return the number of result rows for this number of index rows. Both belong to complete input rows."""
+    """Return the number of result rows that this number of index rows becomes.
+
+    Args:
+        best: How many samples of each input row are computed and published. None: all are published.
+        rows: Number of index rows, of complete input rows.
+    """
     return rows if best is None else rows // best.computed * best.rows
 
 
 def indexed_rows(best: BestOf | None, rows: int) -> int:
-    """Return the number of index rows for this number of result rows, which must belong to complete input rows."""
+    """Return the number of index rows that this number of result rows was chosen from.
+
+    Args:
+        best: How many samples of each input row are computed and published. None: all are published.
+        rows: Number of result rows, of complete input rows.
+    """
     return rows if best is None else rows // best.rows * best.computed
 
 
 def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
-    """Return a boolean per row: True if it is published.
+    """Return a boolean per sample: True if it is published.
 
-    The samples with the highest mean log-probability per token are chosen, and the first ones if they are equal. Errors
+    The samples with the highest mean log-probability per token are chosen, and the first ones if they are
+    equal. Errors
     are only chosen if there are too few answers.
 
     Args:
-        best: How many samples are computed and published.
-        table: The rows of the result, with all samples of each input row.
-        matched: The completion of each row.
+        best: How many samples of each input row are computed and published.
+        table: One row per sample, with all samples of each input row.
+        matched: The completion of each row of `table`.
     """
     likely = np.where(pc.equal(table.column("status"), "ok").to_numpy(), _means(matched), -np.inf)
     order = np.argsort(-likely.reshape(-1, best.computed), axis=1, kind="stable")
@@ -44,10 +55,11 @@ def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
 
 
 def _means(matched: pa.Table) -> NDArray[np.float64]:
-    """Return the mean log-probability of each answer's tokens.
+    """Return the mean log-probability per token of each answer, with shape [answers].
 
-    It is the smallest float for an answer without tokens, or with a value that is not a number. Each mean is computed
-    separately, so it does not depend on neighbouring rows.
+    It is the smallest float for an answer without tokens, or with a value that is not a number. Each mean is
+    computed
+    separately, so it does not depend on other rows.
     """
     column = matched.column("logprobs").combine_chunks()
     lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column

@@ -26,13 +26,13 @@ SplitFunction = Callable[[Sequence[StoredAnswer], Detokenizer | None], list[Spli
 
 
 class CallingAnswer(NamedTuple):
-    """An answer that may call tools.
+    """A stored answer that may call tools.
 
-    Args:
-        answer: The stored answer.
+    Attributes:
+        answer: The tokens of the answer.
         key: Its work key.
         tools: The tools of its row, as JSON written by `known_tools`. None: it has no tools.
-        answered: False if it is the text of a failed answer.
+        answered: False if the row is an error whose text is kept.
     """
 
     answer: StoredAnswer
@@ -42,19 +42,19 @@ class CallingAnswer(NamedTuple):
 
     @property
     def known(self) -> KnownTools | None:
-        """Return the tools of the row."""
+        """Return the parsed tools of the answer's row, or None if it has no tools."""
         return None if self.tools is None else KnownTools.of(self.tools)
 
 
 def split_calls(
     answers: Sequence[CallingAnswer], style: CallStyle, split: SplitFunction, detokenizer: Detokenizer
 ) -> tuple[list[SplitAnswer], list[list[Call]]]:
-    """Split calls from answers.
+    """Split tool calls from answers.
 
     Args:
         answers: The answers.
-        style: How calls are written.
-        split: Splits answers into reasoning and answer.
+        style: How the model writes calls.
+        split: Splits answers into reasoning and the text after it.
         detokenizer: Converts tokens to text.
 
     Returns:
@@ -82,10 +82,21 @@ def _split_messages(
     split: SplitFunction,
     detokenizer: Detokenizer,
 ) -> tuple[list[SplitAnswer], list[list[Call]]]:
-    """Split calls that are separate messages from answers, before reasoning is split off.
+    """Split tool calls that are separate messages from answers, before reasoning is split off.
 
-    An answer that a stop string ended is not changed: its limit counts the characters of all messages, and the call may
+    An answer that a stop string ended is not changed: its limit counts the characters of all messages, and
+    the call may
     be cut off.
+
+    Args:
+        answers: The answers.
+        may: Positions of the answers that may call tools.
+        style: How the model writes calls.
+        split: Splits answers into reasoning and the text after it.
+        detokenizer: Converts tokens to text.
+
+    Returns:
+        The answers without calls, and the calls of each answer.
     """
     stored = [one.answer for one in answers]
     calls: list[list[Call]] = [[] for _ in answers]
@@ -107,7 +118,7 @@ def _texts_with_tokens(
     split: SplitFunction,
     detokenizer: Detokenizer,
 ) -> dict[int, str | None]:
-    """Return the texts of answers that have special tokens of calls, with these tokens, by number of the answer."""
+    """Return the texts of answers with special tokens of tool calls, by position, including these tokens."""
     tokens = frozenset(token for token, _ in style.shown)
     numbers = [number for number in may if not tokens.isdisjoint(answers[number].answer.ids)]
     if not numbers:
@@ -118,25 +129,25 @@ def _texts_with_tokens(
 
 
 class _ShowingDetokenizer:
-    """A detokenizer that keeps some special tokens in texts."""
+    """A detokenizer that writes some special tokens, such as marks of tool calls, into texts."""
 
     def __init__(self, detokenizer: Detokenizer, shown: frozenset[int]) -> None:
         self._usual, self._shown = detokenizer, shown
 
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
-        """Return the text of each row with these tokens."""
+        """Return the text of each list of token ids, including the special tokens that this detokenizer shows."""
         return self._usual.decode_shown(rows, self._shown)
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the text of each row with these tokens and those in `shown`."""
+        """Return the text of each list of token ids, also including the special tokens in `shown`."""
         return self._usual.decode_shown(rows, self._shown | shown)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
+        """Return the text of each token id."""
         return self._usual.token_texts(ids)
 
     def limited(self, answers: Sequence[StoredAnswer]) -> list[StoredAnswer]:
-        """Return the answers with limits that count the characters of these tokens, too.
+        """Return the answers with limits that also count the characters of the special tokens shown here.
 
         A stop string ends an answer within its last tokens, which are ordinary text.
         """
@@ -151,7 +162,7 @@ class _ShowingDetokenizer:
 
 
 def _without_tokens(found: FoundCalls, style: CallStyle) -> str | None:
-    """Return the remaining text of an answer without special tokens, or None if it is empty."""
+    """Return an answer's text without its tool calls and their special tokens, or None if it is empty."""
     text = found.text or ""
     for _, shown in style.shown:
         text = text.replace(shown, "")
@@ -161,7 +172,15 @@ def _without_tokens(found: FoundCalls, style: CallStyle) -> str | None:
 def call_column(
     answers: Sequence[CallingAnswer], calls: Sequence[Sequence[Call]], style: CallStyle
 ) -> pa.Array:
-    """Return the column of calls: null for a failed answer, and an empty list for an answer without calls."""
+    """Return the result column of tool calls.
+
+    It is null for a row with an error, and an empty list for an answer without calls.
+
+    Args:
+        answers: The answers.
+        calls: The calls of each answer.
+        style: How the model writes calls, which determines the length of their ids.
+    """
     return pa.array(
         [
             [{"id": _id(one.key, at, style), **call._asdict()} for at, call in enumerate(made)]
@@ -174,14 +193,14 @@ def call_column(
 
 
 def _id(key: bytes, number: int, style: CallStyle) -> str:
-    """Return the id of a call. Equal work gives equal ids."""
+    """Return the id of an answer's tool call, a hash of the answer's work key and the number of the call."""
     digest = hashlib.sha256(key + f"call {number}".encode()).hexdigest()
     length = _ID_LENGTHS.get(style.name)
     return digest[:length] if length is not None else _PREFIX + digest[:_LENGTH]
 
 
 def openai_calls(calls: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return calls in the format of OpenAI's API."""
+    """Return the tool calls of a result row in the format of OpenAI's API. None becomes an empty list."""
     return [
         {
             "id": one["id"],

@@ -17,11 +17,15 @@ from batchinfer.store.outputs.scores import STORED
 
 
 def calibrated_scoring(scoring: Scoring, answer: tuple[Path, int] | None) -> Scoring:
-    """Return the scoring with the prior from the answer to the prompt without content.
+    """Return the scoring of a classification with the prior of its labels added.
+
+    The prior is the log-probability of each label after the prompt without content.
 
     Args:
-        scoring: The scoring.
-        answer: The part of the store with the answer, and its row there. None: there is no answer.
+        scoring: The scoring without prior.
+        answer: The part of the store with the answer to the prompt without content, and the number of its row
+            in the part.
+            None: there is no answer.
 
     Raises:
         BatchInferError: There is no answer, or it is an error.

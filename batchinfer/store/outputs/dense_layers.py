@@ -28,11 +28,14 @@ _ACTIVATIONS: Mapping[DenseActivation, Callable[[Floats], Floats]] = {
 
 
 def apply_layers(vectors: Floats, layers: tuple[Dense, ...]) -> Floats:
-    """Apply the layers to vectors, (n, inputs of the first layer) → (n, outputs of the last layer).
+    """Apply linear layers with activations to vectors of shape [n, inputs of the first layer].
+
+    Returns:
+        Vectors of shape [n, outputs of the last layer].
 
     Raises:
         InputMissing: A file of weights cannot be read.
-        InputCorrupt: A file has changed since the job was set up.
+        InputCorrupt: A file of weights has changed since the job was set up.
     """
     for layer in layers:
         weight, bias = _weights(layer)
@@ -42,7 +45,7 @@ def apply_layers(vectors: Floats, layers: tuple[Dense, ...]) -> Floats:
 
 
 def _weights(layer: Dense) -> tuple[Floats, Floats | None]:
-    """Read weight and bias. They are small compared to a model, so they are read for each batch of rows."""
+    """Read weight and bias of a layer, for each batch of rows, since they are small compared to a model."""
     try:
         content = Path(layer.file).read_bytes()
     except OSError as error:

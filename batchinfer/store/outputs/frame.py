@@ -27,40 +27,45 @@ OK, ERROR = pa.scalar("ok"), pa.scalar("error")
 
 
 def frame_schema(*own: pa.Field) -> pa.Schema:
-    """Return a result's schema: the common columns with the columns of a kind in the middle."""
+    """Return a result's schema: the columns of all results, with the columns `own` in the middle."""
     return pa.schema([*HEAD, *own, *TAIL])
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Rows of the index with their completions, or nulls for rows without one."""
+    """Rows of the index, each with its completion: the input of one batch of result rows.
+
+    Attributes:
+        rows: Rows of the index.
+        matched: For each row the columns of its completion in the store, or nulls if it has none.
+    """
 
     rows: pa.Table
     matched: pa.Table
 
     @cached_property
     def failed(self) -> pa.ChunkedArray:
-        """Return a boolean per row: True for an error row."""
+        """Return a boolean per row: True if the row or its completion is an error."""
         return pc.or_(
             pc.is_valid(self.rows.column("error_code")), pc.is_valid(self.matched.column("error_code"))
         )
 
     @cached_property
     def answered(self) -> pa.ChunkedArray:
-        """Return a boolean per row: True if it has an answer."""
+        """Return a boolean per row: True if it has a completion, and no error."""
         return pc.and_(pc.is_valid(self.matched.column("row_id")), pc.invert(self.failed))
 
     def when_answered(self, values: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Return the values, and null for rows without an answer."""
+        """Return a column with null for rows without an answer. `values` has a value per row."""
         return pc.if_else(self.answered, values, pa.scalar(None, values.type))
 
     def around(self, **own: pa.Array) -> pa.Table:
-        """Return a table of the common columns and these columns of the kind of answers, in order."""
+        """Return a table with the columns of all results and, between them, the columns `own` of an answer."""
         columns = {name: self.rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
         columns["status"] = pc.if_else(self.failed, ERROR, OK)
         return pa.table({**columns, **own, **{name: self._either(name) for name, _ in TAIL}})
 
     def _either(self, name: str) -> pa.ChunkedArray:
-        """Return a column of the row's error or of its completion's error, or null without an error."""
+        """Return an error column: the index row's value, or else its completion's, or null without an error."""
         both = pc.coalesce(self.rows.column(name), self.matched.column(name))
         return pc.if_else(self.failed, both, pa.scalar(None, both.type))

@@ -1,4 +1,4 @@
-"""Protocols for kinds of answers: everything that differs between kinds."""
+"""The protocols of kinds of answers: everything that differs between kinds."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class TokenBytes(Protocol):
 
     @property
     def specials(self) -> frozenset[int]:
-        """Return the ids of special tokens, which texts leave out."""
+        """Return the ids of special tokens, which are left out of texts."""
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token, which may be part of a character."""
+        """Return the UTF-8 bytes of a token, given its id. They may be a part of a character."""
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of a prompt without special tokens."""
+        """Return the text of a prompt without special tokens, given its token ids."""
 
 
 class Receiver(Protocol):
-    """Converts the answers of engines to stored completions during a run."""
+    """Checks the answers of engines during a run, before they are stored."""
 
     def expect(self, requests: Iterable[Request]) -> None:
-        """Register requests whose answers will arrive."""
+        """Register requests whose answers will be passed to `receive`."""
 
     def receive(self, completions: Sequence[Completion]) -> list[Completion]:
         """Return the completions to store. An invalid answer becomes an error."""
@@ -51,81 +51,99 @@ class UncheckedAnswers:
         """Do nothing: answers need no check."""
 
     def receive(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions. Errors have no output."""
+        """Return the completions to store, unchanged except that errors have no output."""
         return [one if one.error is None else replace(one, output=None) for one in completions]
 
 
 class OutputKind(ABC):
-    """A kind of answers.
+    """A kind of answers: its columns in the store and in results, and its format in OpenAI files.
 
-    Its output is a class with `held_bytes` (`Output`); completions without an output are errors.
+    Attributes:
+        name: Name in work keys and identities. It never changes.
+        version: Version of its columns in a result. If it changes, results are published again.
+        output: The class of its outputs. A completion without an output is an error.
+        stored: Its columns in the store, in addition to COMPLETION_SCHEMA. Parts have them only if needed.
+        answer: The column of a result with the answer.
+        probability: The column of a result with the probability of the answer, or None.
+        figures: A DuckDB aggregate over the rows with an answer, by column of the report's run table.
     """
 
-    name: str  # in work keys and identities; it never changes
-    version: int  # of its columns in a result; if it changes, results are published again
-    output: type[Output]  # the class of its outputs
-    stored: (
-        pa.Schema
-    )  # its columns in the store, in addition to COMPLETION_SCHEMA; parts have them only if needed
-    answer: str  # the column of a result with the answer
-    probability: str | None = None  # the column of a result with the probability of the answer
-    # Figures of a result: DuckDB aggregates by column of the report's run table. They are computed over the table
-    # `answered`, the rows with an answer
+    name: str
+    version: int
+    output: type[Output]
+    stored: pa.Schema
+    answer: str
+    probability: str | None = None
     figures: Mapping[str, str] = MappingProxyType({})
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return the receiver of the answers of a run. `columns` are the columns of the job's schema."""
+        """Return a receiver that checks the answers of a run.
+
+        Args:
+            columns: The result columns for the fields of JSON answers, or None.
+            detokenizer: Converts tokens to text.
+        """
         return UncheckedAnswers()
 
     @abstractmethod
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the columns of `stored` that any output needs, with null for outputs without a value."""
+        """Return the store columns for a batch of outputs, by name.
+
+        Columns that no output needs are left out. A value is null for an output without it, and for None.
+        """
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of `stored` that are needed for a result."""
+        """Return the columns of the store that a result needs, of those in `stored`."""
         return self.stored
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows per batch, or None for the default."""
+        """Return the number of result rows to write at a time, or None for the default."""
         return None
 
     @abstractmethod
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result in order, without passthrough columns."""
+        """Return the columns of a result in order, without columns copied from the input."""
 
     @abstractmethod
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return these columns. Their types may have to be cast to `schema`.
+        """Return rows of a result, in the columns of `schema`. Column types may differ, and can be cast.
 
         Args:
-            requested: The outputs of the job.
+            requested: The outputs that the job requests.
             rows: Rows of the index.
-            matched: The completion of each row in the columns of the store, or nulls.
+            matched: For each row the columns of its completion in the store, or nulls if it has none.
             detokenizer: Converts tokens to text.
         """
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the size of each row of a result, as its number of list values. Row groups are limited by it."""
+        """Return the number of list values in each result row, with shape [rows], to limit row groups."""
         return np.zeros(table.num_rows, np.int64)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
         """Return the result columns that an OpenAI file needs, and the rows per batch, or None for the default.
 
-        `names` are the columns of the result. Raises ValueError if OpenAI batch files do not support this kind.
+        Args:
+            names: The columns of the result.
+
+        Raises:
+            ValueError: OpenAI batch files do not support this kind of answers.
         """
         raise ValueError(NOT_OPENAI)
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a response without id, time and model. It has at least `object`.
+        """Return the body of a response to an OpenAI request, without id, time and model.
 
         Args:
-            answers: The rows of the result for the request; several only with `n`.
-            chat: The request is a chat completion.
-            tokens: Bytes of tokens.
-            encoding: The requested encoding of vectors.
+            answers: The result rows of the request; several only with `n`.
+            chat: True for a chat completion, False for a text completion.
+            tokens: Bytes and texts of tokens.
+            encoding: The requested encoding of vectors, "float" or "base64", or None.
+
+        Raises:
+            ValueError: OpenAI batch files do not support this kind of answers.
         """
         raise ValueError(NOT_OPENAI)

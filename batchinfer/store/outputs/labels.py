@@ -21,7 +21,7 @@ from batchinfer.store.outputs.scores import STORED, ScoresKind, context_counts
 
 
 class LabelsKind(ScoresKind):
-    """The kind of answers that are labels with probabilities. See OutputKind for the methods."""
+    """The kind of answers that are labels with probabilities. `OutputKind` documents the methods."""
 
     name, version, answer = "labels", 0, "label"
     probability: str | None = "probability"
@@ -30,11 +30,11 @@ class LabelsKind(ScoresKind):
     )
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return nothing: ScoresKind stores the scores of continuations, including labels."""
+        """Return no columns: `ScoresKind` stores the scores of all continuations, including labels."""
         return {}
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result: the most likely label and its probability, and all probabilities."""
+        """Return the columns of a result: the likeliest label, its probability, and all probabilities."""
         return frame_schema(
             pa.field("label", pa.string()),
             pa.field("probability", pa.float64()),
@@ -45,7 +45,7 @@ class LabelsKind(ScoresKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return the labels and probabilities."""
+        """Return rows of a result: the likeliest label, its probability, and all probabilities."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         each, found = answered_probabilities(requested, rows, matched, answered)
@@ -61,18 +61,18 @@ class LabelsKind(ScoresKind):
         )
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return zeros: a row has only a few values."""
+        """Return a zero per row of a result, because a row has few values."""
         return np.zeros(table.num_rows, np.int64)
 
 
 def answered_probabilities(
     requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
 ) -> tuple[list[Sequence[str]], list[NDArray[np.float64]]]:
-    """Return the labels of each answered row, and their probabilities.
+    """Return the labels of each row with an answer, and their probabilities, each with shape [labels of the row].
 
     Args:
-        requested: The outputs of the job.
-        rows: Rows of the index, see `OutputKind.table`.
+        requested: The outputs that the job requests.
+        rows: Rows of the index.
         matched: The completion of each row.
         answered: A boolean per row: True if it has an answer.
     """
@@ -87,15 +87,19 @@ def label_probabilities(
 ) -> list[NDArray[np.float64]]:
     """Return the probability of each label of each row: a softmax over the log-probabilities of its labels.
 
-    The log-probability of a label is the sum over its tokens, or the mean with length normalisation. With a prior, each
+    The log-probability of a label is the sum over its tokens, or the mean with length normalisation. With a
+    prior, each
     probability is first divided by the label's prior (contextual calibration, Zhao et al. 2021:
     https://arxiv.org/abs/2102.09690).
 
     Args:
         logprobs: Log-probabilities of the tokens of all labels of all rows.
-        lengths: Number of tokens of each of these labels.
+        lengths: Number of tokens of each label of each row.
         counts: Number of labels of each row.
         scoring: Length normalisation and prior.
+
+    Returns:
+        Per row the probabilities with shape [labels of the row].
     """
     if not len(counts):
         return []
@@ -111,7 +115,13 @@ def label_probabilities(
 def label_logprobs(
     logprobs: NDArray[np.float32], lengths: NDArray[np.int32], length_normalized: bool
 ) -> NDArray[np.float64]:
-    """Return the log-probability of each label: the sum over its tokens, or the mean. See `label_probabilities`."""
+    """Return the log-probability of each label: the sum over its tokens, or their mean, with shape [labels].
+
+    Args:
+        logprobs: Log-probabilities of the tokens of all labels, one label after the other.
+        lengths: Number of tokens of each label.
+        length_normalized: Return the mean.
+    """
     sizes = lengths.astype(np.int64)
     sums: NDArray[np.float64] = np.add.reduceat(logprobs.astype(np.float64), np.cumsum(sizes) - sizes)
     return sums / sizes if length_normalized else sums
@@ -123,7 +133,7 @@ def _values(column: pa.ChunkedArray) -> NDArray[Any]:
 
 
 def _labels(rows: pa.Table, scoring: Scoring) -> list[Sequence[str]]:
-    """Return the labels of each row."""
+    """Return the labels of each row: the labels of the job, or the row's own ones."""
     if not scoring.own_labels:
         return [scoring.choices] * rows.num_rows
     return [json.loads(text) for text in rows.column(LABELS.name).to_pylist()]
@@ -137,7 +147,13 @@ def _scoring(requested: RequestedOutputs) -> Scoring:
 def _maps(
     found: Sequence[NDArray[np.float64]], each: Sequence[Sequence[str]], answered: NDArray[np.bool_]
 ) -> pa.MapArray:
-    """Return a map from labels to probabilities for each answered row, and null elsewhere."""
+    """Return a map from labels to probabilities for each row with an answer, and null elsewhere.
+
+    Args:
+        found: The probabilities of each row with an answer.
+        each: The labels of each row with an answer.
+        answered: A boolean per row: True if it has an answer.
+    """
     counts = np.zeros(len(answered), np.int64)
     counts[answered] = [*map(len, each)]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

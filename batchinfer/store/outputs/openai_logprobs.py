@@ -12,7 +12,13 @@ Token = dict[str, Any]
 
 
 def chat_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
-    """Return `choices[].logprobs` of a chat completion. Special tokens, which the text leaves out, are left out."""
+    """Return `choices[].logprobs` of a chat completion, or None without log-probabilities.
+
+    Args:
+        tokens: The values of the result column `logprobs`: token_id, token, logprob and top. Special tokens
+            are left out.
+        texts: Bytes of tokens.
+    """
     if tokens is None:
         return None
     content = [
@@ -32,9 +38,14 @@ def _of_chat(token: Token, texts: TokenBytes) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, Any] | None:
-    """Return `choices[].logprobs` of a text completion.
+    """Return `choices[].logprobs` of a text completion, or None without log-probabilities.
 
     The chosen token is always among the top ones. The first token of a prompt has no log-probability.
+
+    Args:
+        tokens: The values of the result column `logprobs`: token_id, token, logprob and top. Special tokens
+            are left out.
+        texts: Bytes of tokens.
     """
     if tokens is None:
         return None
@@ -51,17 +62,21 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
 
 
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose log-probabilities start with the log-probabilities of its prompt."""
+    """Return a result row with the log-probabilities of its prompt moved to the start of its `logprobs`.
+
+    A row without log-probabilities of answer or prompt is returned unchanged.
+    """
     if row.get("logprobs") is None or row.get("prompt_logprobs") is None:
         return row
     return row | {"logprobs": [*row["prompt_logprobs"], *row["logprobs"]], "prompt_logprobs": None}
 
 
 def prompt_logprobs(tokens: list[Token]) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` of a response in the format of vLLM's server.
+    """Return `prompt_logprobs` of a response in the format of vLLM's server, from a result row's values.
 
-    It has a mapping from token ids to log-probabilities per prompt token, starting with the token itself. The first
-    token has null. Only the top tokens have a rank.
+    For each prompt token it has a mapping from token ids to log-probabilities, starting with the token
+    itself. The first
+    prompt token has None. Only the top tokens have a rank.
     """
     found: list[dict[str, Any] | None] = [None]
     for token in tokens[1:]:
@@ -76,7 +91,10 @@ def _of_vllm(token: Token, rank: int | None) -> dict[str, Any]:
 
 
 def _likeliest(token: Token) -> dict[str, float]:
-    """Return the log-probabilities by text. If two tokens have the same text, the more likely one is used."""
+    """Return the log-probabilities of a token and its top alternatives by their text.
+
+    If two tokens have the same text, the more likely one is used.
+    """
     found: dict[str, float] = {}
     for likely in [*token["top"], token]:
         found.setdefault(likely["token"], _finite(likely["logprob"]))

@@ -16,9 +16,9 @@ _INCOMPLETE = "\ufffd"  # decoded text of an incomplete character
 
 
 class SplitAnswer(NamedTuple):
-    """An answer in two parts.
+    """An answer, split into its reasoning and the text after it.
 
-    Args:
+    Attributes:
         text: The text after the reasoning. None: the answer ended within its reasoning.
         reasoning: The reasoning. None: there is none, or only white space.
         tokens: The number of reasoning tokens.
@@ -30,7 +30,7 @@ class SplitAnswer(NamedTuple):
 
 
 class StoredAnswer(NamedTuple):
-    """An answer in the store.
+    """The tokens of an answer in the store.
 
     Attributes:
         ids: Its token ids.
@@ -48,7 +48,13 @@ class StoredAnswer(NamedTuple):
 def split_reasoning(
     answers: Sequence[StoredAnswer], reasoning: Reasoning, detokenizer: Detokenizer
 ) -> list[SplitAnswer]:
-    """Split answers into their reasoning and the text after it."""
+    """Split answers into their reasoning and the text after it.
+
+    Args:
+        answers: The answers.
+        reasoning: How the model marks reasoning.
+        detokenizer: Converts tokens to text.
+    """
     if reasoning.tokens is None:
         return _split_by_text(answers, reasoning, detokenizer)
     cuts, inside, behind = [_cut(answer, reasoning) for answer in answers], [], list[Sequence[int]]()
@@ -65,9 +71,13 @@ def split_reasoning(
 
 
 def _messages(ids: list[int], marks: ReasoningTokens) -> list[list[int]]:
-    """Return the messages of the reasoning, without the headers between them, if a model writes several.
+    """Return the token ids of each message within the reasoning, without the headers between messages.
 
     A message ends at the first end token, and the next one begins after the last token of its header.
+
+    Args:
+        ids: The tokens of the reasoning.
+        marks: The tokens that mark reasoning.
     """
     found, at = [], 0
     while marks.answer and (end := find(ids, marks.end[:1], at)) >= 0:
@@ -92,9 +102,9 @@ def _split_at_cut(found: ReasoningCut, inside: str, behind: str, reasoning: Reas
 
 
 def _answer(text: str, reasoning: Reasoning) -> str:
-    """Return the text after the reasoning, without the gap that separates them.
+    """Return the text after the reasoning, without the white space that separates them.
 
-    A constrained answer always has exactly this gap before it, so its own white space is kept.
+    A constrained answer always has exactly the gap of `reasoning` before it, so its own white space is kept.
     """
     gap = reasoning.gap
     return text[len(gap) :] if text.startswith(gap) else text.lstrip()
@@ -103,7 +113,14 @@ def _answer(text: str, reasoning: Reasoning) -> str:
 def _split_cut_answer(
     answer: StoredAnswer, found: ReasoningCut, reasoning: Reasoning, detokenizer: Detokenizer
 ) -> SplitAnswer:
-    """Split an answer that a stop string ended. Its limit counts the characters of all tokens."""
+    """Split an answer that a stop string ended. Its limit counts the characters of all tokens.
+
+    Args:
+        answer: The answer.
+        found: The token positions of its reasoning.
+        reasoning: How the model marks reasoning.
+        detokenizer: Converts tokens to text.
+    """
     first = len(answer.ids) if found.answer is None else found.answer
     before = [answer.ids[: found.start], answer.ids[: found.end], answer.ids[:first], answer.ids]
     start, end, behind, whole = detokenizer.decode_batch([*before])
@@ -115,7 +132,7 @@ def _split_cut_answer(
 def _split_by_text(
     answers: Sequence[StoredAnswer], reasoning: Reasoning, detokenizer: Detokenizer
 ) -> list[SplitAnswer]:
-    """Split answers whose markers are ordinary text: a token may contain a marker and adjacent text."""
+    """Split answers whose marks of reasoning are ordinary text. A token may contain a mark and adjacent text."""
     texts = detokenizer.decode_batch([answer.ids for answer in answers])
     places = [
         _reasoning_range(text[: answer.limit], reasoning) for text, answer in zip(texts, answers, strict=True)
@@ -150,9 +167,14 @@ def _split_at_chars(text: str, place: tuple[int, int] | None, tokens: int, mark:
 
 
 def _count_tokens(rows: list[list[int]], chars: list[int], detokenizer: Detokenizer) -> list[int]:
-    """Return the minimum number of tokens of each row whose text has `chars` characters.
+    """Return for each row the least number of first tokens whose text has at least `chars` characters.
 
     It uses binary search, for all rows at once.
+
+    Args:
+        rows: The token ids of each row.
+        chars: The number of characters for each row.
+        detokenizer: Converts tokens to text.
     """
     low, high = [0] * len(rows), [len(row) for row in rows]
     while any(a < b for a, b in zip(low, high, strict=True)):

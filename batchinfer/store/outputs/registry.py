@@ -28,21 +28,22 @@ DEFAULT_KIND = "tokens"  # kind of parts, indexes and identities that name none
 
 
 def kind_of(job: Job) -> OutputKind:
-    """Return the kind of a job's answers."""
+    """Return the kind of answers that a job produces."""
     if job.task == "rerank" and job.rerank.document is not None:
         return _PAIRS
     return KINDS[_OF_TASKS.get(job.task, DEFAULT_KIND)]
 
 
 def answer_column(names: Iterable[str]) -> str | None:
-    """Return the answer column of a result, given its columns in order, or None.
+    """Return the answer column of a result, given its column names in order, or None if it has none.
 
-    The result's own columns come before columns of the input, which may have the name of another kind's column.
+    The result's own columns come before columns of the input, which may have the name of another kind's
+    column.
     """
     answers = {kind.answer for kind in KINDS.values()}
     return next((name for name in names if name in answers), None)
 
 
 def probability_column(answer: str) -> str | None:
-    """Return the column with the probabilities of the answers in the column `answer`, or None."""
+    """Return the result column with the probabilities of the answers in the column `answer`, or None."""
     return next((kind.probability for kind in KINDS.values() if kind.answer == answer), None)

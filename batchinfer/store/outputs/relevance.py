@@ -13,20 +13,20 @@ from batchinfer.store.outputs.scores import SCORE_FIGURES, context_counts
 
 
 class RelevanceKind(LabelsKind):
-    """The kind of answers that are the probability of the first of two labels. See OutputKind for the methods."""
+    """The kind of answers that are the probability of the first of two labels. See `OutputKind`."""
 
     name, version, answer = "relevance", 0, "score"
     probability = None
     figures = SCORE_FIGURES
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result: the probability of yes, relative to yes and no."""
+        """Return the columns of a result: the probability of the first of two labels, and the prompt tokens."""
         return frame_schema(pa.field("score", pa.float64()), pa.field("prompt_tokens", pa.int32()))
 
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return the probabilities."""
+        """Return rows of a result: the probability of the first of two labels as `score`."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         _, found = answered_probabilities(requested, rows, matched, answered)

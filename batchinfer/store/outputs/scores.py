@@ -37,7 +37,7 @@ _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
 class ScoresKind(OutputKind):
-    """The kind of answers that are log-probabilities of a text. See OutputKind for the methods."""
+    """The kind of answers that are log-probabilities of a text. `OutputKind` documents the methods."""
 
     name, version, output, answer = "scores", 0, Scores, "logprob"
     figures: Mapping[str, str] = MappingProxyType(
@@ -50,7 +50,12 @@ class ScoresKind(OutputKind):
     stored = STORED
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the log-probability of each token, whether it was the argmax, and the length of each continuation."""
+        """Return the store columns for scores of continuations.
+
+        They are the log-probability of each token, whether it was the most likely token, and the number of
+        tokens of each
+        continuation. There are no columns if no output is a score.
+        """
         found = [one if isinstance(one, Scores) else None for one in outputs]
         if all(one is None for one in found):
             return {}
@@ -62,11 +67,11 @@ class ScoresKind(OutputKind):
         return dict(zip(STORED.names, arrays, strict=True))
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows per batch."""
+        """Return the number of result rows to write at a time."""
         return _SCORED_ROWS
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result, with log-probabilities per token if the job requests them."""
+        """Return the columns of a result, with a list of log-probabilities per token if the job requests it."""
         per_token = requested.scoring is not None and requested.scoring.per_token
         return frame_schema(
             pa.field("logprob", pa.float64()),
@@ -79,7 +84,7 @@ class ScoresKind(OutputKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return the summed log-probabilities."""
+        """Return rows of a result: the sum of the log-probabilities of each row's continuations."""
         frame = Frame(rows, matched)
         logprobs, greedy = (matched.column(name) for name in STORED.names[:2])
         per_token = requested.scoring is not None and requested.scoring.per_token
@@ -93,7 +98,7 @@ class ScoresKind(OutputKind):
         return frame.around(**{name: frame.when_answered(one) for name, one in columns.items()})
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities per token in each row."""
+        """Return the number of listed log-probabilities in each row of a result, with shape [rows]."""
         if _PER_TOKEN.name not in table.schema.names:
             return np.zeros(table.num_rows, np.int64)
         found: NDArray[np.int64] = (
@@ -103,13 +108,21 @@ class ScoresKind(OutputKind):
 
 
 def context_counts(rows: pa.Table, matched: pa.Table) -> pa.ChunkedArray:
-    """Return the number of prompt tokens of each row without its continuations, or null for rows without scores."""
+    """Return the number of prompt tokens of each row without its continuations, or null without scores.
+
+    Args:
+        rows: Rows of the index.
+        matched: The completion of each row.
+    """
     scored = pc.list_value_length(matched.column("score_logprobs"))
     return pc.subtract(rows.column("token_count"), scored)
 
 
 def _of_each(column: pa.ChunkedArray, operation: np.ufunc, empty: float | bool) -> pa.ChunkedArray:
-    """Reduce the values of each list with the operation, in float64 if they are numbers. Null stays null."""
+    """Reduce the values of each list of a column with a NumPy operation, in float64 if `empty` is a float.
+
+    An empty list gives `empty`, and null stays null.
+    """
     lists = column.combine_chunks()
     flat = lists.flatten().to_numpy(zero_copy_only=False)
     flat = flat.astype(np.float64) if isinstance(empty, float) else flat.astype(bool)

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers and prompts in the completion store. Only parts with some have these columns.
+"""The store's columns of log-probabilities of answers and prompts. Parts have them only if needed.
 
 A token takes 4 bytes before compression, and 8 more for each top token.
 """

@@ -30,33 +30,33 @@ _VECTORS = VectorsKind()
 
 
 class TextsAndVectorsKind(TokensKind):
-    """The kind of answers that are texts or vectors. See OutputKind for the methods.
+    """The kind of answers that are texts or, for rows that request one, vectors. See `OutputKind`.
 
-    It shares its name with the kind of texts, because its text answers are the same.
+    It has the name of the kind of texts, because its text answers are the same.
     """
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of texts, and of vectors if any row requests one."""
+        """Return the store columns that a result needs: of texts, and of vectors if any row requests one."""
         return pa.schema(
             [*super().read(requested), *(() if requested.embedding is None else _VECTORS.stored)]
         )
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the smaller number of rows of the two kinds."""
+        """Return the number of result rows to write at a time: the smaller one of texts and vectors."""
         own = super().batch_rows(requested)
         if requested.embedding is None:
             return own
         return vector_rows(requested) if own is None else min(own, vector_rows(requested))
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of texts, followed by the column of vectors if any row requests one."""
+        """Return the columns of a result: of texts, and the vector if any row requests one."""
         ours = super().schema(requested)
         return ours if requested.embedding is None else ours.append(embedding_field(requested))
 
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return the texts and vectors."""
+        """Return rows of a result: the texts, and the vectors if any row requests one."""
         table = super().table(requested, rows, matched, detokenizer)
         if requested.embedding is None:
             return table
@@ -70,12 +70,12 @@ class TextsAndVectorsKind(TokensKind):
         return pc.and_(found, pc.invert(_have_vectors(frame)))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities and vector elements of each row."""
+        """Return the number of log-probabilities and vector elements in each result row, with shape [rows]."""
         own = super().entries(table)
         return own + embedding_entries(table) if EMBEDDING in table.schema.names else own
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the columns of texts and vectors for OpenAI files, and the rows per batch."""
+        """Return the result columns that an OpenAI file needs, and the rows per batch or None."""
         ours, lines = super().openai_columns(names)
         if EMBEDDING not in names:
             return ours, lines
@@ -84,12 +84,12 @@ class TextsAndVectorsKind(TokensKind):
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return a list of embeddings if the answers have any, else a completion."""
+        """Return the body of a response: a list of embeddings if the answers are vectors, else a completion."""
         if answers[0].get(EMBEDDING) is None:
             return super().openai_body(answers, chat, tokens, encoding)
         return _VECTORS.openai_body(answers, chat, tokens, encoding)
 
 
 def _have_vectors(frame: Frame) -> pa.ChunkedArray:
-    """Return a boolean per row: True if it has a vector."""
+    """Return a boolean per row: True if its answer is a vector."""
     return pc.and_(frame.answered, pc.is_valid(frame.matched.column(_STORED)))

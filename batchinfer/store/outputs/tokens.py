@@ -61,17 +61,22 @@ _REASONING = tuple(field.name for field in REASONING_FIELDS)
 
 
 class TokensKind(OutputKind):
-    """The kind of answers that are texts. See OutputKind for the methods."""
+    """The kind of answers that are texts. `OutputKind` documents the methods."""
 
     name, version, output, answer = "tokens", 0, Tokens, "generated_text"
     stored = pa.schema([*LOGPROB_SCHEMA, *PROMPT_SCHEMA])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return a receiver that checks JSON answers."""
+        """Return a receiver that replaces invalid JSON answers by errors.
+
+        Args:
+            columns: The result columns for the fields of JSON answers, or None.
+            detokenizer: Converts tokens to text.
+        """
         return JsonAnswers(AnswerCheck(columns, detokenizer))
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the columns of log-probabilities. Token ids are in COMPLETION_SCHEMA."""
+        """Return the store columns of log-probabilities, if needed. Token ids are in COMPLETION_SCHEMA."""
         texts = [one if isinstance(one, Tokens) else None for one in outputs]
         found = [None if one is None else one.logprobs for one in texts]
         prompts = [None if one is None else one.prompt for one in texts]
@@ -83,18 +88,20 @@ class TokensKind(OutputKind):
         return arrays
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of log-probabilities that the result needs."""
+        """Return the store columns of log-probabilities of answers and prompts that a result needs."""
         of_answers = LOGPROB_SCHEMA if _has_logprobs(requested) else ()
         return pa.schema([*of_answers, *(PROMPT_SCHEMA if requested.prompt_logprobs else ())])
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows per batch: fewer with log-probabilities."""
+        """Return the number of result rows to write at a time: few with log-probabilities, else None."""
         return LOGPROB_ROWS if _has_logprobs(requested) or requested.prompt_logprobs else None
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
         """Return the columns of a result.
 
-        They are RESULT_SCHEMA, then columns of reasoning, calls, log-probabilities, confidence and parts of answers.
+        They are RESULT_SCHEMA, then columns of reasoning, tool calls, log-probabilities, confidence and
+        fields of JSON answers,
+        as the job requests.
         """
         ours = (
             RESULT_SCHEMA if requested.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
@@ -109,7 +116,7 @@ class TokensKind(OutputKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return the texts of answers, and the columns derived from them."""
+        """Return rows of a result: the texts of answers, and the columns derived from them."""
         frame = Frame(rows, matched)
         told = self._have_texts(frame)
         reader = AnswerReader(requested.reasoning, requested.tool_calls, detokenizer)
@@ -141,15 +148,15 @@ class TokensKind(OutputKind):
         return table if columns is None else _with_answers(table, columns)
 
     def _have_texts(self, frame: Frame) -> pa.ChunkedArray:
-        """Return a boolean per row: True if it has a text, which may belong to an error."""
+        """Return a boolean per row: True if it has a text. Some errors have one."""
         return pc.or_(frame.answered, pc.is_in(frame.matched.column("error_code"), _CODES_WITH_TEXT))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities in each row."""
+        """Return the number of log-probabilities of answer and prompt in each result row, with shape [rows]."""
         return logprob_entries(table) + logprob_entries(table, PROMPT_COLUMN)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the columns for OpenAI files, and the rows per batch if there are log-probabilities."""
+        """Return the result columns that an OpenAI file needs, and the rows per batch or None."""
         ours = [*_OPENAI, *(name for name in (*_REASONING, CALLS_FIELD.name) if name in names)]
         large = [name for name in (COLUMN, PROMPT_COLUMN) if name in names]
         return [*ours, *large], _LOGPROB_LINES if large else None
@@ -157,7 +164,7 @@ class TokensKind(OutputKind):
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return a chat or text completion with one choice per answer."""
+        """Return the body of a response: a chat or text completion with one choice per answer."""
         body = {
             "object": "chat.completion" if chat else "text_completion",
             "choices": [_choice(row, chat, tokens) for row in answers],
@@ -169,7 +176,7 @@ class TokensKind(OutputKind):
 
 
 class JsonAnswers:
-    """The receiver of a run that checks JSON answers."""
+    """A receiver of a run's answers that replaces invalid JSON answers and tool calls by errors."""
 
     def __init__(self, check: AnswerCheck) -> None:
         self._check = check
@@ -178,7 +185,7 @@ class JsonAnswers:
         self._calling = set[bytes]()  # keys of running requests with tool calls
 
     def expect(self, requests: Iterable[Request]) -> None:
-        """Register requests whose answers will arrive."""
+        """Register requests whose answers will be passed to `receive`."""
         for one in requests:
             if one.params.constraint in (*JSON_CONSTRAINTS, "tool_call"):
                 self._of_json[one.key] = one.params.reasoning
@@ -186,7 +193,7 @@ class JsonAnswers:
                 self._calling.add(one.key)
 
     def receive(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions, with errors for invalid JSON answers."""
+        """Return the completions to store, with errors in place of invalid JSON answers."""
         of_json = [one for one in completions if one.key in self._of_json]
         found = ((one.key, self._of_json.pop(one.key)) for one in of_json)
         marks = {key: reasoning for key, reasoning in found if reasoning is not None}
@@ -197,7 +204,12 @@ class JsonAnswers:
 
 
 def _where(told: pa.ChunkedArray, values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the values, and null for rows without a text."""
+    """Return a column with null for rows without a text.
+
+    Args:
+        told: A boolean per row: True if the row has a text.
+        values: The column.
+    """
     return pc.if_else(told, values, pa.scalar(None, values.type))
 
 
@@ -208,9 +220,9 @@ def _has_logprobs(requested: RequestedOutputs) -> bool:
 def _with_tokens(
     table: pa.Table, matched: pa.Table, detokenizer: Detokenizer
 ) -> Iterator[AnswerTokens | None]:
-    """Yield each answer with the positions and log-probabilities of its tokens.
+    """Yield for each row its answer with the positions and log-probabilities of its tokens.
 
-    None is yielded for an error row, and for an incomplete text.
+    None is yielded for an error row, and for an answer that did not end with a stop token or string.
     """
     columns = (table.column("finish_reason"), table.column("generated_text"))
     kept = (matched.column(name) for name in ("token_ids", "logprobs"))
@@ -220,12 +232,12 @@ def _with_tokens(
 
 
 def _answer_columns(answers: AnswerSchema | None) -> SchemaColumns | None:
-    """Return the columns of answers with this schema. Raises NoColumns."""
+    """Return the result columns for the fields of answers with this JSON schema, or None. Raises NoColumns."""
     return None if answers is None else schema_columns(parsed_schema(answers.text), answers.column)
 
 
 def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
-    """Return the table with columns for the parts of its answers, with null for rows without an answer."""
+    """Return a result table with columns for the fields of its JSON answers, or null without an answer."""
     whole = pc.equal(table.column("status"), "ok").to_numpy(zero_copy_only=False)
     texts = table.column("generated_text").to_pylist()
     answers = [
@@ -237,7 +249,7 @@ def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
 
 
 def _usage(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the token counts of all answers to a request. The prompt counts once."""
+    """Return `usage` of a response: the token counts of all answers to a request. The prompt counts once."""
     prompt, output = answers[0]["prompt_tokens"], sum(row["completion_tokens"] for row in answers)
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
     if "reasoning_tokens" not in answers[0]:

@@ -27,28 +27,28 @@ _HELD_VALUES = 1 << 20  # vector elements per batch of result rows
 
 
 class VectorsKind(OutputKind):
-    """The kind of answers that are vectors. See OutputKind for the methods."""
+    """The kind of answers that are vectors. `OutputKind` documents the methods."""
 
     name, version, output, answer = "vectors", 0, Vector, EMBEDDING
     stored = STORED
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the column of vectors."""
+        """Return the store column of pooled vectors, or no column if no output is a vector."""
         found = [one.values if isinstance(one, Vector) else None for one in outputs]
         return {} if all(one is None for one in found) else {STORED.names[0]: lists_of(found, np.float32)}
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows per batch."""
+        """Return the number of result rows to write at a time."""
         return vector_rows(requested)
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result."""
+        """Return the columns of a result: the vector and the number of prompt tokens."""
         return frame_schema(embedding_field(requested), pa.field("prompt_tokens", pa.int32()))
 
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return the final vectors."""
+        """Return rows of a result: the vector after dense layers, truncation and normalisation."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         return frame.around(
@@ -57,17 +57,17 @@ class VectorsKind(OutputKind):
         )
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the length of each vector."""
+        """Return the number of vector elements in each row of a result, with shape [rows]."""
         return embedding_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the columns for OpenAI files, and the rows per batch."""
+        """Return the result columns that an OpenAI file needs, and the rows per batch."""
         return [EMBEDDING, "prompt_tokens"], VECTOR_LINES
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return a list of embeddings, one per input."""
+        """Return the body of a response: a list of embeddings, one per input of the request."""
         prompt = sum(row["prompt_tokens"] for row in answers)
         return {
             "object": "list",
@@ -84,20 +84,27 @@ class VectorsKind(OutputKind):
 
 
 def embedding_field(requested: RequestedOutputs) -> pa.Field:
-    """Return the column of vectors. Its length is fixed unless rows set the length of their vectors."""
+    """Return the result column of vectors. Its length is fixed unless rows set their own dimensions."""
     size = -1 if requested.own_dimensions else _embedding(requested).dimensions
     return pa.field(EMBEDDING, pa.list_(pa.float32(), size))
 
 
 def vector_rows(requested: RequestedOutputs) -> int:
-    """Return the number of result rows with vectors per batch."""
+    """Return the number of result rows with vectors to write at a time."""
     return max(1, min(4096, _HELD_VALUES // _embedding(requested).dimensions))
 
 
 def embedding_column(
     requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
 ) -> pa.Array:
-    """Return the final vectors of the `answered` rows, and null elsewhere."""
+    """Return the vectors of a result after dense layers, truncation and normalisation, or null without an answer.
+
+    Args:
+        requested: The outputs that the job requests.
+        rows: Rows of the index.
+        matched: The completion of each row, with the pooled vector.
+        answered: A boolean per row: True if it has a vector.
+    """
     made, places = _embedding(requested), pa.array(np.flatnonzero(answered))
     vectors = matched.column("vector").take(places).combine_chunks()
     if not requested.own_dimensions:
@@ -114,7 +121,7 @@ def embedding_column(
 
 
 def embedding_entries(table: pa.Table) -> NDArray[np.int64]:
-    """Return the length of each vector in a result."""
+    """Return the number of elements of each row's vector in a result, or 0 for null, with shape [rows]."""
     size = table.schema.field(EMBEDDING).type
     if pa.types.is_fixed_size_list(size):
         return np.full(table.num_rows, size.list_size, np.int64)
@@ -132,7 +139,7 @@ def _embedding(requested: RequestedOutputs) -> Embedding:
 
 
 def lists_of(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa.ListArray:
-    """Return an array with a list per array of values, and null for None."""
+    """Return an Arrow array with one list per NumPy array, and null for None."""
     values = np.concatenate([np.empty(0, kind), *(one for one in found if one is not None)]).astype(kind)
     ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)]).astype(np.int32)
     missing = pa.array([one is None for one in found], pa.bool_())
@@ -140,7 +147,13 @@ def lists_of(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa
 
 
 def _embedding_array(vectors: pa.ListArray, answered: NDArray[np.bool_], made: Embedding) -> pa.Array:
-    """Return fixed-length vectors of the answered rows after dense layers, truncation and normalisation, else null."""
+    """Return fixed-length vectors after dense layers, truncation and normalisation, or null without an answer.
+
+    Args:
+        vectors: The pooled vectors of the rows with an answer.
+        answered: A boolean per row: True if it has an answer.
+        made: The dense layers, dimensions and normalisation.
+    """
     finished = np.zeros((len(answered), made.dimensions), np.float32)
     finished[answered] = _normalize_if_set(_apply_dense(vectors, made)[:, : made.dimensions], made)
     missing = pa.array(~answered)
@@ -148,7 +161,7 @@ def _embedding_array(vectors: pa.ListArray, answered: NDArray[np.bool_], made: E
 
 
 def _apply_dense(vectors: pa.ListArray, made: Embedding) -> NDArray[np.float32]:
-    """Return vectors after the dense layers, before truncation."""
+    """Return pooled vectors after the dense layers, before truncation, with shape [vectors, dimensions]."""
     count = len(vectors)
     inputs = made.dense[0].inputs if made.dense else made.dimensions
     values = vectors.flatten().to_numpy().reshape(count, -1) if count else np.empty((0, inputs))
@@ -156,12 +169,12 @@ def _apply_dense(vectors: pa.ListArray, made: Embedding) -> NDArray[np.float32]:
 
 
 def _normalize_if_set(vectors: NDArray[np.float32], made: Embedding) -> NDArray[np.float32]:
-    """Return truncated vectors, normalised if the model requires it."""
+    """Return the vectors, normalised if the model requires it."""
     return normalized(vectors).astype(np.float32) if made.normalize else vectors
 
 
 def normalized(vectors: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return vectors scaled to length 1. Zero vectors stay."""
+    """Return vectors of shape [n, dimensions], each scaled to length 1. Zero vectors stay zero."""
     wide = vectors.astype(np.float64)
     lengths = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
     found: NDArray[np.float64] = np.divide(wide, lengths, out=np.zeros_like(wide), where=lengths > 0)

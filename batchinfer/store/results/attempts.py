@@ -1,6 +1,7 @@
 """Chooses the completion of each row among its attempts.
 
-A row of a job with a ladder (`on_invalid`) has a key per attempt. Attempt n + 1 is only made if all earlier attempts
+A row of a job with a ladder (`on_invalid`) has a key per attempt. Attempt n + 1 is only made if all earlier
+attempts
 are invalid. The first valid completion is chosen, else the last one that is an answer, else the last one.
 """
 
@@ -32,11 +33,13 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ChosenCompletions:
-    """The chosen completion of each row. It takes 8 bytes per row, or 9 with a ladder.
+    """The chosen completion of each row of an index. It takes 8 bytes per row, or 9 with a ladder.
 
-    Args:
-        places: The place of each row's completion. Negative if there is none, or an attempt is still to be made.
-        numbers: The attempt of each row's completion. None: the job has no ladder.
+    Attributes:
+        places: The place of each row's completion: its position in the store, with its rank in the upper
+            bits. Negative if
+            there is none, or an attempt is still to be made.
+        numbers: The attempt of each row's completion, from 1. None: the job has no ladder.
         others: The positions of completions of these rows that were not chosen.
     """
 
@@ -46,7 +49,7 @@ class ChosenCompletions:
 
     @property
     def ranks(self) -> Numbers:
-        """Return the rank of each row: 0 for an answer, 1 for a permanent error, 2 for a retryable error.
+        """Return the rank of each row's completion: 0 for an answer, 1 or 2 for a permanent or retryable error.
 
         The values are only valid for rows with a completion.
         """
@@ -54,7 +57,10 @@ class ChosenCompletions:
 
 
 def ranks_of(places: Numbers) -> Numbers:
-    """Return the rank of each place."""
+    """Return the rank in the upper bits of each place: 0 for an answer, 1 or 2 for an error.
+
+    Rank 1 is a permanent error, and 2 a retryable error.
+    """
     return (places >> _RANK_SHIFT) & 3
 
 
@@ -63,7 +69,7 @@ def choose_completions(database: Any, index: str, rows: int, attempts: int = 1) 
 
     Args:
         database: A DuckDB connection with the table `chosen`, see `load_chosen`.
-        index: The rows, as a table expression in SQL.
+        index: The rows of the index, as a table expression in SQL.
         rows: Number of rows.
         attempts: Maximum attempts per row.
     """
@@ -91,7 +97,7 @@ def _invalid(places: Numbers) -> NDArray[np.bool_]:
 
 
 def _fill(places: Numbers, database: Any, query: str) -> None:
-    """Assign the places that a query returns to their rows."""
+    """Run a query that returns rows of the index with places, and assign the places in the array."""
     for batch in database.sql(query).to_arrow_reader(_BATCH):
         places[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
 
@@ -99,14 +105,16 @@ def _fill(places: Numbers, database: Any, query: str) -> None:
 def load_chosen(
     database: Any, parts: Sequence[Path], attempts: int = 1, keys: str | None = None, first: int = 0
 ) -> None:
-    """Create the table `chosen` with the columns key and place: the preferred completion of each key.
+    """Create the table `chosen` with the columns key and place: the preferred completion of each work key.
+
+    The place is the completion's position in the store, with its rank in the upper bits.
 
     Args:
         database: A DuckDB connection.
         parts: Parts of the store.
-        attempts: Maximum attempts per row. If there may be several, the place records if the completion is invalid.
+        attempts: Maximum attempts per row. If it is above 1, a bit of the place marks invalid completions.
         keys: A table expression with the keys to load. None: all.
-        first: The number of the first part.
+        first: The number of the first of these parts in the store.
     """
     place, columns = "min(place)", "key"
     if attempts > 1:
@@ -118,12 +126,12 @@ def load_chosen(
 
 
 def with_places(parts: Sequence[Path], columns: str, first: int = 0) -> str:
-    """Return SQL for completions with their `place`, without the bit for invalid ones.
+    """Return a SQL query for completions with their `place`: position in the store, with the rank above it.
 
     Args:
         parts: Parts of the store.
-        columns: Further columns, as SQL.
-        first: The number of the first part.
+        columns: Further columns to select, as SQL.
+        first: The number of the first of these parts in the store.
     """
     source = parquet(sorted(parts), ", file_row_number = true")
     position = f"((file_index::BIGINT + {first}) << {PART_SHIFT}) + file_row_number"

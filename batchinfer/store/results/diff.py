@@ -26,9 +26,17 @@ _OURS = frozenset(RESULT_SCHEMA.names) - set(_COMPARED)
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A row that differs. `a` and `b` are its values as text, or None if they were not requested."""
+    """A row that differs between two results A and B.
 
-    id: str  # value of the column that rows are matched by
+    Attributes:
+        id: The value of the column that rows are matched by.
+        row_id_a: The row_id in A, or None if the row is only in B.
+        row_id_b: The row_id in B, or None if the row is only in A.
+        a: The differing value in A as text, or None if values were not requested.
+        b: The differing value in B as text.
+    """
+
+    id: str
     row_id_a: int | None
     row_id_b: int | None
     a: str | None = None
@@ -37,7 +45,15 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DifferingRows:
-    """Rows that differ in the same way. `name` is the column, the error code, or `code → other code`."""
+    """The rows of two results that differ in the same way.
+
+    Attributes:
+        kind: The kind of difference.
+        rows: The number of rows.
+        name: The column, the error code, or `code → other code`; None for an answer or a row in one result
+            only.
+        examples: The first of these rows.
+    """
 
     kind: Kind
     rows: int
@@ -47,7 +63,19 @@ class DifferingRows:
 
 @dataclass(frozen=True, slots=True)
 class ResultDiff:
-    """The differences that `diff_results` found."""
+    """The differences between two results A and B.
+
+    Attributes:
+        matched_by: The column that rows are matched by.
+        rows_a: Number of rows of A.
+        rows_b: Number of rows of B.
+        matched: Number of rows that are in both results.
+        groups: The rows that differ, by kind of difference.
+        columns_only_a: Columns that only A has.
+        columns_only_b: Columns that only B has.
+        note: The reason that rows were not matched by custom_id, or None.
+        accuracy: The accuracy of both results. None: a result has no expected answers (input.expected).
+    """
 
     matched_by: str
     rows_a: int
@@ -56,26 +84,32 @@ class ResultDiff:
     groups: tuple[DifferingRows, ...]
     columns_only_a: tuple[str, ...]
     columns_only_b: tuple[str, ...]
-    note: str | None = None  # reason that rows were not matched by custom_id
-    accuracy: AccuracyDiff | None = None  # None: a result has no expected answers (input.expected)
+    note: str | None = None
+    accuracy: AccuracyDiff | None = None
 
     @property
     def different(self) -> bool:
-        """Return True if the results differ."""
+        """Return True if rows or columns of the two results differ."""
         return bool(self.groups or self.columns_only_a or self.columns_only_b)
 
 
 @dataclass(frozen=True, slots=True)
 class DiffOptions:
-    """How two results are compared."""
+    """How two results are compared.
 
-    by: str | None = None  # column that rows are matched by
-    examples: int = 5  # per kind of difference
-    show: bool = False  # include texts and values
+    Attributes:
+        by: The column that rows are matched by. None: custom_id, or else row_id.
+        examples: Maximum number of example rows per kind of difference.
+        show: Include the texts and values of example rows.
+    """
+
+    by: str | None = None
+    examples: int = 5
+    show: bool = False
 
 
 def diff_results(a: Sequence[Path], b: Sequence[Path], options: DiffOptions) -> ResultDiff:
-    """Compare two results by their files. Raises UsageError, StorageError, OutOfMemory."""
+    """Compare two results, given their Parquet files. Raises UsageError, StorageError, OutOfMemory."""
     with (
         temporary_folder("diff") as spill,
         connection(Path(spill, "sorting")) as database,
@@ -86,19 +120,26 @@ def diff_results(a: Sequence[Path], b: Sequence[Path], options: DiffOptions) -> 
 
 @dataclass(slots=True)
 class _Diff:
-    """A comparison in progress.
+    """A comparison of two results in a DuckDB database.
 
     `a` and `b` are views of the results, and `differing` is a table of the rows that differ.
+
+    Attributes:
+        database: The DuckDB connection.
+        files_a: The files of result A.
+        files_b: The files of result B.
+        options: How the results are compared.
+        types: The type of each column, by "a" or "b" and by column.
     """
 
     database: Any
     files_a: Sequence[Path]
     files_b: Sequence[Path]
     options: DiffOptions
-    types: dict[str, dict[str, str]] = field(default_factory=dict)  # side → column → type
+    types: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def found(self) -> ResultDiff:
-        """Compare the results."""
+        """Compare the two results, and return their differences."""
         rows = {}
         for side, files in (("a", self.files_a), ("b", self.files_b)):
             self.database.execute(f"CREATE VIEW {side} AS FROM {parquet(files)}")
@@ -122,7 +163,7 @@ class _Diff:
 
     @property
     def answer(self) -> str:
-        """Return the answer column that both results have. Raises UsageError if there is none."""
+        """Return the answer column that both results have. Raises UsageError if they have different ones."""
         found = answer_column(name for name in self.types["a"] if name in self.types["b"])
         if found is None:
             raise UsageError(
@@ -134,7 +175,7 @@ class _Diff:
         return int(self.database.execute(sql).fetchone()[0])
 
     def _refuse_unlike(self) -> None:
-        """Check that both results have their samples in the same form: as lists or as rows. Raises UsageError."""
+        """Check that both results have samples in the same form: as lists or as rows. Raises UsageError."""
         kinds = [self.types[side].get(SAMPLE, "").endswith("[]") for side in "ab"]
         if kinds[0] != kinds[1]:
             lists, other = "AB" if kinds[0] else "BA"
@@ -144,7 +185,11 @@ class _Diff:
             )
 
     def _key(self, rows: dict[str, int]) -> tuple[str, str | None]:
-        """Return the column that rows are matched by, and the reason if it is not custom_id."""
+        """Return the column that rows are matched by, and the reason if it is not custom_id.
+
+        Args:
+            rows: The number of rows of "a" and of "b".
+        """
         if self.options.by is None:
             problems = [problem for side in rows if (problem := self._no_key(side, CUSTOM_ID, rows[side]))]
             return (ROW_ID, problems[0]) if problems else (CUSTOM_ID, None)
@@ -156,7 +201,13 @@ class _Diff:
         return self.options.by, None
 
     def _no_key(self, side: str, column: str, rows: int) -> str | None:
-        """Return the reason that a column does not identify rows, or None if it does."""
+        """Return the reason that a column does not identify the rows of a result, or None if it does.
+
+        Args:
+            side: "a" or "b".
+            column: The column.
+            rows: The number of rows of the result.
+        """
         name = f"{column} of {side.upper()}"
         if column not in self.types[side]:
             return f"{side.upper()} has no column {column}"
@@ -170,7 +221,7 @@ class _Diff:
         )
 
     def _columns(self) -> list[str]:
-        """Return the columns to compare: those in both results, in the order of A."""
+        """Return the columns to compare in A's order: all in both results, except answers and fixed columns."""
         left_out = {*_OURS, self.answer}
         return [name for name in self.types["a"] if name in self.types["b"] and name not in left_out]
 
@@ -178,29 +229,34 @@ class _Diff:
         return self.types["a"][column] == self.types["b"][column]
 
     def _value(self, column: str) -> str:
-        """Return SQL for a column, in a form that is equal for equal values. Ids of tool calls are left out."""
+        """Return SQL for a column's value, which is equal for equal values. Ids of tool calls are left out."""
         if column == CALLS_FIELD.name and self._same_type(column) and self.types["a"][column].endswith("[]"):
             return f"[[one['name'], one['arguments']] FOR one IN {_named(column)}]"
         return _named(column) if self._same_type(column) else f"CAST({_named(column)} AS VARCHAR)"
 
     @property
     def _samples(self) -> bool:
-        """Return True if both results have several answers per row, one row each."""
+        """Return True if both results have several answers per input row, each in a row of its own."""
         return all(not self.types[side].get(SAMPLE, "[]").endswith("[]") for side in "ab")
 
     @property
     def _place(self) -> str:
-        """Return SQL for a number that is unique per row."""
+        """Return SQL for a number that is unique per row of a result."""
         return f"({ROW_ID} * {MAX_SAMPLES} + {SAMPLE})" if self._samples else ROW_ID
 
     def _key_value(self, column: str) -> str:
-        """Return SQL for the value that rows are matched by. It includes the sample number if there are several."""
+        """Return SQL for the value of `column` that rows are matched by, with the sample number if needed."""
         if self._samples and column in (ROW_ID, CUSTOM_ID):
             return f"concat({_named(column)}, '#', {SAMPLE})"
         return self._value(column)
 
     def _join(self, by: str, columns: Sequence[str]) -> None:
-        """Write the rows that differ into a table. Long values are compared by their 64-bit hash."""
+        """Create the table `differing` of rows that differ. Long values are compared by their 64-bit hash.
+
+        Args:
+            by: The column that rows are matched by.
+            columns: The columns to compare in addition to answer and error.
+        """
         hashes = [f"hash({self._value(name)}) AS c{at}" for at, name in enumerate(columns)]
         side = ", ".join(
             [f"{self._key_value(by)} AS k", f"{self._place} AS r", "status = 'ok' AS ok", "error_code AS code",
@@ -237,7 +293,12 @@ class _Diff:
                 yield DifferingRows("column", rows, column, self._examples(f"c{at}", _named(column)))
 
     def _examples(self, where: str, shown: str) -> tuple[Difference, ...]:
-        """Return the first rows that match `where`, with the SQL value `shown` of both sides if requested."""
+        """Return the first differing rows, with values if the options request them.
+
+        Args:
+            where: SQL condition over the table `differing`.
+            shown: SQL for the value to return.
+        """
         first = (
             f"SELECT CAST(k AS VARCHAR) AS id, ra, rb FROM differing WHERE {where} "
             f"ORDER BY coalesce(ra, rb) LIMIT {self.options.examples}"

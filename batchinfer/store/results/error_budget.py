@@ -16,12 +16,18 @@ class Budget:
     """The number of error rows that a job allows.
 
     Error rows are never removed, so an exceeded budget stays exceeded.
+
+    Attributes:
+        rows: Number of rows of the input.
+        max_error_rate: Maximum share of error rows, from 0 to 1.
+        publish: True if the job publishes its result although the budget is exceeded.
+        already: Error rows before the engine starts.
     """
 
     rows: int
     max_error_rate: float
     publish: bool
-    already: int = 0  # error rows before the engine starts
+    already: int = 0
 
     @property
     def allowed(self) -> int:
@@ -29,11 +35,11 @@ class Budget:
         return int(self.rows * Fraction(str(self.max_error_rate)))
 
     def exceeded(self, errors: int) -> bool:
-        """Return True if this number of error rows exceeds the budget."""
+        """Return True if this number of error rows exceeds the job's budget."""
         return errors > 0 and errors > self.allowed  # called per engine message; `allowed` is slow
 
     def starting_at(self, errors: int) -> Budget:
-        """Return the budget with this number of error rows before the engine starts."""
+        """Return the budget with this number of error rows recorded as existing before the engine starts."""
         return replace(self, already=errors)
 
 
@@ -41,10 +47,10 @@ def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary, comma
     """Return the message that more rows are errors than the budget allows, with reasons and next steps.
 
     Args:
-        counts: The error rows.
+        counts: The numbers of error rows.
         budget: The budget.
         errors: A summary of the errors.
-        command: The command that shows these rows; empty if there is none.
+        command: The command that shows the error rows; empty if there is none.
     """
     allowed = f"on_error.max_error_rate allows {budget.allowed} ({budget.max_error_rate:.2%})"
     again = f"; --retry-errors runs {counts.retryable} of them again" if counts.retryable else ""

@@ -19,19 +19,27 @@ _ROWS = 16_384
 
 @dataclass(slots=True)
 class ErrorSummary:
-    """The number of error rows per code, and the first row with each code."""
+    """The number of error rows per error code, and an example of each.
+
+    Attributes:
+        codes: The number of error rows by code.
+        examples: Location and message of the first row by code.
+        retryable: The number of retryable error rows that `summarise_errors` found. `summarise_all_errors`
+            does not add
+            the retryable errors of completions.
+    """
 
     codes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    retryable: int = 0  # retryable rows found by `summarise_errors`, without those of `count_engine_errors`
+    retryable: int = 0
 
     @property
     def rows(self) -> int:
-        """Return the number of error rows."""
+        """Return the number of error rows of all codes."""
         return self.codes.total()
 
     def text(self, most: int = 5) -> str:
-        """Return the most frequent codes, one per line, each with its first row."""
+        """Return the `most` most frequent error codes for users, each with its number of rows and first row."""
         return "\n".join(
             f"  {count} × {code}, first {self.examples[code]}" for code, count in self.codes.most_common(most)
         )
@@ -40,7 +48,14 @@ class ErrorSummary:
 def summarise_all_errors(
     index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path, attempts: int = 1
 ) -> ErrorSummary:
-    """Summarise rows that could not become requests, and rows whose completion is an error."""
+    """Summarise rows that could not become requests, and rows whose completion is an error.
+
+    Args:
+        index_parts: Parts of the index.
+        completion_parts: Parts of the store.
+        spill: Folder for temporary files.
+        attempts: Maximum attempts per row.
+    """
     found = summarise_errors(index_parts)
     for code, rows, example in count_engine_errors(index_parts, completion_parts, spill, attempts=attempts):
         found.codes[code] += rows
@@ -49,11 +64,11 @@ def summarise_all_errors(
 
 
 def summarise_errors(parts: Sequence[Path], samples: bool = False) -> ErrorSummary:
-    """Summarise the error columns of index parts or published files.
+    """Summarise the error columns of index parts or of published files.
 
     Args:
         parts: The files.
-        samples: The files have several answers per input row. Input rows are counted, not answers.
+        samples: True if the files have several answers per input row. Input rows are counted, not answers.
     """
     found = ErrorSummary()
     for batch in parquet_batches(parts, _ROWS, columns=[*_COLUMNS, *([SAMPLE.name] if samples else [])]):

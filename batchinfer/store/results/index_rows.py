@@ -18,7 +18,7 @@ _READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", 
 
 
 class IndexRows:
-    """The rows of an index, read by row range. Several threads may read them."""
+    """Reads the rows of an index that results need, by row range. Several threads may read."""
 
     def __init__(self, index: Index) -> None:
         self._rows = ParquetRows(index.index_parts)
@@ -31,10 +31,19 @@ class IndexRows:
         self._columns += [LABELS.name] if index.scoring is not None and index.scoring.own_labels else []
 
     def tables(self, start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Yield the rows from `start` to `stop` and their passthrough values, as pairs of tables.
+        """Yield pairs of tables: rows of the index, and their passthrough values.
 
-        The tables have these sizes, repeated from the first one on; the last table may be shorter. Without passthrough
-        columns, both tables of a pair are the same. Raises InputCorrupt for a damaged file.
+        Args:
+            start: The first row.
+            stop: The row after the last row.
+            sizes: Numbers of rows of the tables, repeated from the first one on. The last table may be
+                shorter.
+
+        Yields:
+            Without passthrough columns, both tables of a pair are the same.
+
+        Raises:
+            InputCorrupt: A file is damaged.
         """
         rows = cut(self._rows.batches(start, stop, max(sizes), self._columns), cycle(sizes))
         if not self._carries:

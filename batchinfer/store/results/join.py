@@ -32,53 +32,66 @@ ROW_IN_PART = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """The number of a job's rows so far, and the number of error rows by kind."""
+    """The number of a job's rows so far, and the number of error rows by kind.
 
-    rows: int  # all rows of the index
-    input_errors: int  # rows that could not become requests
-    engine_errors: int  # rows whose completion is an error
-    retryable: int  # of both, errors that a retry may fix
+    Attributes:
+        rows: All rows of the index.
+        input_errors: Rows that could not become requests.
+        engine_errors: Rows whose completion is an error.
+        retryable: Error rows of both kinds that a retry may fix.
+    """
+
+    rows: int
+    input_errors: int
+    engine_errors: int
+    retryable: int
 
     @property
     def errors(self) -> int:
-        """Return the number of error rows."""
+        """Return the number of error rows of both kinds."""
         return self.input_errors + self.engine_errors
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The positions of the completions of a job's rows. It takes 16 bytes per row.
+    """The positions in the store of the completions of a job's rows. It takes 16 bytes per row.
 
-    `positions` are ascending. `rows` are the rows of the index with these completions; rows with equal keys have the
-    same position. Rows without a completion are in neither.
+    A position is the number of a part << 36 plus the number of the row in the part.
+
+    Attributes:
+        parts: Parts of the store, oldest first.
+        positions: The positions of the completions, ascending. Rows with equal keys have the same position.
+        rows: The row of the index for each position. Rows without a completion are left out.
+        counts: Numbers of rows and error rows.
+        attempts: The attempt of each index row's completion. None: the job has no ladder.
+        others: Positions of completions that were not chosen, because another attempt was.
+        failed: Rows of the index whose completion is an error, ascending.
+        again: A boolean per row in `failed`: True if the error is retryable.
+        reused_unchanged: True if all reused rows have the same completions as before.
     """
 
-    parts: tuple[Path, ...]  # parts of the store, oldest first
+    parts: tuple[Path, ...]
     positions: Numbers
     rows: Numbers
     counts: ErrorCounts
-    # The attempt of each index row's completion. None: the job has no ladder
     attempts: NDArray[np.uint8] | None = None
-    # Positions of completions that were not chosen
     others: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
-    # Rows whose completion is an error, ascending, and a boolean per row: True if it is retryable
     failed: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     again: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    # All reused rows have the same completions as before
     reused_unchanged: bool = True
 
     @property
     def missing(self) -> int:
-        """Return the number of requests without a completion."""
+        """Return the number of the job's requests without a completion."""
         return self.counts.rows - self.counts.input_errors - len(self.rows)
 
     def refuse_missing(self) -> None:
-        """Check that all requests have completions. Raises BatchInferError."""
+        """Check that all requests of the job have completions. Raises BatchInferError."""
         if self.missing:
             raise BatchInferError(f"{self.missing} rows have no completion yet: nothing published")
 
     def within(self, spans: Sequence[tuple[int, int]]) -> Join:
-        """Return the join of the rows in these spans, given as (start, stop)."""
+        """Return the join for only the index rows in these spans, given as (start, stop)."""
         wanted = np.zeros(self.counts.rows, np.bool_)
         for start, stop in spans:
             wanted[start:stop] = True
@@ -88,11 +101,11 @@ class Join:
         return replace(self, positions=self.positions[chosen], rows=self.rows[chosen])
 
     def of_part(self, number: int) -> slice:
-        """Return the slice of `positions` and `rows` that belongs to a part."""
+        """Return the slice of `positions` and `rows` that belongs to the store part with this number."""
         return _part_slice(self.positions, number)
 
     def used(self) -> Iterator[tuple[str, Numbers]]:
-        """Yield each part that the rows use, with the numbers of the used rows in the part.
+        """Yield each store part that the rows use, with the ascending numbers of the used rows in the part.
 
         Invalid answers count as used: without them, later attempts would not have been made.
         """
@@ -120,15 +133,17 @@ def join_answers(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> Join:
-    """Join the rows of an index with the completions of their keys.
+    """Find the position in the store of each index row's completion.
 
     Args:
         index_parts: Parts of the index.
         completion_parts: Parts of the store.
         spill: Folder for data that exceeds `memory_limit`.
         attempts: Maximum attempts per row. A row with an attempt still to be made has no completion.
-        reused: The first rows, with recorded positions. Only rows with errors are looked up.
-        without: Parts that have no completion for any other row.
+        reused: The first rows of the index, whose positions were recorded by an earlier run. Only their error
+            rows are
+            looked up.
+        without: Parts of the store that have no completion for the rows that are not reused.
         memory_limit: Memory of DuckDB, in addition to the returned arrays.
         threads: Threads of DuckDB.
         watched: See `duck.connection`.
@@ -170,9 +185,10 @@ def join_answers(
 
 
 def _rows_to_look_up(new: Sequence[Path], some: bool) -> str:
-    """Return a table expression for the rows to look up.
+    """Return a SQL table expression for the rows to look up.
 
-    They are the rows of the new index parts and, if `some` rows are reused, the registered table `failed` of reused
+    They are the rows of the new index parts and, if `some` rows are reused, the registered table `failed` of
+    reused
     rows whose answers are errors.
     """
     source = parquet(new)
@@ -182,13 +198,13 @@ def _rows_to_look_up(new: Sequence[Path], some: bool) -> str:
 
 
 def _count_leading(parts: Sequence[Path], some: Sequence[Path]) -> int:
-    """Return the number of parts, from the first one on, that are in `some`."""
+    """Return the number of leading parts that are in `some`."""
     among = {*some}
     return next((number for number, part in enumerate(parts) if part not in among), len(parts))
 
 
 def _count_rows(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
-    """Return the number of rows of an index, of error rows, and of retryable error rows."""
+    """Return the numbers of rows, error rows and retryable error rows in these index parts."""
     if not index:
         return 0, 0, 0
     bad = "key IS NULL"
@@ -200,7 +216,13 @@ def _count_rows(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
 def find_completion(
     index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path, watched: Watched = nullcontext
 ) -> tuple[Path, int, int] | None:
-    """Return the completion of an index with a single row, or None if there is none.
+    """Return where the store has the completion of an index with a single row, or None if it has none.
+
+    Args:
+        index_parts: Parts of the index.
+        completion_parts: Parts of the store.
+        spill: Folder for temporary files.
+        watched: See `duck.connection`.
 
     Returns:
         The part, the row number in the part, and both as a position (see `Join`).
@@ -232,16 +254,16 @@ def _choose(
     few: bool = False,
     old: int = 0,
 ) -> ChosenCompletions:
-    """Choose the completions of rows.
+    """Choose the completions of rows of an index.
 
     Args:
         database: A DuckDB connection.
-        index: The rows, as a table expression.
+        index: The rows, as a SQL table expression.
         parts: Parts of the store.
         rows: Number of rows.
         attempts: Maximum attempts per row.
         spill: Folder for temporary files.
-        few: Most completions belong to other rows, so keys are filtered first.
+        few: True if most completions belong to other rows, so that keys are filtered first.
         old: Number of leading parts without completions of these rows.
     """
     if not parts[old:]:
@@ -252,7 +274,7 @@ def _choose(
 
 
 def has_error_completions(completion_parts: Sequence[Path], spill: Path) -> bool:
-    """Return True if a part has an error completion. Most stores have no such part."""
+    """Return True if a part of the store has a completion that is an error. Most stores have none."""
     if not completion_parts:
         return False
     with connection(spill) as database:
@@ -269,7 +291,19 @@ def count_engine_errors(
     memory_limit: str | None = None,
     threads: int = 2,
 ) -> list[tuple[str, int, str]]:
-    """Return the errors of completions: (code, number of rows, location and message of the first row)."""
+    """Count the index rows whose completion is an error, by error code.
+
+    Args:
+        index_parts: Parts of the index.
+        completion_parts: Parts of the store.
+        spill: Folder for temporary files.
+        attempts: Maximum attempts per row.
+        memory_limit: Memory of DuckDB.
+        threads: Threads of DuckDB.
+
+    Returns:
+        Per code: the code, the number of rows, and the location and message of the first row.
+    """
     if not index_parts or not completion_parts:
         return []
     with connection(spill, memory_limit, threads) as database:

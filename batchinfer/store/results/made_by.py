@@ -13,13 +13,13 @@ from batchinfer.job import Job
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """A `batchinfer run` of a job file.
+    """A `batchinfer run` command that published a result.
 
-    Args:
+    Attributes:
         job_file: The path of the job file.
         overrides: The keys and values of `--set`.
         date: The date of the run, if it was given.
-        limit: The number of rows of a trial.
+        limit: The number of rows of a trial, or None for all rows.
     """
 
     job_file: str
@@ -29,12 +29,12 @@ class MadeBy:
 
     @classmethod
     def of(cls, job: Job, limit: int | None) -> MadeBy:
-        """Return the command for a job. `limit` is the number of rows of a trial."""
+        """Return the command that runs a job. `limit` is the number of rows of a trial."""
         return cls(str(job.source), job.overrides, job.date, limit)
 
     @property
     def command(self) -> str:
-        """Return the command line."""
+        """Return the command line, quoted for a shell."""
         sets = [word for key, value in self.overrides for word in ("--set", f"{key}={value}")]
         date = [] if self.date is None else ["--date", self.date]
         limit = [] if self.limit is None else ["--limit", str(self.limit)]
@@ -42,7 +42,7 @@ class MadeBy:
 
 
 def read_made_by(state: StateFolder) -> MadeBy | None:
-    """Return the recorded command, or None if there is none or it cannot be read."""
+    """Return the recorded command that published the result, or None if it is missing or invalid."""
     match read_json(state.made_by):
         case {"job_file": str(file), "overrides": list(pairs), "date": str() | None as date, "limit": limit}:
             known = isinstance(limit, int | None) and all(_is_pair(pair) for pair in pairs)
@@ -56,7 +56,10 @@ def _is_pair(value: object) -> bool:
 
 
 def note_made_by(state: StateFolder, made_by: MadeBy) -> None:
-    """Record the command. The caller holds the result's lock. Raises StorageError."""
+    """Record in the state folder which command publishes the result. Raises StorageError.
+
+    The caller holds the result's lock.
+    """
     if read_made_by(state) != made_by:
         write_json(
             state.made_by, asdict(made_by) | {"overrides": [list(o) for o in made_by.overrides]}, state.ops

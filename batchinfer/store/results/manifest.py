@@ -26,18 +26,26 @@ _DATA_NAME = re.compile(r"part-([0-9a-f]{16})-\d{5,}\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
-    """The identity of a result. Equal specs with equal completions publish equal bytes."""
+    """The identity of a result. Equal specs with equal completions publish equal bytes.
 
-    job: str  # the job's name
-    identity: str  # sha256 of everything in the job and the checkpoint that determines rows
-    inputs: tuple[Mapping[str, Any], ...]  # identity of each input file, e.g. path, bytes, sha256
+    Attributes:
+        job: The job's name.
+        identity: The sha256 of everything in the job and the checkpoint that determines rows.
+        inputs: The identity of each input file, such as name, bytes and sha256.
+        numerics: Version of the numerics.
+        rows_per_file: Rows per result file. The last file may have fewer.
+    """
+
+    job: str
+    identity: str
+    inputs: tuple[Mapping[str, Any], ...]
     numerics: int
     rows_per_file: int = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class ResultFile:
-    """One Parquet file of a result."""
+    """One Parquet file of a result: its name, number of rows, size and digest."""
 
     name: str
     rows: int
@@ -47,27 +55,41 @@ class ResultFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of _manifest.json."""
+    """The content of _manifest.json in a result folder.
+
+    Attributes:
+        job: The job's name.
+        identity: The sha256 of everything in the job and the checkpoint that determines rows.
+        inputs: The identity of each input file.
+        numerics: Version of the numerics.
+        generation: 16 hex digits, derived from all other fields; part of every file name.
+        rows: Number of rows.
+        ok: Number of rows without an error.
+        errors: Number of error rows.
+        retryable: Number of error rows that a retry may fix.
+        endpoints: The distinct endpoints of an OpenAI batch input, sorted.
+        files: The Parquet files of the result, in row order.
+    """
 
     job: str
     identity: str
     inputs: tuple[Mapping[str, Any], ...]
     numerics: int
-    generation: str  # 16 hex digits, derived from all other fields; part of every file name
+    generation: str
     rows: int
     ok: int
     errors: int
-    retryable: int  # errors that a retry may fix
-    endpoints: tuple[str, ...]  # distinct endpoints of an OpenAI batch input, sorted
+    retryable: int
+    endpoints: tuple[str, ...]
     files: tuple[ResultFile, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest as a JSON object."""
+        """Return the manifest of a result as a JSON object."""
         return {"format": MANIFEST_FORMAT, **asdict(self)}
 
 
 def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
-    """Return 16 hex digits that depend on the spec and the contents of the files, but not on their names."""
+    """Return 16 hex digits that depend on a result's spec and its files' contents, but not on file names."""
     contents = [[file.rows, file.bytes, file.sha256] for file in files]
     inputs = [dict(item) for item in spec.inputs]
     material = [MANIFEST_FORMAT, spec.job, spec.identity, inputs, spec.numerics, contents]
@@ -75,16 +97,16 @@ def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
 
 
 def file_name(generation: str, number: int) -> str:
-    """Return the name of the result file with this number, from 0."""
+    """Return the name of the result file with this generation and number. Numbers start at 0."""
     return f"part-{generation}-{number:05d}.parquet"
 
 
 def read_manifest(folder: Location) -> Manifest | None:
-    """Return the manifest of a result folder, or None if nothing is published.
+    """Return the manifest of a result folder, or None if nothing is published there.
 
     Raises:
         DamagedResult: The manifest has changed, or it is missing and result files exist.
-        OutputConflict: It has a newer format.
+        OutputConflict: The manifest has a newer format.
     """
     path = folder / MANIFEST_NAME
     if not path.is_file:
@@ -130,7 +152,7 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    """Return a contradiction within a manifest, or None."""
+    """Return what is contradictory within a manifest, or None."""
     spec = PublishSpec(manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
     if manifest.generation != generation_of(spec, manifest.files):
         return "its generation does not match its contents"
@@ -146,7 +168,13 @@ def _problem(manifest: Manifest) -> str | None:
 
 
 def damaged_result(path: Location, problem: str, job: str | None = None) -> DamagedResult:
-    """Return the error for a damaged file of a result, with the next step."""
+    """Return the error for a damaged file of a result, with the next step.
+
+    Args:
+        path: The file.
+        problem: The kind of damage, for users.
+        job: The name of the job that published the result, if it is known.
+    """
     return DamagedResult(
         f"{path}: {problem}; run its job again, which publishes the result again from the stored answers; "
         f"`batchinfer verify {path.local.parent} --repair` does that",
@@ -158,7 +186,7 @@ def damaged_result(path: Location, problem: str, job: str | None = None) -> Dama
 
 @dataclass(frozen=True, slots=True)
 class OlderResult:
-    """The result that a new one replaces."""
+    """A published result that a new result replaces, identified by its generation."""
 
     generation: str
 
@@ -166,9 +194,9 @@ class OlderResult:
 def check_destination(
     folder: Location, job: str, replace: bool = False, *, ours: bool = False
 ) -> OlderResult | None:
-    """Check that a job may publish into `folder`, and return the older result there, if any.
+    """Check that a job may publish into `folder`, and return the result that it would replace, if any.
 
-    It refuses before the run everything that would make publishing fail at its end.
+    It refuses, before the run, everything that would make publishing fail at the end of the run.
 
     Args:
         folder: The result folder.
@@ -177,8 +205,9 @@ def check_destination(
         ours: This job has published there before. Result files without a valid manifest may then be replaced.
 
     Raises:
-        OutputConflict: The path is a file, the folder has files that batchinfer did not write, or it has the result of
-            another job and `replace` is False.
+        OutputConflict: The path is a file, a link or a mount point, the folder has files that batchinfer did
+            not write, or
+            it has the result of another job and `replace` is False.
     """
     local = folder.local
     for parent in local.parents:
@@ -223,7 +252,7 @@ def _of_another(folder: Location, theirs: str, job: str) -> OutputConflict:
 def _damaged_older(
     folder: Location, job: str, replace: bool, ours: bool, error: DamagedResult
 ) -> OlderResult:
-    """Return the older result if its manifest is damaged.
+    """Return the older result in `folder` although its manifest is damaged. Raises OutputConflict.
 
     It may be replaced if this job published it, or if the manifest names another job and `replace` is True.
     """
@@ -250,7 +279,10 @@ def _refuse_strangers(folder: Location, known: set[str]) -> None:
 
 
 def is_published(folder: Location, spec: PublishSpec) -> bool:
-    """Return True if `folder` has this result, by manifest and file sizes. `open_published` checks all digests."""
+    """Return True if `folder` has this result, judged by manifest and file sizes.
+
+    `open_published` also checks digests.
+    """
     try:
         manifest = read_manifest(folder)
     except DamagedResult:
@@ -268,7 +300,7 @@ def is_published(folder: Location, spec: PublishSpec) -> bool:
 
 
 def _starts(rows: int, rows_per_file: int) -> range:
-    """Return the first row of each file. There is at least one file, even without rows."""
+    """Return the first row of each result file. There is at least one file, even without rows."""
     return range(0, max(rows, 1), rows_per_file)
 
 
@@ -278,7 +310,7 @@ def _size(file: Location) -> int:
 
 
 def _generations(folder: Location) -> set[str]:
-    """Return the generations of all files in the folder with names of result files."""
+    """Return the generations in the names of all result files in the folder."""
     return {name.split("-")[1] for name in _data_names(folder)}
 
 

@@ -38,16 +38,31 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """The fields of an input row that its output line needs. None: missing or unreadable."""
+    """The fields of an input row that the line of an OpenAI output file needs.
+
+    Attributes:
+        url: The endpoint of the request, or None if it is missing or unreadable.
+        model: The requested model, or None.
+        encoding: The requested `encoding_format` of a vector, or None.
+        echoed: The prompt to repeat before the answer, as text or token ids, or None.
+    """
 
     url: str | None
     model: str | None
-    encoding: str | None = None  # encoding_format of a vector
-    echoed: str | Sequence[int] | None = None  # prompt to repeat before the answer
+    encoding: str | None = None
+    echoed: str | Sequence[int] | None = None
 
 
 def read_request_fields(reader: Reader, limit: int | None = None) -> Iterator[RequestFields]:
-    """Yield the fields of every input row, in order. Raises InputCorrupt if a file has changed."""
+    """Yield the fields of every input row that an OpenAI output file needs, in order.
+
+    Args:
+        reader: Reads the input.
+        limit: Maximum number of rows.
+
+    Raises:
+        InputCorrupt: A file has changed.
+    """
     for batch in reader.batches(limit=limit):
         yield from (_request_fields(row) for row in batch.rows)
 
@@ -76,13 +91,13 @@ def write_openai(
     model: str,
     created: int = 0,
 ) -> int:
-    """Write the batch output file durably, and return the number of lines.
+    """Write a result as the output file of an OpenAI batch, durably, and return the number of lines.
 
     Args:
         result: The result folder.
-        out: The file.
+        out: The output file.
         rows: The fields of each input row, in order.
-        tokens: Returns the bytes of tokens.
+        tokens: Bytes and texts of tokens.
         kind: The kind of answers.
         model: The model of answers to requests that name none.
         created: Unix time.
@@ -106,7 +121,16 @@ def write_openai(
 
 
 def _lines(files: Sequence[Path], rows: Iterator[RequestFields], origin: Origin) -> Iterator[str]:
-    """Yield the lines. Raises InputCorrupt if there are fewer input rows than result rows."""
+    """Yield the lines of an OpenAI output file.
+
+    Args:
+        files: The result files.
+        rows: The fields of each input row.
+        origin: Values that all lines share.
+
+    Raises:
+        InputCorrupt: There are fewer input rows than result rows.
+    """
     names = [name for file in files[:1] for name in pq.read_schema(file).names]
     own, size = origin.kind.openai_columns(names)
     own = [*own, *(name for name in (SAMPLE.name,) if name in names)]
@@ -121,7 +145,15 @@ def _lines(files: Sequence[Path], rows: Iterator[RequestFields], origin: Origin)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The values that all lines of a file share."""
+    """The values that all lines of an OpenAI output file share.
+
+    Attributes:
+        job: The name of the job.
+        model: The model of answers to requests that name none.
+        created: Unix time.
+        tokens: Bytes and texts of tokens.
+        kind: The kind of answers.
+    """
 
     job: str
     model: str
@@ -131,9 +163,14 @@ class Origin:
 
 
 def batch_line(rows: Sequence[dict[str, Any]], request: RequestFields, origin: Origin) -> dict[str, Any]:
-    """Return the line for a request.
+    """Return the line of an OpenAI output file for a request.
 
-    `response` has the answers, or is null without any. `error` has the first error row, or is null.
+    Its `response` has the answers, or is null without any. Its `error` has the first error row, or is null.
+
+    Args:
+        rows: The result rows of the request; several only with `n` or several inputs.
+        request: The fields of the input row.
+        origin: Values that all lines share.
     """
     first = rows[0]
     seed = f"{origin.job}\0{first['row_id']}\0{first['custom_id']}"

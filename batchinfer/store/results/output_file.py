@@ -42,16 +42,26 @@ _MAX_CHECKS = 3  # attempts to check a file that other runs replace at the same 
 
 @dataclass(frozen=True, slots=True)
 class ProtectedFiles:
-    """The files of a job, which no output file may replace. `inputs` are its input paths and patterns."""
+    """The files and folders of a job, which no file that the command line names may replace.
 
-    files: tuple[tuple[str, Path], ...]  # (description, path)
+    Attributes:
+        files: Descriptions and paths of single files.
+        folders: Descriptions and paths of folders.
+        inputs: The input paths and patterns of the job.
+        input_files: The input files that they matched.
+    """
+
+    files: tuple[tuple[str, Path], ...]
     folders: tuple[tuple[str, Path], ...]
     inputs: tuple[str, ...]
     input_files: tuple[Path, ...]
 
     @classmethod
     def of_job(cls, job: Job, *states: StateFolder) -> ProtectedFiles:
-        """Return the files of this job and its results and state folders. Raises the errors of listing the input."""
+        """Return the files of a job, and of its result and state folders.
+
+        Raises the errors of listing the input.
+        """
         value = job.input.path or ()
         patterns = (value,) if isinstance(value, str) else tuple(value)
         listed = list_inputs(patterns, job.source.parent, job.input.format)
@@ -66,7 +76,10 @@ class ProtectedFiles:
         return cls(files, tuple(folders), patterns, tuple(Path(file.path) for file in listed))
 
     def refusal(self, path: Path) -> str | None:
-        """Return why `path` (with links resolved) cannot be written, as the end of a sentence, or None if it can."""
+        """Return why no output file may be written to `path`, as the end of a sentence, or None if it may.
+
+        Links in `path` must be resolved.
+        """
         for what, file in (*self.files, *(("an input of the job", file) for file in self.input_files)):
             if _same(path, file):
                 return f"is {what} ({file})"
@@ -109,10 +122,13 @@ class _FileState:
 
 
 class OutputFile:
-    """A file for one result of a job. `check` changes nothing; `probe` and `writing` require the result's lock.
+    """A file with one result of a job, which an option of the command line names.
 
-    Runs for other results of the job (other dates, trials) may write at the same time, even to the same path. Each uses
-    its own temporary file. They take turns to rename it and to update the list of written files, which they share.
+    `check` changes nothing; `probe` and `writing` require the result's lock. Runs for other results of the
+    job (other
+    dates, trials) may write at the same time, even to the same path. Each uses its own temporary file. They
+    take turns to
+    rename it and to update the shared list of written files.
     """
 
     def __init__(
@@ -124,7 +140,7 @@ class OutputFile:
         *,
         replace: bool = False,
     ) -> None:
-        """Describe a file.
+        """Describe an output file. Nothing is checked or written.
 
         Args:
             location: The path.
@@ -140,16 +156,19 @@ class OutputFile:
         self._digested: tuple[_FileState, Digest] | None = None
 
     def _temporary_of(self, part: Path) -> Path:
-        """Return the temporary file for a result (its `part` of the state folder). It stays the same after a kill."""
+        """Return the temporary file for a result, given its part of the state folder.
+
+        It stays the same after a kill.
+        """
         ours = _mark(self._state.job, self.path)
         return self.path.parent / f".batchinfer-{ours}-{_mark(part)}{TEMPORARY}"
 
     def check(self) -> None:
-        """Check that the file may be written or replaced.
+        """Check that the output file may be written or replaced.
 
         Raises:
             OutputConflict: It may not.
-            StorageError: It cannot be read.
+            StorageError: The existing file cannot be read.
         """
         if (shown := not_utf8(self.path)) is not None:
             raise OutputConflict(
@@ -178,12 +197,12 @@ class OutputFile:
             file.abandon()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Check that the disk has `needed_bytes` free. Raises StorageError."""
+        """Check that the disk of the output file has `needed_bytes` free. Raises StorageError."""
         needing = f"{self._option} {self.path}: the file needs at least"
         check_free_space(self.path.parent, needed_bytes, needing, "choose a file on another disk")
 
     def _sweep(self) -> None:
-        """Remove temporary files of killed runs, also for other dates."""
+        """Remove temporary files that killed runs left in the folder, also for other dates."""
         with self._state.lock_shared():  # no other run can take its lock now
             held = {self._temporary_of(part) for part in self._state.parts_in_use()}
             with storage(self.path.parent, "clear"):
@@ -195,7 +214,9 @@ class OutputFile:
 
     @contextmanager
     def writing(self) -> Iterator[DurableFile]:
-        """Open the file for writing. It gets its name when the block ends, and is discarded after an exception.
+        """Open the output file for writing while the block runs.
+
+        It gets its name when the block ends, and is discarded after an exception.
 
         Raises:
             OutputConflict: Another file was put there since `check`.
@@ -215,7 +236,7 @@ class OutputFile:
         return OutputConflict(f"{self._option} {self.path}: {why}")
 
     def _ours(self) -> Digest | None:
-        """Return the digest of the existing file, or None if there is none.
+        """Return the digest of the existing output file, or None if there is none.
 
         Raises OutputConflict if it may not be replaced.
         """
@@ -234,7 +255,7 @@ class OutputFile:
         raise self._stranger()
 
     def _look(self) -> _FileState | None:
-        """Return the state of the existing file, or None if there is none."""
+        """Return identity and times of the existing output file, or None if there is none."""
         try:
             with storage(self.path, "look at"):
                 found = os.stat(self.path)
@@ -248,7 +269,10 @@ class OutputFile:
         return _FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def _digest(self, there: _FileState) -> Digest:
-        """Return the digest of the file. It is cached, since other runs wait during the second check."""
+        """Return the digest of the existing file `there`.
+
+        It is cached, since other runs wait during the second check.
+        """
         if self._digested is None or self._digested[0] != there:
             self._digested = (there, Digest(there.bytes, sha256_of(self.path)))
         return self._digested[1]
@@ -268,12 +292,12 @@ class OutputFile:
         }
 
     def _remember(self, written: Digest) -> None:
-        """Record the digest before the rename, in addition to the old one: after a crash, either file is known."""
+        """Record a file's digest before it is renamed, next to the old one: after a crash, either is known."""
         there = self._ours()
         self._write_entries([written] if there is None else [there, written])
 
     def _write_entries(self, ours: list[Digest]) -> None:
-        """Replace the digests of this file. Requires `exclusively`; the entries of other runs are kept."""
+        """Record `ours` as the only digests of this output file. The entries of other files are kept."""
         kept = {path: found for path, found in self._entries().items() if os.path.exists(path)}
         kept[str(self.path)] = ours
         listed = {path: [asdict(one) for one in found] for path, found in kept.items()}

@@ -35,12 +35,12 @@ def partial_reader(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> pa.RecordBatchReader:
-    """Return the finished rows (and error rows of the input) in input order, with the schema of the result.
+    """Return the finished rows and error rows of a job in input order, with the schema of its result.
 
     DuckDB can query the reader: `duckdb.from_arrow(reader)`.
 
     Args:
-        index: The index.
+        index: The index of the job.
         completions: The folder of the store.
         detokenizer: Converts tokens to text.
         spill: Folder for temporary files, outside of the state folder.
@@ -73,9 +73,15 @@ def partial_reader(
 
 
 def with_known_prior(index: Index, completions: Path, spill: Path, watched: Watched = nullcontext) -> Index:
-    """Return the index with calibrated labels, if the job calibrates them.
+    """Return the index of a job with the prior of its labels, if the job calibrates them.
 
-    See `join_answers` for `spill` and `watched`.
+    The prior is read from the stored answer to the prompt without content.
+
+    Args:
+        index: The index.
+        completions: The folder of the store.
+        spill: Folder for temporary files.
+        watched: See `duck.connection`.
 
     Raises:
         BatchInferError: The prompt without content has no answer yet.
@@ -89,5 +95,5 @@ def with_known_prior(index: Index, completions: Path, spill: Path, watched: Watc
 
 
 def write_partial(reader: pa.RecordBatchReader, path: Path, ops: FileOps | None = None) -> Digest:
-    """Write finished rows to a single Parquet file, durably. Raises StorageError."""
+    """Write rows of a result to a single Parquet file, durably, and return its digest. Raises StorageError."""
     return write_table(path, reader, ops or FileOps())

@@ -31,7 +31,12 @@ _WAIT_S = 0.2  # seconds between checks of another run
 
 @dataclass(frozen=True, slots=True)
 class OtherRun:
-    """A run that announced its plans, which are Parquet files with a column `key`."""
+    """Another run that announced its plans in the shared store.
+
+    Attributes:
+        announcement: The file of the announcement, which the run's process locks.
+        plans: The plans: Parquet files with a column `key`.
+    """
 
     announcement: Path
     plans: tuple[Path, ...]
@@ -43,7 +48,7 @@ class OtherRun:
 
 
 class Announcement:
-    """The announcement of a run's plans. `others` are the runs that announced their plans before."""
+    """The announcement of a run's plans. `others` are the running runs that announced their plans earlier."""
 
     def __init__(self, folder: Path, plans: Sequence[Path], ops: FileOps) -> None:
         self._folder, self._plans = folder, [*plans]
@@ -57,13 +62,13 @@ class Announcement:
                 self._write()
 
     def add(self, plan: Path) -> None:
-        """Add a plan for rows that were read since. Raises StorageError."""
+        """Announce another plan of this run, for rows that were read later. Raises StorageError."""
         self._plans.append(plan)
         with storage(self._folder, "announce a plan in"), self._gate():
             self._write()
 
     def close(self) -> None:
-        """Release the announcement."""
+        """Release the lock of the announcement. The file stays."""
         os.close(self._fd)
 
     def _write(self) -> None:
@@ -83,7 +88,13 @@ class Announcement:
 
 @contextmanager
 def announce_plans(store: Path, plans: Sequence[Path], ops: FileOps) -> Iterator[Announcement]:
-    """Announce these plans to other runs while the block lasts. The files must not change. Raises StorageError."""
+    """Announce the plans of this run to other runs while the block runs. Raises StorageError.
+
+    Args:
+        store: The folder of the shared store.
+        plans: The Parquet files of the plans, which must not change.
+        ops: File operations.
+    """
     announcement = Announcement(store / _FOLDER, plans, ops)
     try:
         yield announcement
@@ -99,7 +110,7 @@ def is_another_run_computing(store: Path) -> bool:
 
 
 def _running(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
-    """Yield the runs whose processes are running, and remove the files of killed runs."""
+    """Yield the announced runs whose processes are running, and remove the announcements of killed runs."""
     for path in sorted(folder.glob("*.json")):
         other = OtherRun(path, tuple(Path(plan) for plan in read_strings(path).values()))
         if other.is_running:
@@ -109,9 +120,15 @@ def _running(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
 
 
 def find_similar_runs(plan: Path, others: Sequence[OtherRun], spill: Path) -> list[OtherRun]:
-    """Return the runs that share at least half of this plan's keys and at least half of their own.
+    """Return the runs that share at least half of this plan's work keys and at least half of their own.
 
-    Waiting for other runs may take longer than computing: a trial of 20 rows must not wait for a run of a million rows.
+    Waiting for other runs may take longer than computing: a trial of 20 rows must not wait for a run of a
+    million rows.
+
+    Args:
+        plan: The Parquet file of this run's plan.
+        others: The runs to consider.
+        spill: Folder for temporary files.
     """
     found = []
     for other in others:
@@ -128,7 +145,7 @@ def find_similar_runs(plan: Path, others: Sequence[OtherRun], spill: Path) -> li
 
 
 def wait_for(others: Sequence[OtherRun], tick: Callable[[], None]) -> None:
-    """Wait until none of the runs is running. `tick` is called at each check."""
+    """Wait until none of the runs is running. `tick` is called every 0.2 seconds."""
     while any(other.is_running for other in others):
         time.sleep(_WAIT_S)
         tick()

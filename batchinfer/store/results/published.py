@@ -17,7 +17,7 @@ from batchinfer.store.results.manifest import Manifest, ResultFile, damaged_resu
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """An undamaged published result. `files` are in input order."""
+    """A published result whose files all have the digests in the manifest. `files` are in input order."""
 
     manifest: Manifest
     files: tuple[Path, ...]
@@ -25,14 +25,14 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file that is not as it was written."""
+    """A file of a result or store that is not as it was written, with a description of the problem."""
 
     file: Location
     message: str
 
 
 def open_published(folder: Location, *, fresh: bool = False) -> Published | None:
-    """Return the result in a folder, or None if nothing is published.
+    """Return the published result in a folder, or None if nothing is published there.
 
     Args:
         folder: The result folder.
@@ -54,7 +54,13 @@ def open_published(folder: Location, *, fresh: bool = False) -> Published | None
 def open_published_or_notify(
     folder: Location, notice: Callable[[str], None], *, fresh: bool = False
 ) -> Published | None:
-    """Return the result in a folder. If it is damaged, call `notice` and return None."""
+    """Return the published result in a folder, or None if there is none or it is damaged.
+
+    Args:
+        folder: The result folder.
+        notice: Called with a message if the result is damaged.
+        fresh: Compute all digests again. Otherwise digests of unchanged files are cached.
+    """
     try:
         return open_published(folder, fresh=fresh)
     except DamagedResult as error:
@@ -63,7 +69,10 @@ def open_published_or_notify(
 
 
 def open_if_intact(folder: Location) -> Published | None:
-    """Return the result in a folder, or None if there is none or it is damaged. Raises OutputConflict, StorageError."""
+    """Return the published result in a folder, or None if there is none or it is damaged.
+
+    Raises OutputConflict, StorageError.
+    """
     try:
         return open_published(folder)
     except DamagedResult:
@@ -89,7 +98,13 @@ def count_published_input_rows(folder: Location) -> int | None:
 
 
 def file_problems(folder: Location, manifest: Manifest, *, fresh: bool = False) -> Iterator[Problem]:
-    """Yield the files of a result that differ from the manifest, each with the problem."""
+    """Yield the files of a result that differ from its manifest, each with the problem.
+
+    Args:
+        folder: The result folder.
+        manifest: The manifest.
+        fresh: Compute all digests again. Otherwise digests of unchanged files are cached.
+    """
     with file_digests(folder.local, fresh=fresh) as digests:
         for file in manifest.files:
             problem = _file_problem((folder / file.name).local, file, digests)

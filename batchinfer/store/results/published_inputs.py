@@ -17,7 +17,7 @@ from batchinfer.store.index.index import Index
 
 
 def identities(index: Index) -> list[dict[str, Any]]:
-    """Return the identity of each input: its content without times.
+    """Return the identity of each input file of an index: name, size, and sha256 if it was read completely.
 
     Rewriting a file with equal rows does not change its identity.
     """
@@ -34,7 +34,12 @@ def _identity(file: InputFile, digest: str | None) -> dict[str, Any]:
 
 
 def read_published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
-    """Return the identities of these files when last published, or None if size, times or inode of a file changed."""
+    """Return the recorded identities of input files, or None if a file's size, times or inode changed.
+
+    Args:
+        path: The record, written by `remember_inputs`.
+        files: The input files.
+    """
     value = read_json(path)
     if not isinstance(value, list):
         return None
@@ -46,11 +51,18 @@ def read_published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[s
 def remember_inputs(
     path: Path, files: Sequence[InputFile], identities: Sequence[dict[str, Any]], ops: FileOps | None = None
 ) -> None:
-    """Record the identities of these files. Raises StorageError."""
+    """Record the identities of the input files of a published result. Raises StorageError.
+
+    Args:
+        path: The record.
+        files: The input files.
+        identities: The identity of each file, from `identities`.
+        ops: File operations.
+    """
     pairs = zip(files, identities, strict=True)
     write_json(path, [{"file": file.to_json(), "identity": entry} for file, entry in pairs], ops or FileOps())
 
 
 def _same(value: object) -> str:
-    """Return equal text for equal values."""
+    """Return equal text for equal JSON values."""
     return json.dumps(value, sort_keys=True)

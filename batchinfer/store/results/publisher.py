@@ -55,18 +55,20 @@ def publish(
     remember: bool = True,
     on_rows: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Publish the result of a job to `state.destination`. The caller holds the lock of the state folder.
+    """Publish the result of a job to `state.destination`, and return its manifest.
+
+    The caller holds the lock of the state folder.
 
     Args:
         index: The index.
-        join: The answers. Every key of the index must have one.
+        join: The positions of the answers. Every work key of the index must have one.
         spec: The identity of the result.
         detokenizer: Converts tokens to text.
         state: The state folder.
         replace: The result of another job may be replaced.
         threads: Threads that write files. None: one per core, at most MOST_THREADS.
         remember: Record the files, so the next result can reuse them.
-        on_rows: Called with numbers of rows that were staged.
+        on_rows: Called with the number of rows that were staged since the last call.
 
     Raises:
         OutputConflict: Exit code 73.
@@ -80,8 +82,8 @@ def publish(
     earlier = EarlierFiles(state)
     prints = compute_fingerprints(index, join, spec, threads, earlier.fingerprints)
     staging = _Staging(index, join, spec, stage, threads, on_rows or (lambda rows: None))
-    files = staging.copied(prints.files, earlier)
-    files += staging.made(detokenizer, {file.number for file in files}, state)
+    files = staging.copy_unchanged(prints.files, earlier)
+    files += staging.write_missing(detokenizer, {file.number for file in files}, state)
     files.sort(key=lambda file: file.number)
     written = sum(file.rows for file in files)
     wanted = published_rows(index.best, index.rows)
@@ -99,7 +101,16 @@ def publish(
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """Stages the files of a result: copies reused ones, and writes the others."""
+    """Writes the files of a result to a staging folder, or copies them from the last result.
+
+    Attributes:
+        index: The index.
+        join: The positions of the answers.
+        spec: The identity of the result.
+        stage: The staging folder.
+        threads: Number of threads.
+        on_rows: Called with the number of rows that were staged since the last call.
+    """
 
     index: Index
     join: Join
@@ -108,19 +119,26 @@ class _Staging:
     threads: int
     on_rows: Callable[[int], None]
 
-    def copied(self, compute_fingerprints: Sequence[str], earlier: EarlierFiles) -> list[StagedFile]:
-        """Copy the files that the last result has, too."""
+    def copy_unchanged(self, fingerprints: Sequence[str], earlier: EarlierFiles) -> list[StagedFile]:
+        """Copy the files whose fingerprints the last result has, too.
+
+        Args:
+            fingerprints: The fingerprint of each file of the new result.
+            earlier: The files of the last result.
+        """
         found = []
-        for number, fingerprint in enumerate(compute_fingerprints):
+        for number, fingerprint in enumerate(fingerprints):
             left = published_rows(self.index.best, self.index.rows) - number * self.spec.rows_per_file
-            file = earlier.copied(number, fingerprint, min(left, self.spec.rows_per_file), self.stage)
+            file = earlier.copy(number, fingerprint, min(left, self.spec.rows_per_file), self.stage)
             if file is not None:
                 found.append(file)
                 self.on_rows(file.rows)
         return found
 
-    def made(self, detokenizer: Detokenizer, there: Collection[int], state: StateFolder) -> list[StagedFile]:
-        """Write the other files."""
+    def write_missing(
+        self, detokenizer: Detokenizer, there: Collection[int], state: StateFolder
+    ) -> list[StagedFile]:
+        """Write all files of the result except files whose numbers are in `there`."""
         index, per_file = self.index, self.spec.rows_per_file
         indexed = indexed_rows(index.best, per_file)
         spans = spans_of(index.rows, indexed, self.threads, there)
@@ -147,7 +165,7 @@ def _fresh(state: StateFolder) -> Path:
 def _finish(
     stage: Path, staged: Sequence[StagedFile], spec: PublishSpec, endpoints: tuple[str, ...], ops: FileOps
 ) -> Manifest:
-    """Rename the files to names with their generation, and write the manifest."""
+    """Rename the staged files to names with their generation, write the manifest, and return it."""
     written = [file.published for file in staged]
     generation = generation_of(spec, written)
     files = tuple(
@@ -202,7 +220,8 @@ def _put_if_absent(stage: Path, state: StateFolder) -> None:
 def _replace(stage: Path, older: OlderResult, state: StateFolder) -> None:
     """Swap the staged result with the older one, and keep the older one for an hour.
 
-    If the system cannot swap folders (macOS, some file systems), the older one is moved away first. For a moment there
+    If the system cannot swap folders (macOS, some file systems), the older one is moved away first. For a
+    moment there
     is no result, and readers see a missing folder.
     """
     ops, kept = state.ops, state.generations / older.generation

@@ -34,12 +34,13 @@ T = TypeVar("T")
 def spans_of(
     rows: int, rows_per_file: int, threads: int, there: Collection[int] = ()
 ) -> list[tuple[int, int]]:
-    """Cut the rows of a result into spans at file boundaries.
+    """Cut the rows of a result into spans of whole files, as (start, stop).
 
     Args:
         rows: Number of rows.
         rows_per_file: Rows per file.
-        threads: Number of threads. A single thread gets the longest possible spans, several threads get short spans.
+        threads: Number of threads. A single thread gets the longest possible spans, several threads get short
+            spans.
         there: The numbers of files that exist already. Their rows are left out.
     """
     files = range(-(-max(1, rows) // rows_per_file))
@@ -56,13 +57,22 @@ def spans_of(
 
 
 def staged_name(number: int) -> str:
-    """Return the name of a file before its generation is known."""
+    """Return the name of the result file with this number, from 0, before its generation is known."""
     return f"{number:05d}.parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """A written file, with its numbers of error rows and retryable error rows."""
+    """A result file in the staging folder.
+
+    Attributes:
+        number: The number of the file in the result, from 0.
+        rows: Number of rows.
+        bytes: Size of the file.
+        sha256: Hex digest of the file.
+        errors: Number of error rows.
+        retryable: Number of error rows that a retry may fix.
+    """
 
     number: int
     rows: int
@@ -73,20 +83,29 @@ class StagedFile:
 
     @property
     def published(self) -> ResultFile:
-        """Return the entry in the manifest."""
+        """Return the manifest's entry for this file, with the name that it has in the staging folder."""
         return ResultFile(staged_name(self.number), self.rows, self.bytes, self.sha256)
 
 
 @dataclass(frozen=True, slots=True)
 class ResultFiles:
-    """Writes the files of a result, with `rows_per_file` rows each. The last one may have fewer."""
+    """Writes the files of a result in several threads.
+
+    Attributes:
+        folder: The staging folder.
+        schema: The columns of the result.
+        kind: The kind of answers.
+        rows_per_file: Result rows per file. The last file may have fewer.
+        ops: File operations.
+        indexed_per_file: Rows of the index per file; more than result rows if samples are chosen.
+    """
 
     folder: Path
     schema: pa.Schema
     kind: OutputKind
     rows_per_file: int
     ops: FileOps
-    indexed_per_file: int  # rows of the index per file
+    indexed_per_file: int
 
     def write(
         self,
@@ -95,13 +114,14 @@ class ResultFiles:
         threads: int,
         on_rows: OnRows,
     ) -> list[StagedFile]:
-        """Write the files of all spans, and remove unfinished files after an error.
+        """Write the result files of all spans, and remove unfinished files after an error.
 
         Args:
             spans: The spans, as (start, stop) in rows of the index.
             tables: Returns the rows of the span with this number.
-            threads: Number of threads. If there are more than spans, rows are prepared in parallel with writing.
-            on_rows: Called in this thread with numbers of written rows.
+            threads: Number of threads. If there are more than spans, rows are prepared in parallel with
+                writing.
+            on_rows: Called in this thread with the number of rows that were written since the last call.
 
         Raises:
             Exception: The first error of any thread.
@@ -114,7 +134,10 @@ class ResultFiles:
         return [file for files in _run_in_threads(span, len(spans), threads, on_rows) for file in files]
 
     def _write_span(self, first: int, tables: Iterator[pa.Table], on_rows: OnRows) -> list[StagedFile]:
-        """Write the files from number `first` on. There is at least one file, so every result has a schema."""
+        """Write the result files from number `first` on.
+
+        There is at least one file, so every result has a schema.
+        """
         written: list[StagedFile] = []
         writer = self._open(first)
         try:
@@ -134,13 +157,17 @@ class ResultFiles:
 
 
 class _Aborted(Exception):
-    """Raised in a thread whose work is no longer needed."""
+    """Raised in a thread that writes a result file, if another thread failed."""
 
 
 def _run_in_threads(work: Callable[[int, OnRows], T], count: int, threads: int, on_rows: OnRows) -> list[T]:
-    """Return the results of `work` for each number below `count`.
+    """Return the results of `work` for each number below `count`, computed in threads.
 
-    Its row counts are passed to `on_rows` in this thread.
+    Args:
+        work: Gets a number, and a function to report written rows.
+        count: How often `work` is called.
+        threads: Maximum number of threads.
+        on_rows: Called in this thread with each reported number of rows.
     """
     if min(threads, count) <= 1:
         return [work(number, on_rows) for number in range(count)]
@@ -166,7 +193,7 @@ def _run_in_threads(work: Callable[[int, OnRows], T], count: int, threads: int, 
 
 
 def _wait(told: SimpleQueue[int | Future[Any]], left: int, on_rows: OnRows) -> None:
-    """Wait until `left` futures are done. Raises the first error."""
+    """Wait until `left` futures are done, and pass reported rows to `on_rows`. Raises the first error."""
     while left:
         heard = told.get()
         if isinstance(heard, int):
@@ -194,7 +221,7 @@ def _count_rows(tables: Iterator[pa.Table], on_rows: OnRows) -> Iterator[pa.Tabl
 def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind) -> Iterator[pa.Table]:
     """Yield row groups of BATCH_ROWS rows, or fewer if they have more than GROUP_ENTRIES values.
 
-    They depend on the rows only, not on the sizes of the tables, so equal rows give equal bytes.
+    Row groups depend on the rows only, not on the sizes of the tables, so equal rows give equal bytes.
     """
     held: list[pa.Table] = []
     rows = entries = in_file = 0
@@ -214,7 +241,7 @@ def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind
 
 
 class _ResultWriter:
-    """A staged Parquet file. `finish` writes the footer, and `abandon` removes the file."""
+    """A result file that is being written. `finish` writes the footer, and `abandon` removes the file."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema, ops: FileOps) -> None:
         self.rows = 0
@@ -225,21 +252,21 @@ class _ResultWriter:
         )
 
     def write(self, group: pa.Table) -> None:
-        """Write a row group."""
+        """Write a row group of result rows, and count its error rows."""
         self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
         self.rows += group.num_rows
         self._errors += pc.sum(pc.equal(group.column("status"), ERROR)).as_py() or 0
         self._retryable += pc.sum(group.column("retryable")).as_py() or 0
 
     def finish(self) -> StagedFile:
-        """Complete the file."""
+        """Complete the result file, and return its size, digest and counts."""
         self._writer.close()
         digest = self._file.commit()
         counts = self._errors, self._retryable
         return StagedFile(self._number, self.rows, digest.bytes, digest.sha256, *counts)
 
     def abandon(self) -> None:
-        """Remove the unfinished file."""
+        """Remove the unfinished result file."""
         self._file.abandon()
 
 

@@ -34,7 +34,10 @@ ATTEMPT = pa.field("attempt", pa.int32())
 
 
 def result_schema(index: Index) -> pa.Schema:
-    """Return the schema of a result. Raises ValueError if a passthrough column has the name of a fixed column."""
+    """Return the columns of a result.
+
+    Raises ValueError if a passthrough column has the name of a fixed column.
+    """
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
     ours += [SAMPLE] if index.samples else []
     ours += [ENGINE_CLASS] if index.engine_class else []
@@ -49,7 +52,7 @@ def result_schema(index: Index) -> pa.Schema:
 
 
 class ResultRows:
-    """The rows of a result, by spans of index rows. Several threads may use different spans.
+    """Makes the rows of a result from spans of index rows and their completions. Threads may use different spans.
 
     If `partial` is True, rows whose key has no completion are left out. Otherwise there must be none.
     """
@@ -73,7 +76,7 @@ class ResultRows:
         self._first = list(accumulate(counts, initial=0))  # number of the first batch of each span
 
     def tables(self, span: int) -> Iterator[pa.Table]:
-        """Yield the rows of a span in tables of at most `batch_rows` rows with `result_schema`."""
+        """Yield the result rows of the span with this number, in tables with the columns of `result_schema`."""
         first = self._spans[span][0]
         for batch, (rows, values) in enumerate(self._read(*self._spans[span]), self._first[span]):
             _check_order(rows.column("row_id").to_numpy(), first)
@@ -111,7 +114,12 @@ class ResultRows:
         return self._rows.tables(start, stop, [self._batch_rows])
 
     def _numbers(self, first: int, matched: pa.Table) -> pa.Array:
-        """Return the attempt of each row's completion, or null for a row without one."""
+        """Return the attempt of each row's completion, or null for a row without one.
+
+        Args:
+            first: The index row of the first row.
+            matched: The completion of each row.
+        """
         numbers = np.ones(matched.num_rows, np.int32)
         if self._attempts is not None:
             numbers[:] = self._attempts[first : first + len(numbers)]
@@ -129,7 +137,7 @@ def result_rows(
     *,
     partial: bool = False,
 ) -> Iterator[ResultRows]:
-    """Open the answers of the spans' rows. Yields the rows, which can be read within the block.
+    """Open the answers of the spans' rows. Yields the result rows, which can be read within the block.
 
     Args:
         index: The index.
@@ -155,7 +163,7 @@ def result_rows(
 
 
 def batch_rows(index: Index) -> int:
-    """Return the number of index rows per batch. If samples are chosen, a batch has all answers to its rows."""
+    """Return the number of index rows to convert at a time, a multiple of the samples per input row."""
     rows = KINDS[index.output].batch_rows(index) or BATCH_ROWS
     if index.best is None:
         return rows
@@ -168,7 +176,13 @@ def _check_order(row_ids: NDArray[np.int64], first: int) -> None:
 
 
 def _matching(first: int, rows: int, answers: pa.Table) -> pa.Table:
-    """Return the completions of `rows` rows from row `first` on, with nulls for rows without one."""
+    """Return a completion per index row, with nulls for rows without one.
+
+    Args:
+        first: The first index row.
+        rows: Number of index rows.
+        answers: The completions with their `row_id`.
+    """
     places = np.full(rows, -1, np.int64)
     places[answers.column("row_id").to_numpy() - first] = np.arange(answers.num_rows)
     return answers.take(pa.array(places, mask=places < 0)).combine_chunks()

@@ -38,12 +38,13 @@ _SMALL = 4  # shares of up to 4 times `at_once` rows are read by a thread of the
 
 
 class _Share(NamedTuple):
-    """The rows that use completions of a part, or of some of its row groups.
+    """The completions of one part, or of some of its row groups, that rows of the index use.
 
-    Args:
-        part: The part.
-        positions: The row numbers of the completions, from the start of the part or of its row groups, ascending.
-        rows: The rows of the index.
+    Attributes:
+        part: The part of the store.
+        positions: The row numbers of the completions, from the start of the part or of its row groups,
+            ascending.
+        rows: The rows of the index that use them.
         groups: The row groups. None: all.
     """
 
@@ -54,12 +55,12 @@ class _Share(NamedTuple):
 
     @classmethod
     def of(cls, join: Join, number: int) -> _Share:
-        """Return the share of a part of the join."""
+        """Return the completions that the rows of a join use from the part with this number."""
         own = join.of_part(number)
         return cls(join.parts[number], join.positions[own] - (number << PART_SHIFT), join.rows[own])
 
     def by_groups(self) -> Iterator[_Share]:
-        """Yield the share of each row group. Raises StorageError."""
+        """Yield the completions of each row group of the part. Raises StorageError."""
         with _open_part(self.part) as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         ends = np.cumsum([0, *sizes])
@@ -70,23 +71,23 @@ class _Share(NamedTuple):
 
 
 class SortedAnswers:
-    """The answers of batches of rows. A context manager; several threads may read batches."""
+    """The completions of batches of rows, sorted by row. A context manager; several threads may read batches."""
 
     def __init__(
         self, join: Join, schema: pa.Schema, starts: Numbers, at_once: int, spill: Path, memory: int
     ) -> None:
-        """Read and sort all answers.
+        """Read and sort the completions of all rows of a join.
 
         Args:
-            join: The positions of the answers.
+            join: The positions of the completions.
             schema: `row_id` and the columns of completions. A column that a part does not have is null.
             starts: The first row of each batch, ascending.
             at_once: Maximum rows to read at a time.
-            spill: Folder for runs that exceed the memory.
-            memory: Bytes of runs to keep in memory, in addition to the run that is sorted.
+            spill: Folder for sorted completions that exceed the memory.
+            memory: Bytes of sorted completions to keep in memory.
 
         Raises:
-            StorageError: A part cannot be read, or a run cannot be written.
+            StorageError: A part cannot be read, or a file cannot be written.
         """
         self._schema, self._starts, self._at_once = schema, starts, at_once
         self._spill, self._memory = spill, memory
@@ -108,13 +109,16 @@ class SortedAnswers:
         self.close()
 
     def close(self) -> None:
-        """Remove spilled runs."""
+        """Remove the files of spilled completions."""
         runs, self._runs = self._runs, []
         for run in runs:
             run.close()
 
     def of(self, batch: int) -> pa.Table:
-        """Return the answers of a batch's rows, in row order. Rows without an answer are left out."""
+        """Return the completions of the rows in the batch with this number, in row order.
+
+        Rows without a completion are left out.
+        """
         found = [table for run in self._runs if (table := run.of(batch)).num_rows]
         if len(found) == 1:
             return found[0]
@@ -122,7 +126,10 @@ class SortedAnswers:
         return together.take(pa.array(np.argsort(together.column(ROW).to_numpy()))).combine_chunks()
 
     def _read_answers(self, join: Join) -> Iterator[_Answers]:
-        """Yield the answers of the rows, in the order of the parts. Several small shares are read in parallel."""
+        """Yield completions with the rows that use them, in the order of the parts.
+
+        Small shares are read in parallel.
+        """
         ahead: deque[Future[list[_Answers]]] = deque()
         with ThreadPoolExecutor(threads := min(_MOST_THREADS, usable_cpus()), "answers") as pool:
             try:
@@ -140,7 +147,7 @@ class SortedAnswers:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _shares(self, join: Join) -> Iterator[_Share]:
-        """Yield the shares of the parts. Large ones are split by row groups."""
+        """Yield the needed completions of each part. Parts with many of them are split by row groups."""
         for number in range(len(join.parts)):
             share = _Share.of(join, number)
             if len(share.rows) <= self._at_once:
@@ -149,7 +156,7 @@ class SortedAnswers:
                 yield from share.by_groups()
 
     def _of_part(self, share: _Share) -> Iterator[_Answers]:
-        """Yield a share's answers, each batch with its rows."""
+        """Yield the completions of a share in batches, each with the rows that use them."""
         for start, batch in _batches(share.part, share.groups, self._schema, self._at_once):
             low, high = np.searchsorted(share.positions, [start, start + batch.num_rows]).tolist()
             for some in range(low, high, self._at_once):  # rows with equal keys each get a copy
@@ -164,7 +171,7 @@ class SortedAnswers:
             self._close_run()
 
     def _close_run(self) -> None:
-        """Sort the collected answers by row, and keep them in memory if they fit."""
+        """Sort the collected completions by row, and keep them in memory if they fit, or else in a file."""
         if not self._held:
             return
         table, size = pa.Table.from_batches(self._held).combine_chunks(), self._held_bytes
@@ -181,38 +188,38 @@ class SortedAnswers:
 
 
 class _Run(Protocol):
-    """Answers sorted by row."""
+    """Completions sorted by row, in memory or in a file."""
 
     def of(self, batch: int) -> pa.Table:
-        """Return the share of a batch."""
+        """Return the completions of the rows in the batch with this number."""
 
     def close(self) -> None:
-        """Release the memory or the file."""
+        """Release the memory, or remove the file."""
 
 
 class _InMemory:
-    """Answers in their original order, with the order of their rows.
+    """Completions in memory. Each reader sorts the rows of its batch, so sorting is parallel.
 
-    Each reader sorts its share, so sorting is parallel.
-
-    `ends` has the index of each batch's first row in that order, and the total at the end.
+    The constructor gets the completions, the order that sorts them by row, and `ends`: the position in this
+    order of each
+    batch's first row, and the number of completions at the end.
     """
 
     def __init__(self, table: pa.Table, order: Numbers, ends: Numbers) -> None:
         self._table, self._order, self._ends = table, order, ends
 
     def of(self, batch: int) -> pa.Table:
-        """Return the share of a batch."""
+        """Return the completions of the rows in the batch with this number."""
         share = self._order[int(self._ends[batch]) : int(self._ends[batch + 1])]
         return self._table.take(pa.array(share)).combine_chunks()
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory of the completions."""
         self._table = self._table.schema.empty_table()
 
 
 class _Spilled:
-    """A file with the share of each batch of rows as a record batch."""
+    """Completions in an Arrow file, with a record batch for each batch of rows."""
 
     def __init__(self, table: pa.Table, ends: Numbers, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -230,12 +237,12 @@ class _Spilled:
             self._reader = pa.ipc.open_file(self._file)
 
     def of(self, batch: int) -> pa.Table:
-        """Return the share of a batch."""
+        """Return the completions of the rows in the batch with this number."""
         with self._lock, storage(self._path, "read"):
             return pa.Table.from_batches([self._reader.get_batch(batch)])
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the file of the completions."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 
@@ -247,7 +254,7 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
 def _small_batches(
     file: pq.ParquetFile, groups: Sequence[int], rows: int, names: list[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a file's row groups, at most `rows` at a time.
+    """Yield the named columns of a file's row groups, at most `rows` rows at a time.
 
     Small files are read as a whole: a thousand files of a thousand rows take 0.6 s, and 1.4 s in batches.
     """
@@ -260,7 +267,7 @@ def _small_batches(
 def _batches(
     part: Path, groups: range | None, schema: pa.Schema, at_once: int
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield batches of a part's row groups, each with the number of its first row.
+    """Yield batches of completions in a part of the store, each with the number of its first row.
 
     Args:
         part: The part.

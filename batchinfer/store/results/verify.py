@@ -16,7 +16,10 @@ from batchinfer.store.results.published import Problem, file_problems
 
 
 def verify_result(folder: Location) -> list[Problem]:
-    """Return the problems of a published result. All digests are computed again, and the cached ones are updated.
+    """Return the problems of a published result. All digests are computed again, and cached ones are updated.
+
+    Args:
+        folder: The result folder.
 
     Raises:
         OutputConflict: The manifest has a newer format.
@@ -39,7 +42,10 @@ def verify_result(folder: Location) -> list[Problem]:
 
 
 def verify_store(path: Path) -> list[Problem]:
-    """Return the problems of a completion store's parts. It takes no lock and changes nothing."""
+    """Return the problems of the parts of the completion store in the folder `path`.
+
+    It takes no lock and changes nothing.
+    """
     records, discarded = read_records(path, verify=True)
     found = [Problem(Location(str(part.path)), part.reason) for part in discarded]
     return found + [
@@ -57,7 +63,7 @@ def _unlisted(folder: Location, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _check_pages(path: Path, rows: int) -> Iterator[Problem]:
-    """Decode every page, verify its checksum, and compare the number of rows."""
+    """Read a whole Parquet file and its page checksums. Yield the problem if it is damaged or lacks rows."""
     found, place = 0, Location(str(path))
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

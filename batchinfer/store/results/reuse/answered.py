@@ -23,7 +23,7 @@ _KEPT = 2  # 64-bit words of a key that are compared
 
 
 class KeySet:
-    """A set of keys, compared by their first 16 bytes. Ten million keys take 160 MB."""
+    """A set of work keys, compared by their first 16 bytes. Ten million keys take 160 MB."""
 
     def __init__(self, parts: Sequence[Words]) -> None:
         words = np.concatenate([np.empty((0, _KEPT), np.uint64), *parts])
@@ -31,7 +31,7 @@ class KeySet:
         self._firsts, self._seconds = words[order, 0], words[order, 1]
 
     def has(self, keys: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return a boolean per key: True if it is in the set.
+        """Return a boolean per work key: True if it is in the set.
 
         Of keys in the set that share their first 8 bytes, only the first is found.
         """
@@ -49,10 +49,10 @@ class KeySet:
 
 
 class AnsweredRows:
-    """Returns True for rows that all have stored answers."""
+    """A function that returns True if all rows of a prepared chunk have stored answers."""
 
     def __init__(self, parts: Sequence[Path], retry_errors: bool, spill: Path) -> None:
-        """Prepare lookups in these parts of a store.
+        """Prepare lookups in these parts of a store. Keys are read by the first lookup.
 
         Args:
             parts: The parts.
@@ -64,7 +64,10 @@ class AnsweredRows:
         self._invalid: KeySet | None = None
 
     def __call__(self, prompts: Prepared) -> bool:
-        """Return True if every row has the answer of its due attempt. Error rows do not count. Raises StorageError."""
+        """Return True if the store has an answer for the current attempt of every prepared row.
+
+        Error rows do not count. Raises StorageError.
+        """
         if self._present is None:
             self._present = KeySet([answered_keys(part, self._retry, _KEPT) for part in self._parts])
         due = np.frombuffer(prompts.keys, KEY_TYPE)
@@ -73,7 +76,10 @@ class AnsweredRows:
         return bool(self._present.has(due[prompts.counts > 0]).all())
 
     def _climbed(self, due: NDArray[np.void], prompts: Prepared) -> NDArray[np.void]:
-        """Return the key of each row's due attempt. `due` has the keys of the first attempts, and is changed."""
+        """Return the key of each row's current attempt.
+
+        `due` has the keys of the first attempts, and is changed.
+        """
         if self._invalid is None:
             self._invalid = self._invalid_ones(1 + len(prompts.rungs))
         for rung in prompts.rungs:

@@ -25,9 +25,10 @@ _ROWS_READ = 4096
 
 
 class DraftRequests:
-    """Derives requests to the draft model from requests of a plan.
+    """Derives requests to the draft model from the requests of a plan.
 
-    A greedy request has the same key as in a job that runs the draft model as its model. A sampled request uses the
+    A greedy request has the same key as in a job that runs the draft model as its model. A sampled request
+    uses the
     random draws of the original request, so the two models agree as often as possible.
     """
 
@@ -36,16 +37,17 @@ class DraftRequests:
 
         Args:
             context: The digest that enters every work key of the draft model.
-            longest: Maximum tokens of a prompt and its answer.
+            longest: Maximum tokens of a prompt and its answer together.
             vocab: The vocabulary size.
         """
         self._context, self._longest, self._vocab = context, longest, vocab
 
     def of(self, request: Request) -> Request | None:
-        """Return the request to the draft model.
+        """Return the request to the draft model for a request to the target model.
 
         Returns:
-            None if the request generates no tokens, is too long for the draft model, or uses tokens outside its
+            None if the request generates no tokens, is too long for the draft model, or uses tokens outside
+            its
             vocabulary.
         """
         if not request.params.gives_tokens:
@@ -65,13 +67,13 @@ class DraftRequests:
 
 @lru_cache(maxsize=256)
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Return the parameters without outputs other than tokens."""
+    """Return sampling parameters that request no outputs other than tokens, and no adapter."""
     return replace(params, logprobs=None, prompt_logprobs=None, confidence=False, adapter="")
 
 
 @lru_cache(maxsize=256)
 def _largest(params: SamplingParams) -> int:
-    """Return the largest token id in the parameters, or 0."""
+    """Return the largest token id in sampling parameters, or 0 if they have none."""
     return max((*(token for token, _ in params.logit_bias), *params.allowed_token_ids), default=0)
 
 
@@ -86,12 +88,12 @@ def write_draft_keys(
     draft: DraftRequests,
     ops: FileOps,
 ) -> Path:
-    """Write the keys of the requests to the draft model, and return the file.
+    """Write the work keys of the requests to the draft model next to the plan, and return the file.
 
     Args:
         plan: The file of the plan.
-        requests: Batches of requests of the plan with their `seq`.
-        draft: Derives the requests.
+        requests: Batches of requests of the plan with their numbers in it (`seq`).
+        draft: Derives the requests to the draft model.
         ops: File operations.
 
     Raises:
@@ -117,6 +119,12 @@ def _key_batches(
 def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> tuple[Path, int]:
     """Write the `seq` of each distinct request to the draft model that has no stored answer.
 
+    Args:
+        keys: The file from `write_draft_keys`.
+        parts: Parts of the store.
+        spill: Folder for temporary files.
+        ops: File operations.
+
     Returns:
         The file, and the number of requests.
 
@@ -134,7 +142,18 @@ def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) 
 
 
 def write_draft_answers(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> Path:
-    """Write the stored answers of the draft model, and return the file. Raises StorageError, OutOfMemory."""
+    """Write the stored answers of the draft model with their `seq`, and return the file.
+
+    Args:
+        keys: The file from `write_draft_keys`.
+        parts: Parts of the store.
+        spill: Folder for temporary files.
+        ops: File operations.
+
+    Raises:
+        StorageError: A file cannot be read or written.
+        OutOfMemory: DuckDB exceeded its limit.
+    """
     path = keys.with_name("draft-answers.parquet")
     with connection(spill) as database:
         stored = f"SELECT key AS draft_key, token_ids FROM {parquet(parts)} WHERE error_code IS NULL"

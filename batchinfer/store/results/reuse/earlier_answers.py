@@ -24,13 +24,13 @@ _CHARACTERS = 32  # maximum characters of an earlier text per token of the new a
 
 @dataclass(frozen=True, slots=True)
 class LastResult:
-    """The files of a result with one text per input row."""
+    """The Parquet files of a job's last result, if it has one text per input row."""
 
     files: Sequence[Path]
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> LastResult | None:
-        """Return the result in these files, or None if it does not have one text per row."""
+        """Return the result in these files, or None if it does not have one text per row, and an id per row."""
         if not files:
             return None
         schema = pq.read_schema(files[0])
@@ -44,7 +44,10 @@ class LastResult:
         return cls(files)
 
     def last_texts(self, characters: int) -> list[str]:
-        """Return texts from the end of the result, with at least this many characters in total. Raises StorageError."""
+        """Return texts from the end of the result, in order, with at least `characters` characters in total.
+
+        Fewer if the result has fewer. Raises StorageError.
+        """
         texts: list[str] = []
         for path in reversed(self.files):
             with storage(path, "read"), pq.ParquetFile(path) as file:
@@ -60,10 +63,18 @@ class LastResult:
     def write_answers(
         self, plan: Path, index_parts: Sequence[Path], spill: Path, ops: FileOps
     ) -> Path | None:
-        """Write the earlier answers to greedy requests of a plan.
+        """Write the earlier answers to greedy requests of a plan, which serve as drafts.
+
+        Rows are matched by custom_id. Texts are cut to the expected length of the answer.
+
+        Args:
+            plan: The file of the plan. The answers are written next to it.
+            index_parts: Parts of the index.
+            spill: Folder for temporary files.
+            ops: File operations.
 
         Returns:
-            The file, or None if no row has an id.
+            The file with columns `seq` and `text`, or None if no row has an id.
 
         Raises:
             StorageError: A file cannot be read or written.

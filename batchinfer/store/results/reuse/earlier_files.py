@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 20
 
 
 class EarlierFiles:
-    """The files of the job's last result with known fingerprints."""
+    """The files of a job's last published result, by fingerprint, for reuse in the next result."""
 
     def __init__(self, state: StateFolder) -> None:
         self._ops = state.ops
@@ -45,13 +45,13 @@ class EarlierFiles:
             if results is not None and manifest is not None:
                 self._published = {file.sha256: results / file.name for file in manifest.files}
 
-    def copied(self, number: int, fingerprint: str, rows: int, stage: Path) -> StagedFile | None:
-        """Copy the file with this fingerprint to the staging folder.
+    def copy(self, number: int, fingerprint: str, rows: int, stage: Path) -> StagedFile | None:
+        """Copy the last result's file with this fingerprint to the staging folder.
 
         Args:
             number: The number of the file in the new result.
-            fingerprint: Its fingerprint.
-            rows: Its number of rows.
+            fingerprint: The fingerprint of the file.
+            rows: The number of rows that the file must have.
             stage: The staging folder.
 
         Returns:
@@ -73,7 +73,7 @@ Known = tuple[int, str, int, int, int]  # bytes, sha256, rows, errors, retryable
 
 
 def remember_files(state: StateFolder, prints: Fingerprints, files: Sequence[StagedFile]) -> None:
-    """Record this result as the job's last one, with the fingerprints of its files. Raises StorageError."""
+    """Record a result as the job's last one, with the fingerprints of its files. Raises StorageError."""
     listed = [[one, *astuple(file)[1:]] for one, file in zip(prints.files, files, strict=True)]
     results = os.path.relpath(state.results, state.job.parent)
     value = {"format": FORMAT, "results": results, "files": listed}
@@ -83,7 +83,7 @@ def remember_files(state: StateFolder, prints: Fingerprints, files: Sequence[Sta
 
 
 def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known], Fingerprints]:
-    """Return the folder of the last result, its files by fingerprint, and their fingerprints."""
+    """Return the folder of the last result, its files by fingerprint, and their fingerprints in order."""
     found: dict[str, Known] = {}
     match read_json(state.result_files):
         case {
@@ -104,11 +104,11 @@ def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known], Fingerprin
 
 
 class _AnotherFile(Exception):
-    """The copied bytes differ from the published ones."""
+    """Raised if the bytes that were copied differ from the published ones."""
 
 
 def _copy(source: Path, target: Path, expected: Digest, ops: FileOps) -> bool:
-    """Copy a file durably. Return False, without a copy, if its bytes have changed or it cannot be read."""
+    """Copy a file durably. Return False, without a copy, if its digest differs or it cannot be read."""
 
     def check(found: Digest) -> None:
         if found != expected:
@@ -138,7 +138,7 @@ def _may_be(source: Path, expected: Digest) -> bool:
 
 
 def _pieces(source: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's bytes, at most one more than `size`, since another process may append to it."""
+    """Yield the bytes of a file, at most one more than `size`, since another process may append to it."""
     with source.open("rb") as file:
         left = size + 1
         while left > 0 and (piece := file.read(min(left, _READ_BYTES))):

@@ -36,12 +36,12 @@ _NONE = -1  # the row has no stored answer
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """The fingerprints of a result.
+    """The fingerprints of the files of a result. Files with equal fingerprints have equal bytes.
 
-    Args:
+    Attributes:
         files: The fingerprint (hex) of each file, in order.
         maker: A digest of the code and settings that write files.
-        segments: The kept segments of the first rows, each with its folder and number of rows.
+        segments: The segments of the kept index with the first rows: folder and number of rows of each.
     """
 
     files: tuple[str, ...]
@@ -55,12 +55,12 @@ NO_FINGERPRINTS = Fingerprints((), "")
 def compute_fingerprints(
     index: Index, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
 ) -> Fingerprints:
-    """Return the fingerprints of a result. In addition to `join`, each row takes 8 bytes of memory.
+    """Return the fingerprints of a result before its files are written. Each row takes 8 bytes of memory.
 
     Args:
         index: The index.
-        join: The answers of its rows.
-        spec: The settings of the result.
+        join: The positions of the answers of its rows.
+        spec: The identity of the result.
         threads: Number of threads.
         last: The fingerprints of the last result. Those of files with only reused rows are taken from it.
 
@@ -80,7 +80,7 @@ def compute_fingerprints(
 
 
 class _Fingerprints:
-    """Computes the fingerprints of spans of files, in any thread."""
+    """Computes the fingerprints of the result files in a span of rows, in any thread."""
 
     def __init__(self, index: Index, join: Join, spec: PublishSpec) -> None:
         self._rows, self._join = IndexRows(index), join
@@ -93,14 +93,17 @@ class _Fingerprints:
         self._sizes = [BATCH_ROWS] * full + [rest] * (rest > 0)
 
     def of_span(self, span: tuple[int, int]) -> list[str]:
-        """Return the fingerprints of the files in a span of rows."""
+        """Return the fingerprints of the result files in a span of index rows, given as (start, stop)."""
         start, stop = span
         firsts = range(start, max(stop, start + 1), self._per_file)
         tables = self._rows.tables(start, stop, self._sizes)
         return [self._of_file(first, min(first + self._per_file, stop), tables) for first in firsts]
 
     def _of_file(self, first: int, stop: int, tables: Iterator[tuple[pa.Table, pa.Table]]) -> str:
-        """Return the fingerprint of a file, whose tables come next."""
+        """Return the fingerprint of the result file with the index rows from `first` to `stop`.
+
+        `tables` yields the rows of this file next.
+        """
         digest = hashlib.sha256(self._head)
         digest.update(f"{first} {stop}\n".encode())
         self._add_answers(digest, first, stop)
@@ -128,7 +131,10 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _maker(index: Index, spec: PublishSpec) -> bytes:
-    """Return everything that determines files except rows and answers. `spec.identity` covers job and checkpoint."""
+    """Return everything that determines result files except rows and answers, as bytes.
+
+    `spec.identity` covers job and checkpoint.
+    """
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
     rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
     rows += [] if index.best is None else [*index.best[: 3 if index.best.lists else 2]]
@@ -140,7 +146,7 @@ def _maker(index: Index, spec: PublishSpec) -> bytes:
 
 
 def _bytes_of(table: pa.Table) -> pa.Buffer:
-    """Return the table as bytes. Dictionaries are decoded, since they may have values that no row uses."""
+    """Return a table as bytes. Dictionaries are decoded, since they may have values that no row uses."""
     types = [(field.name, _plain(field.type)) for field in table.schema]
     table = table.cast(pa.schema(types))
     sink = pa.BufferOutputStream()

@@ -16,7 +16,11 @@ _ROWS_READ = 4096
 
 
 class GivenAnswers:
-    """Reads answers in the order of a plan, from a file with an ascending column seq and the columns of the answers."""
+    """Reads earlier answers, which serve as drafts, in the order of a plan.
+
+    The Parquet file has an ascending column `seq` (the request's number in the plan) and the columns of the
+    answers.
+    """
 
     def __init__(self, path: Path) -> None:
         self._batches: Iterator[pa.RecordBatch] = parquet_batches([path], _ROWS_READ)
@@ -24,10 +28,11 @@ class GivenAnswers:
         self._answers: list[Mapping[str, Any]] = []
 
     def of(self, seqs: NDArray[np.int64]) -> list[Mapping[str, Any] | None]:
-        """Return the columns of the answers to these requests, or None for a request without an answer.
+        """Return the columns of the earlier answers to these requests, or None for a request without one.
 
         Args:
-            seqs: The ascending `seq` of the requests, which continue the sequence of the previous call.
+            seqs: The numbers of the requests in the plan, ascending. They continue the numbers of the
+                previous call.
 
         Raises:
             InputCorrupt: The file is damaged.

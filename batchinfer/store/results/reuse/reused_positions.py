@@ -19,12 +19,12 @@ _ROW = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ReusedPositions:
-    """The positions of the answers of reused rows.
+    """The positions in the store of the answers of rows that a run reuses.
 
-    Args:
+    Attributes:
         places: The position of each row's answer, negative without an answer.
         failed: The rows whose answers are errors. Another run may have answered them since.
-        keys: The work keys of the failed rows.
+        keys: The work keys of the rows in `failed`.
     """
 
     places: Numbers
@@ -32,18 +32,20 @@ class ReusedPositions:
     keys: pa.Array
 
     def overlay(self, found: Numbers) -> Numbers:
-        """Return all positions: the new one if it was found, else the recorded one."""
+        """Return the position of each row's answer: `found`, or the recorded one if `found` is negative."""
         return np.where(found >= 0, found, self.places)
 
     def is_unchanged(self, places: Numbers) -> bool:
-        """Return True if rows whose answers were errors still have the same answers."""
+        """Return True if rows whose answers were errors have the same positions as recorded."""
         return bool((places[self.failed] & POSITION == self.places[self.failed]).all())
 
 
 def read_reused_positions(reused: ReusedRows, parts: Sequence[Path]) -> ReusedPositions:
-    """Return the positions of reused rows in a store with these parts, oldest first. Raises StorageError.
+    """Return the recorded positions of reused rows in a store. Raises StorageError.
 
-    The store must have all parts with answers of the rows.
+    Args:
+        reused: The reused rows.
+        parts: The parts of the store, oldest first. They must include all parts with answers of the rows.
     """
     numbers = {part.name: number for number, part in enumerate(parts)}
     places = [
@@ -59,7 +61,13 @@ def read_reused_positions(reused: ReusedRows, parts: Sequence[Path]) -> ReusedPo
 
 
 def _in_store(places: Numbers, names: Sequence[str], numbers: Mapping[str, int]) -> Numbers:
-    """Return positions with the part numbers of the store instead of indices into `names`."""
+    """Return positions with the part numbers of the store instead of indices into `names`.
+
+    Args:
+        places: Positions, whose part numbers are indices into `names`.
+        names: Names of parts.
+        numbers: The number of each part in the store, by name.
+    """
     own = np.array([*(numbers[name] for name in names), 0], np.int64)
     moved = (own[places >> PART_SHIFT] << PART_SHIFT) + (places & _ROW)
     return np.where(places >= 0, moved, places)

@@ -9,7 +9,12 @@ from batchinfer.filesystem.duck import connection, parquet
 
 
 def saved_tokens(index_parts: Sequence[Path], parts: Sequence[Path], spill: Path) -> tuple[int, int]:
-    """Return the numbers of prompt tokens and output tokens saved by rows that share an answer in these store parts.
+    """Return the numbers of prompt tokens and output tokens that duplicates saved by sharing answers.
+
+    Args:
+        index_parts: Parts of the index.
+        parts: Parts of the store. Only answers in these parts count.
+        spill: Folder for temporary files.
 
     Raises:
         StorageError: A file cannot be read.

@@ -655,7 +655,7 @@ def test_a_complete_index_is_used_again(folder: Path) -> None:
         == Index.open(first.folder)
     )
     assert len(seen) == 1
-    first.inputs_unchanged()
+    first.check_inputs_unchanged()
     (first.folder / "index.json").unlink()
     with pytest.raises(StorageError, match="no complete index"):
         Index.open(first.folder)
@@ -664,7 +664,7 @@ def test_a_complete_index_is_used_again(folder: Path) -> None:
     write_lines(path, [{"text": "b"}, {"text": "c"}])
     os.utime(path, ns=(1, 1))
     with pytest.raises(InputCorrupt, match="changed"):
-        first.inputs_unchanged()
+        first.check_inputs_unchanged()
     assert ingest(job, tokenizer, options(), folder / "scratch").folder != first.folder
 
 
