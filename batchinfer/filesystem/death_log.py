@@ -12,13 +12,13 @@ MOST_BYTES = 1 << 20  # maximum size of the file; a traceback takes about 5 KB
 
 
 class DeathLog:
-    """Appends tracebacks of dead engines to a file. A file above MOST_BYTES is started again."""
+    """Appends tracebacks of engines that died to a log file. A file above MOST_BYTES is started again."""
 
     def __init__(self, path: Path, ops: FileOps) -> None:
         self._path, self._ops = path, ops
 
     def add(self, what: str, traceback: str) -> str:
-        """Append a traceback, and return a clause for the user that names the log file.
+        """Append a traceback to the log file, and return a clause for the user that names the file.
 
         Args:
             what: The engine that died, and the reason.

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """Properties of a file that change whenever its bytes change."""
+    """Properties of a file that change whenever its bytes change. Times are in ns."""
 
     device: int
     inode: int
@@ -45,17 +45,20 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileState:
-        """Return the properties in a stat result."""
+        """Return the properties of a file from its stat result."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
     def is_settled(self) -> bool:
-        """Return True if a change from now on would change the times."""
+        """Return True if a change of the file from now on would change its times."""
         return time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9 >= SETTLED_S
 
 
 class FileDigests:
-    """The digests of the files in a folder. With `fresh`, all digests are computed again and then cached."""
+    """The sha256 of the files in a folder, cached between runs.
+
+    With `fresh`, all digests are computed again and then cached. `known` has the cached digests by file name.
+    """
 
     def __init__(self, known: Mapping[str, tuple[FileState, str]], *, fresh: bool = False) -> None:
         self.known = dict(known)
@@ -63,7 +66,7 @@ class FileDigests:
         self._fresh = fresh
 
     def of(self, path: Path) -> str:
-        """Return the sha256 (hex) of a file. Raises StorageError."""
+        """Return the sha256 (hex) of a file in the folder. Raises StorageError."""
         with storage(path, "read"), path.open("rb") as file:
             before = FileState.of(os.fstat(file.fileno()))
             state, digest = self.known.get(path.name, (None, ""))
@@ -95,6 +98,10 @@ def file_digests(folder: Path, *, fresh: bool = False) -> Iterator[FileDigests]:
     """Open the digests of a folder's files.
 
     Digests that the block computes are cached when it ends, even after an error.
+
+    Args:
+        folder: The folder.
+        fresh: Compute all digests again, instead of using cached ones.
     """
     memory = _memory_of(folder)
     digests = FileDigests({} if memory is None else _read(memory), fresh=fresh)
@@ -106,7 +113,7 @@ def file_digests(folder: Path, *, fresh: bool = False) -> Iterator[FileDigests]:
 
 
 def _memory_of(folder: Path) -> Path | None:
-    """Return the cache file of a folder, or None if this user has no home."""
+    """Return the cache file for the digests of a folder, or None if this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
     return Path(base, "batchinfer", "digests", f"{name}.json") if os.path.isabs(base) else None
@@ -123,7 +130,7 @@ def _read(memory: Path) -> dict[str, tuple[FileState, str]]:
 
 
 def _remember(memory: Path, folder: Path, known: Mapping[str, tuple[FileState, str]]) -> None:
-    """Write the cache without removed files. An error is ignored: it only costs time."""
+    """Write the digests of existing files to the cache file. An error is ignored: it only costs time."""
     kept = {
         name: [*state, digest] for name, (state, digest) in known.items() if os.path.lexists(folder / name)
     }

@@ -31,7 +31,7 @@ Watched = Callable[[Any], AbstractContextManager[Any]]
 
 
 def working_memory() -> int:
-    """Return the bytes for a join or sort: a quarter of the available memory, from 128 MiB to 1 GiB."""
+    """Return the bytes for a join or sort in DuckDB: a quarter of the available memory, from 128 MiB to 1 GiB."""
     return min(max(available_memory() // _SHARE, _LEAST), _MOST)
 
 
@@ -39,11 +39,11 @@ def working_memory() -> int:
 def connection(
     spill: Path, memory_limit: str | None = None, threads: int = 2, watched: Watched = nullcontext
 ) -> Iterator[Any]:
-    """Open an in-memory database that spills to the folder `spill`.
+    """Open an in-memory DuckDB database that spills to the folder `spill`.
 
     Args:
         spill: The folder. DuckDB creates and removes it.
-        memory_limit: In DuckDB's format, e.g. 1GiB. None: `working_memory`.
+        memory_limit: In DuckDB's format, such as 1GiB. None: `working_memory`.
         threads: Maximum threads. Fewer are used if memory is low.
         watched: Makes queries interruptible, see `interruptible`.
 
@@ -73,10 +73,12 @@ def _connect(settings: dict[str, str]) -> AbstractContextManager[duckdb.DuckDBPy
 
 @contextmanager
 def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
-    """Let signals interrupt the queries of `database` within the block. Python's signal handlers then run soon.
+    """Let signals interrupt the queries of `database` while the block runs.
 
-    It yields a function that does the same for another database. DuckDB only checks for signals between its tasks, and
-    a task of a large join may take hours. Do not use it where signals are deferred, because the query ends anyway.
+    Python's signal handlers then run soon. It yields a function that does the same for another database.
+    DuckDB only checks for signals between its tasks, and
+    a task of a large join may take hours. Do not use it where signals are deferred, because the query ends
+    anyway.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield nullcontext
@@ -98,7 +100,7 @@ def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
 
 
 class _Running:
-    """The databases whose queries a signal interrupts."""
+    """The DuckDB databases whose queries a signal interrupts."""
 
     def __init__(self) -> None:
         self._databases: list[duckdb.DuckDBPyConnection] = []
@@ -106,7 +108,7 @@ class _Running:
 
     @contextmanager
     def watched(self, database: duckdb.DuckDBPyConnection) -> Iterator[None]:
-        """Interrupt the database at a signal within the block."""
+        """Interrupt the queries of a database at a signal while the block runs."""
         with self._lock:
             self._databases.append(database)
         try:
@@ -116,7 +118,7 @@ class _Running:
                 self._databases.remove(database)
 
     def interrupt(self) -> None:
-        """Interrupt all databases."""
+        """Interrupt the queries of all databases."""
         with self._lock:
             for database in self._databases:
                 database.interrupt()
@@ -126,6 +128,10 @@ def _interrupt_when(heard: int, running: _Running) -> None:
     """Interrupt the databases repeatedly after a signal, until the pipe is closed.
 
     A single interrupt may come just before a query starts.
+
+    Args:
+        heard: The file descriptor from which a byte per signal is read.
+        running: The databases.
     """
     signalled = False
     while True:
@@ -138,7 +144,7 @@ def _interrupt_when(heard: int, running: _Running) -> None:
 
 @contextmanager
 def translate_errors(place: Path) -> Iterator[None]:
-    """Convert DuckDB's I/O and memory errors to StorageError and OutOfMemory."""
+    """Convert DuckDB's I/O and memory errors to StorageError and OutOfMemory, with messages about `place`."""
     try:
         yield
     except (
@@ -157,9 +163,14 @@ def translate_errors(place: Path) -> Iterator[None]:
 def parquet(paths: Sequence[Path], options: str = "") -> str:
     """Return the SQL table function that reads these files in this order.
 
-    Raises StorageError for a path that is not UTF-8.
-
     Names are escaped: otherwise `a[1]/x.parquet` would also match `a1/x.parquet`.
+
+    Args:
+        paths: The files.
+        options: Further arguments of `read_parquet`, with a leading comma.
+
+    Raises:
+        StorageError: A path is not UTF-8.
     """
     for path in paths:
         _check_path(path)
@@ -174,5 +185,5 @@ def _check_path(path: Path) -> None:
 
 
 def literal(value: object) -> str:
-    """Return a SQL string literal."""
+    """Return a value as a SQL string literal."""
     return "'" + str(value).replace("'", "''") + "'"

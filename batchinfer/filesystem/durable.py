@@ -31,33 +31,36 @@ _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 class ExchangeUnsupported(OSError):
-    """The platform or file system cannot swap two folders atomically."""
+    """An error: the platform or file system cannot swap two folders atomically."""
 
 
 class FileOps:
     """The operations that change the disk, one method each. Tests override them to inject faults."""
 
     def open(self, path: Path) -> int:
-        """Create or truncate a file for writing.
+        """Create or truncate a file for writing, and return its file descriptor.
 
         Prompts are protected by the mode of the state folder, not of the file.
         """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def create(self, path: Path) -> int:
-        """Create a file that must not exist. In shared folders this prevents writing through someone else's link."""
+        """Create a file that must not exist, and return its file descriptor.
+
+        In shared folders this prevents writing through someone else's link.
+        """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """Write bytes, and return the number of bytes written."""
+        """Write bytes to a file descriptor, and return the number of bytes written."""
         return os.write(fd, data)
 
     def fsync(self, fd: int) -> None:
-        """Write a file's data to disk."""
+        """Write the data of the file with this descriptor to disk."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a file."""
+        """Close a file descriptor."""
         os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -77,7 +80,7 @@ class FileOps:
         path.unlink(missing_ok=True)
 
     def mkdir(self, path: Path, mode: int = 0o755) -> None:
-        """Create a folder and its parents if needed."""
+        """Create a folder and its parents, unless it exists."""
         make_folder(path, mode)
 
     def remove_tree(self, path: Path) -> None:
@@ -85,11 +88,11 @@ class FileOps:
         shutil.rmtree(path)
 
     def touch(self, path: Path) -> None:
-        """Set the times of a file to now."""
+        """Set the times of a file or folder to now."""
         os.utime(path)
 
     def fsync_folder(self, path: Path) -> None:
-        """Write a folder's entries to disk."""
+        """Write the entries of a folder to disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -115,7 +118,12 @@ def _exchange(one: Path, other: Path) -> None:
 
 @contextmanager
 def storage(path: Path, doing: str) -> Iterator[None]:
-    """Convert an OSError within the block to a StorageError that names the path, the operation and the errno."""
+    """Convert an OSError within the block to a StorageError that names the path, the operation and the errno.
+
+    Args:
+        path: The path.
+        doing: The operation as a verb, such as "read", for the message "cannot read".
+    """
     try:
         yield
     except OSError as error:
@@ -123,14 +131,14 @@ def storage(path: Path, doing: str) -> Iterator[None]:
 
 
 def describe(error: OSError) -> str:
-    """Return the system's message and the name of the errno, e.g. `No space left on device (ENOSPC)`."""
+    """Return the system's message and the name of the errno, such as `No space left on device (ENOSPC)`."""
     if error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} ({errno.errorcode.get(error.errno, error.errno)})"
 
 
 def next_step(error: OSError) -> str:
-    """Return what the user can do about an error, as the end of a sentence, or ""."""
+    """Return what the user can do about an error of the disk, as the end of a sentence, or ""."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             "; make room on that disk, then run the same command again: it continues where this one stopped"
@@ -149,18 +157,21 @@ class Digest:
 class DurableFile:
     """A binary file for sequential writing that gets its name in `commit()`.
 
-    It implements the part of Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method raises
-    StorageError. A failed fsync is final: Linux may report it once and drop the pages, so the file is discarded and
+    It implements the part of Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method
+    raises
+    StorageError. A failed fsync is final: Linux may report it once and drop the pages, so the file is
+    discarded and
     never synced again. The caller may write its contents again under the same name.
     """
 
     def __init__(self, path: Path, ops: FileOps, temporary: Path | None = None) -> None:
-        """Create the temporary file.
+        """Create a temporary file, which `commit` renames.
 
         Args:
             path: The final name.
             ops: File operations.
-            temporary: The name before `commit`. The default is for folders that only batchinfer writes to. In other
+            temporary: The name before `commit`. The default is for folders that only batchinfer writes to. In
+                other
                 folders it might be someone else's file, so pass a unique name; an existing file is replaced.
         """
         self.path = path
@@ -179,7 +190,10 @@ class DurableFile:
                 self._fd = ops.create(temporary)
 
     def write(self, data: Any) -> int:
-        """Add all bytes of a bytes-like object. They are written to disk in large pieces."""
+        """Add all bytes of a bytes-like object to the file, and return their number.
+
+        They are written to disk in large pieces.
+        """
         if self._abandoned:  # ParquetWriter's destructor still writes a footer
             return len(data)
         self._buffer += data
@@ -188,22 +202,22 @@ class DurableFile:
         return len(data)
 
     def tell(self) -> int:
-        """Return the position in bytes."""
+        """Return the number of bytes written to the file."""
         return self._bytes + len(self._buffer)
 
     def flush(self) -> None:
-        """Do nothing: only `commit` makes data durable."""
+        """Do nothing: only `commit` makes data durable. ParquetWriter needs this method."""
 
     def writable(self) -> bool:
-        """Return True, for the file protocol."""
+        """Return True because the file can be written."""
         return True
 
     def readable(self) -> bool:
-        """Return False, for the file protocol."""
+        """Return False because the file cannot be read."""
         return False
 
     def seekable(self) -> bool:
-        """Return False, for the file protocol."""
+        """Return False because the file is written sequentially."""
         return False
 
     def close(self) -> None:
@@ -212,21 +226,28 @@ class DurableFile:
             self.abandon()
 
     def flush_to_disk(self) -> Digest:
-        """Write everything to disk under the temporary name."""
+        """Write everything to disk under the temporary name, and return the digest."""
         self.drain()
         with storage(self.temporary, "fsync"):
             self._ops.fsync(self._fd)
         return Digest(self._bytes, self._hash.hexdigest())
 
     def commit(self, announce: Callable[[Digest], None] | None = None) -> Digest:
-        """Sync and close the file, rename it to its final name, and sync the folder. It is discarded after an error.
+        """Sync and close the file, rename it to its final name, and sync the folder. Return its digest.
 
-        `announce` is called with the digest just before the rename. If it raises, the file is discarded as well.
+        The file is discarded after an error.
+
+        Args:
+            announce: Called with the digest just before the rename. If it raises, the file is discarded as
+                well.
         """
         return self._commit(announce, self._ops.rename)
 
     def commit_new(self) -> Digest:
-        """Commit the file, but never replace another one. Raises OutputConflict if the name is taken."""
+        """Commit the file, but never replace another one.
+
+        Return its digest. Raises OutputConflict if the name is taken.
+        """
         return self._commit(None, self._put_if_absent)
 
     def _commit(self, announce: Callable[[Digest], None] | None, put: Callable[[Path, Path], None]) -> Digest:
@@ -261,7 +282,7 @@ class DurableFile:
             self._ops.unlink(source)
 
     def abandon(self) -> None:
-        """Close and remove the file. Later writes are ignored. Errors of the disk are ignored."""
+        """Close and remove the unfinished file. Later writes and errors of the disk are ignored."""
         self._abandoned = True
         self.closed = True
         for undo in (self._close_descriptor, self._remove):
@@ -271,7 +292,7 @@ class DurableFile:
                 continue
 
     def drain(self) -> None:
-        """Write the buffer to the file."""
+        """Write the buffered bytes to the temporary file, without syncing it."""
         data, self._buffer = bytes(self._buffer), bytearray()
         self._hash.update(data)
         self._bytes += len(data)
@@ -292,7 +313,7 @@ class DurableFile:
 
 
 def write_bytes(path: Path, data: bytes, ops: FileOps) -> Digest:
-    """Write a small file durably. Raises StorageError."""
+    """Write a small file durably, and return its digest. Raises StorageError."""
     file = DurableFile(path, ops)
     try:
         file.write(data)
@@ -303,7 +324,12 @@ def write_bytes(path: Path, data: bytes, ops: FileOps) -> Digest:
 
 
 def write_new(path: Path, pieces: Iterable[bytes], ops: FileOps) -> Digest:
-    """Write a file durably that must not exist, in a folder that others may use.
+    """Write a file durably that must not exist, in a folder that others may use. Return its digest.
+
+    Args:
+        path: The file.
+        pieces: Its content.
+        ops: File operations.
 
     Raises:
         OutputConflict: The name is taken.
@@ -320,7 +346,7 @@ def write_new(path: Path, pieces: Iterable[bytes], ops: FileOps) -> Digest:
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise OutputConflict if the name is taken, even by a broken link."""
+    """Raise OutputConflict if there is anything at the path, even a broken link."""
     if os.path.lexists(path):
         raise _exists_error(path)
 
@@ -330,12 +356,12 @@ def _exists_error(path: Path) -> OutputConflict:
 
 
 def write_json(path: Path, value: object, ops: FileOps) -> Digest:
-    """Write canonical, readable JSON durably. Raises StorageError."""
+    """Write a value as canonical, readable JSON durably, and return the digest. Raises StorageError."""
     return write_bytes(path, json_text(value), ops)
 
 
 def json_text(value: object) -> bytes:
-    """Return canonical, readable JSON: sorted keys and a final newline."""
+    """Return a value as canonical, readable JSON: sorted keys and a final newline."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
 
 
@@ -362,8 +388,8 @@ def check_free_space(folder: Path, needed_bytes: int, needing: str, remedy: str)
     Args:
         folder: A folder on the disk, which need not exist.
         needed_bytes: The bytes that must be free.
-        needing: The start of the message, e.g. `/d/res: the job needs about`.
-        remedy: The end of the message: what to do besides making room.
+        needing: The start of the message, such as `/d/res: the job needs about`.
+        remedy: The end of the message: what to do other than making room.
     """
     place = next(one for one in (folder, *folder.parents) if one.exists())
     with storage(place, "ask for free space"):

@@ -1,4 +1,4 @@
-"""Small JSON files with facts that save time in a rerun, e.g. digests of weight files.
+"""Reads and writes small JSON files with facts that save time in a rerun, such as digests of weight files.
 
 They are only an optimisation: if a file is missing or damaged, the facts are computed again.
 """
@@ -16,18 +16,18 @@ _log = logging.getLogger(__name__)
 
 
 def read_strings(path: Path) -> dict[str, str]:
-    """Return the strings that `write_strings` wrote, e.g. digests by file, or an empty dict if the file is unusable."""
+    """Return the strings by name that `write_strings` wrote, or an empty dict if the file is unusable."""
     value = read_json(path)
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
 def write_strings(path: Path, values: dict[str, str], ops: FileOps | None = None) -> None:
-    """Write strings by name. Raises StorageError."""
+    """Write strings by name, such as digests by file, to a JSON file. Raises StorageError."""
     write_json(path, values, ops or FileOps())
 
 
 def read_json(path: Path) -> Any:
-    """Return the contents of a JSON file, or None if it is missing or unusable."""
+    """Return the value in a JSON file, or None if it is missing or unusable."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from batchinfer.core.text import nearest
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Properties of a file that show if it changed. Times are Unix times in ns."""
+    """Properties of a file that show if it changed: size in bytes, Unix times in ns, and inode."""
 
     size: int
     mtime_ns: int
@@ -29,10 +29,12 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """The location of a file or folder, or a pattern of locations.
+    """The location of a file or folder of user data, or a pattern of locations.
 
-    `text` is the text in the job file or on the command line, and is shown in messages. Methods raise OSError,
-    including FileNotFoundError.
+    Methods raise OSError, including FileNotFoundError.
+
+    Attributes:
+        text: The text in the job file or on the command line, which messages show.
     """
 
     text: str
@@ -55,12 +57,12 @@ class Location:
 
     @property
     def local(self) -> Path:
-        """Return the path for a library that opens files itself."""
+        """Return the location as a local path, for a library that opens files itself."""
         return Path(self.text)
 
     @property
     def is_folder(self) -> bool:
-        """Return True if it is a folder."""
+        """Return True if there is a folder at the location."""
         return os.path.isdir(self.text)
 
     @property
@@ -70,31 +72,35 @@ class Location:
 
     @property
     def is_pattern(self) -> bool:
-        """Return True if the text has wildcards."""
+        """Return True if the location's text has wildcards."""
         return glob.has_magic(self.text)
 
     @property
     def is_file(self) -> bool:
-        """Return True if it is a regular file."""
+        """Return True if there is a regular file at the location."""
         return os.path.isfile(self.text)
 
     def names(self) -> list[str]:
-        """Return the names of the files and folders in the folder."""
+        """Return the names of the files and folders in the folder at the location."""
         return os.listdir(self.text)
 
     def open(self) -> BinaryIO:
-        """Open the file for reading."""
+        """Open the file at the location for reading."""
         return open(self.text, "rb")
 
     def facts(self) -> FileFacts | None:
-        """Return the facts of the file, or None for a pipe, a device or a folder."""
+        """Return size, times and inode of the file at the location, or None for a pipe, a device or a folder."""
         found = os.stat(self.text)
         if not stat.S_ISREG(found.st_mode):
             return None
         return FileFacts(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
     def files_below(self, wanted: Callable[[str], bool]) -> list[Location]:
-        """Return the files in the folder and its subfolders with wanted names, sorted. Hidden ones are left out."""
+        """Return the files in the folder at the location and its subfolders, sorted. Hidden ones are left out.
+
+        Args:
+            wanted: Returns True for the names of files to return.
+        """
         return sorted(self._walk(wanted))
 
     def _walk(self, wanted: Callable[[str], bool]) -> Iterator[Location]:
@@ -104,17 +110,17 @@ class Location:
             yield from (Location(os.path.join(root, name)) for name in found)
 
     def matching(self) -> list[Location]:
-        """Return the files that match the pattern, sorted."""
+        """Return the files that match the location's pattern, sorted."""
         return sorted(Location(path) for path in glob.glob(self.text, recursive=True) if os.path.isfile(path))
 
     def relative_to(self, base: Path) -> str:
-        """Return the path relative to a folder, or the absolute path if it is not below that folder."""
+        """Return the path relative to the folder `base`, or the absolute path if it is not below the folder."""
         absolute = os.path.abspath(self.text)
         relative = os.path.relpath(absolute, base)
         return absolute if relative.startswith("..") else relative
 
     def nearest(self) -> Location | None:
-        """Return the file or folder that was probably meant, if nothing matches the location."""
+        """Return the existing file or folder that was probably meant if nothing matches the location, or None."""
         path, name = self._fixed if self.is_pattern else self.text, ""
         while not os.path.isdir(path):
             path, name = os.path.split(path)

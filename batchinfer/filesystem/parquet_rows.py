@@ -13,7 +13,10 @@ from batchinfer.core.errors import InputCorrupt
 
 
 class ParquetRows:
-    """The rows of several files in order. Several threads may read them. Raises InputCorrupt for a damaged file."""
+    """Reads ranges of rows of several Parquet files, whose rows are numbered across files.
+
+    Several threads may read. Raises InputCorrupt for a damaged file.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
@@ -21,12 +24,12 @@ class ParquetRows:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows in all files."""
+        """Return the number of rows in all Parquet files."""
         return self._ends[-1] if self._ends else 0
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the schema of the first file, or an empty schema without files."""
+        """Return the schema of the first Parquet file, or an empty schema without files."""
         try:
             return pq.read_schema(self._paths[0]) if self._paths else pa.schema([])
         except (pa.ArrowInvalid, OSError) as error:
@@ -35,7 +38,14 @@ class ParquetRows:
     def batches(
         self, start: int, stop: int, rows: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows from `start` to `stop`, at most `rows` at a time."""
+        """Yield the rows from `start` up to, not including, `stop`, at most `rows` at a time.
+
+        Args:
+            start: The number of the first row across all files.
+            stop: The number of the row after the last one.
+            rows: Maximum rows per batch.
+            columns: The columns to read. None: all.
+        """
         first = 0
         for path, end in zip(self._paths, self._ends, strict=True):
             if first < stop and start < end:
@@ -53,7 +63,7 @@ def _count(path: Path) -> int:
 def _within(
     path: Path, start: int, stop: int, rows: int, columns: Sequence[str] | None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows of a file. Row groups without any of them are not read."""
+    """Yield the rows of one file from `start` to `stop`. Row groups without any of them are not read."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             at, groups = _groups(file.metadata, start, stop)
@@ -67,7 +77,7 @@ def _within(
 
 
 def _groups(found: pq.FileMetaData, start: int, stop: int) -> tuple[int, list[int]]:
-    """Return the number of the first row in the row groups that have any of these rows, and the row groups."""
+    """Return the row groups with the rows from `start` to `stop`, after the number of their first row."""
     ends = np.cumsum([0, *(found.row_group(number).num_rows for number in range(found.num_row_groups))])
     groups = np.flatnonzero((ends[1:] > start) & (ends[:-1] < stop)).tolist()
     return int(ends[groups[0]]) if groups else 0, groups

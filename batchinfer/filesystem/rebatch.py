@@ -17,12 +17,15 @@ from batchinfer.core.errors import InputCorrupt
 
 
 def rebatch(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """Yield the same rows in tables of exactly `rows` rows, as one chunk each. The last one may be shorter."""
-    return cut(batches, repeat(rows))
+    """Yield the rows of batches in tables of exactly `rows` rows, as one chunk each.
+
+    The last one may be shorter.
+    """
+    return rebatch_to(batches, repeat(rows))
 
 
-def cut(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.Table]:
-    """Yield the same rows in tables of the given sizes, as one chunk each. The last one may be shorter."""
+def rebatch_to(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.Table]:
+    """Yield the rows of batches in tables of the given sizes, as one chunk each. The last one may be shorter."""
     held: list[pa.RecordBatch] = []
     count, size = 0, next(sizes)
     for batch in batches:
@@ -42,14 +45,20 @@ def cut(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.
 def parquet_batches(
     paths: Sequence[Path], rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of Parquet files in order. Raises InputCorrupt for a damaged file."""
+    """Yield the rows of Parquet files in order, at most `rows` at a time. Raises InputCorrupt for a damaged file.
+
+    Args:
+        paths: The files.
+        rows: Maximum rows per batch.
+        columns: The columns to read. None: all.
+    """
     for path in paths:
         with _reading(path) as file:
             yield from file.iter_batches(batch_size=rows, columns=columns)
 
 
 def sample_segments(path: Path, rows: int, every: int) -> Iterator[pa.Table]:
-    """Yield every `every`-th segment of `rows` rows of a Parquet file, starting at `every // 2`.
+    """Yield every `every`-th segment of `rows` rows of a Parquet file, starting with number `every // 2`.
 
     Row groups without such a segment are not read. Raises InputCorrupt.
     """
@@ -74,7 +83,7 @@ def _reading(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def repeat_values(values: pa.Array, times: NDArray[np.int64]) -> pa.Array:
-    """Return the values with values[i] repeated times[i] times."""
+    """Return an array in which values[i] is repeated times[i] times."""
     if (times == 1).all():
         return values
     return values.take(pa.array(np.repeat(np.arange(len(values)), times)))

@@ -29,7 +29,7 @@ to `written.json`. The entries from `lock` on belong to one result. A result tha
 
         results/<path of the result from /d>/
 
-which is called a part of the state. It is removed after no run has used it for a day.
+which is called a part of the state folder. It is removed after no run has used it for a day.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ _NAME_BYTES = 200  # maximum bytes of a part's name; file systems allow 255
 
 
 class StateFolder:
-    """The state folder of a job, for one of its results: paths, locks and clean-up."""
+    """The state folder of a job, for one of its results: paths, locks and clean-up.
+
+    A job with several results has a subfolder for each, which is called a part of the state folder.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class StateFolder:
         cache: Path | None = None,
         ops: FileOps | None = None,
     ) -> None:
-        """Compute the paths. Nothing is created.
+        """Compute the paths of a job's state. Nothing is created.
 
         Args:
             results: The result folder.
@@ -108,12 +111,12 @@ class StateFolder:
 
     @property
     def destination(self) -> Location:
-        """Return the location at which the result is published."""
+        """Return the location at which the job's result is published."""
         return Location.at(self.results)
 
     @property
     def has_published(self) -> bool:
-        """Return True if a run of this job has published this result."""
+        """Return True if a run of this job has published the result that this state belongs to."""
         return self.made_by.exists() or self.published.exists()
 
     def _name(self) -> str:
@@ -130,29 +133,35 @@ class StateFolder:
 
     @property
     def shares_store(self) -> bool:
-        """Return True if answers are stored in a `cache.path`."""
+        """Return True if the job's answers are stored in a `cache.path`, which other jobs may use."""
         return self.completions != self._own_store
 
     def remember_store(self) -> None:
-        """Record where this run stores its answers. Raises StorageError."""
+        """Record the folder in which this run stores its answers. Raises StorageError."""
         used = {_SHARED: str(self.completions)} if self.shares_store else {}
         if read_strings(self._store_note) != used:
             with self.lock_shared():
                 write_strings(self._store_note, used, self.ops)
 
     def of_last_run(self) -> StateFolder:
-        """Return this state with the store that the job's last run recorded, or its own store if there is no record."""
+        """Return this state folder with the store that the job's last run recorded.
+
+        Without a record, the store is in the state folder.
+        """
         shared = read_strings(self._store_note).get(_SHARED)
         cache = None if shared is None else Path(shared)
         return StateFolder(self.results, root=self.root, cache=cache, ops=self.ops)
 
     @contextmanager
     def lock(self) -> Iterator[StateFolder]:
-        """Create the folder if needed, and hold its lock within the block. The lock is released if the process dies.
+        """Create the state folder if needed, and hold the lock of the result while the block runs.
+
+        The lock is released if the process dies.
 
         Raises:
             Locked: Another run holds it.
-            StorageError: A file cannot be written, or a newer version of batchinfer wrote the state (exit code 74).
+            StorageError: A file cannot be written, or a newer version of batchinfer wrote the state (exit
+                code 74).
         """
         self._create()
         with self.lock_shared():
@@ -167,7 +176,7 @@ class StateFolder:
 
     @contextmanager
     def lock_shared(self) -> Iterator[None]:
-        """Hold back other runs of the job within the block, to change shared files."""
+        """Make other runs of the job wait while the block changes files that all results of the job share."""
         with storage(self._gate, "open"):
             fd = os.open(self._gate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -179,7 +188,10 @@ class StateFolder:
 
     @contextmanager
     def _no_run_starts(self) -> Iterator[None]:
-        """Prevent runs from starting within the block, without writing: the state may be read-only."""
+        """Prevent runs of the job from starting while the block runs.
+
+        Writes nothing, as the state may be read-only.
+        """
         with storage(self._gate, "lock"), ExitStack() as stack:
             if (fd := _open_for_reading(self._gate)) is not None:  # without the file, no run has ever started
                 stack.callback(os.close, fd)
@@ -187,7 +199,7 @@ class StateFolder:
             yield
 
     def purge_scratch(self, keep: str | None = None) -> None:
-        """Remove prompts, tokens, index and plan, except for the index with the identity `keep`."""
+        """Remove prompts, tokens, index and plan of the result, except for the index with the identity `keep`."""
         for folder in _entries(self.scratch):
             if folder.name != keep:
                 self._remove(folder)
@@ -221,12 +233,12 @@ class StateFolder:
                 )
 
     def old_generations(self, now: float | None = None, keep_s: float = KEEP_GENERATIONS_S) -> list[Path]:
-        """Return replaced results older than `keep_s` seconds."""
+        """Return the folders of replaced results older than `keep_s` seconds. `now` is Unix time."""
         limit = (time.time() if now is None else now) - keep_s
         return [folder for folder in _entries(self.generations) if folder.stat().st_mtime < limit]
 
     def idle_parts(self, now: float | None = None, keep_s: float = KEEP_IDLE_S) -> list[Path]:
-        """Return the parts of the job's other results that no run has used for `keep_s` seconds.
+        """Return the subfolders of the job's other results that no run has used for `keep_s` seconds.
 
         `now` is Unix time.
         """
@@ -238,21 +250,24 @@ class StateFolder:
         ]
 
     def parts_in_use(self) -> list[Path]:
-        """Return the parts that runs hold, including this one.
+        """Return the subfolders of results whose locks runs hold, including this run.
 
-        Call it within `lock_shared`, which keeps this from changing.
+        Call it within `lock_shared`, which prevents other runs from taking a lock.
         """
         return [part for part in (self.job, *_entries(self.job / _RESULTS)) if is_held(part / "lock")]
 
     def is_running(self, part: Path) -> bool:
-        """Return True if a run holds the lock of a part. A run that is starting has to wait."""
+        """Return True if a run holds the lock of a result's subfolder `part`.
+
+        A run that is starting has to wait.
+        """
         with self._no_run_starts():
             return is_held(part / "lock")
 
     def recorded_parts(self) -> list[Path]:
-        """Return the parts with recorded progress, the last written one first.
+        """Return the subfolders of results with a recorded progress, the one written last first.
 
-        If this result's part has one, only this part is returned.
+        If this result has recorded progress, only its subfolder is returned.
         """
         if self.progress.exists():
             return [self.path]
@@ -261,7 +276,10 @@ class StateFolder:
         return [file.parent for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)]
 
     def remove_idle(self, now: float | None = None) -> int:
-        """Remove the idle parts that no run holds, and return their number."""
+        """Remove the subfolders of other results that no run has used for a day, and return their number.
+
+        `now` is Unix time.
+        """
         if not self.idle_parts(now):
             return 0
         with self.lock_shared():  # two runs must not remove the same folder
@@ -289,7 +307,7 @@ class StateFolder:
             self.job.chmod(0o700)  # the folder may have existed with another mode
 
     def _open_lock(self) -> int:
-        """Return the descriptor that holds the lock, after checking the format of the state."""
+        """Take the lock of the result, check the format of the state, and return the lock's file descriptor."""
         with storage(self.lock_path, "open"):
             fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -321,9 +339,10 @@ class StateFolder:
             write_json(self._marker, {"format": STATE_FORMAT}, self.ops)
 
     def refuse_newer(self) -> None:
-        """Check that this version can read the state. Nothing is written.
+        """Check that this version of batchinfer can read the state folder. Nothing is written.
 
-        A missing or damaged `state.json` is accepted: it only has the format, and all files with answers have theirs as
+        A missing or damaged `state.json` is accepted: it only has the format, and all files with answers have
+        theirs as
         well.
 
         Raises:
@@ -359,14 +378,14 @@ def state_of(job: Job) -> StateFolder:
 
 
 def _device(path: Path) -> int:
-    """Return the disk of a path or of its nearest existing parent."""
+    """Return the device number of the disk of a path or of its nearest existing parent."""
     there = next(place for place in (path, *path.parents) if place.exists())
     with storage(there, "look at"):
         return there.stat().st_dev
 
 
 def _last_used(folder: Path) -> float:
-    """Return when a run last took the lock of a part, in Unix time."""
+    """Return the Unix time at which a run last took the lock of a result's subfolder."""
     lock = folder / "lock"
     try:
         return (lock if lock.exists() else folder).stat().st_mtime
@@ -375,7 +394,7 @@ def _last_used(folder: Path) -> float:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Return a descriptor that holds the lock, or None while a run holds it."""
+    """Return a file descriptor that holds the lock, or None if a run holds it."""
     with storage(path, "open"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -387,7 +406,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def is_held(lock: Path) -> bool:
-    """Return True if a run holds the lock. Writes nothing."""
+    """Return True if a process holds the lock of this file. Writes nothing."""
     with storage(lock, "look at"):
         fd = _open_for_reading(lock)
         if fd is None:
@@ -402,7 +421,7 @@ def is_held(lock: Path) -> bool:
 
 
 def _open_for_reading(path: Path) -> int | None:
-    """Return a descriptor of the file, or None if there is none."""
+    """Return a file descriptor of the file, or None if it does not exist."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -410,7 +429,7 @@ def _open_for_reading(path: Path) -> int | None:
 
 
 def _format_of(marker: Path) -> int | None:
-    """Return the format in the file, or None if it is missing or damaged. Raises StorageError."""
+    """Return the format of the state in the file, or None if it is missing or damaged. Raises StorageError."""
     if marker.is_dir():
         raise StorageError(
             f"{marker}: is a folder where a file belongs; remove it and run the same command again: batchinfer writes "

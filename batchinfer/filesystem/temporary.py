@@ -22,9 +22,7 @@ _YOUNG_S = 60.0
 def temporary_folder(name: str) -> Iterator[str]:
     """Create a folder in TMPDIR with this name and a random suffix, and remove it when the block ends.
 
-    Raises OSError.
-
-    If this process is killed, the next process that needs a temporary folder removes it.
+    If this process is killed, the next process that needs a temporary folder removes it. Raises OSError.
     """
     _remove_left(Path(tempfile.gettempdir()))
     with ExitStack() as stack:
@@ -36,7 +34,7 @@ def temporary_folder(name: str) -> Iterator[str]:
 
 
 def _lock(folder: int) -> bool:
-    """Lock a folder until this process ends.
+    """Lock the folder with this file descriptor until this process ends.
 
     Return False if another process holds the lock or locks are unsupported.
     """
@@ -48,7 +46,7 @@ def _lock(folder: int) -> bool:
 
 
 def _remove_left(parent: Path) -> None:
-    """Remove folders of this user whose processes have ended."""
+    """Remove temporary folders of this user whose processes have ended."""
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
         if not _OURS.fullmatch(folder.name):
             continue

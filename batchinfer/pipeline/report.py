@@ -36,7 +36,7 @@ from batchinfer.report.tables.details import Machine
 from batchinfer.report.tables.expert_tokens import write_experts
 from batchinfer.report.tables.folder import LAST_RUN, new_run_id, report_folder, table_path
 from batchinfer.report.tables.meter import Measured, Meter
-from batchinfer.report.tables.ranks import EngineRank, of_all, write_ranks
+from batchinfer.report.tables.ranks import EngineRank, rank_columns, write_ranks
 from batchinfer.report.tables.row_keys import RowKeysWriter, write_rows
 from batchinfer.report.tables.tables import RunRow, run_row, write_run
 from batchinfer.store.index.index import attempt_columns
@@ -214,7 +214,7 @@ class RunReport:
         if self._meter is not None:
             self._meter.end_energy()
             self._sum_up(self._meter)
-        self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores, **of_all(ranks))
+        self.note(worker_peak_rss_bytes=worker_peak_rss, other_cores=other_cores, **rank_columns(ranks))
         if infos:
             linear = {"linear": infos[0].linear} if infos[0].linear else {}
             threads = sum(info.threads * info.division.ranks for info in infos)

@@ -13,7 +13,11 @@ Row = Mapping[str, Any]
 
 
 def answers_line(row: Row) -> tuple[str, str]:
-    """Return the name and the text of the summary's line about answers; the text is empty if there is none."""
+    """Return the name and the text of the summary's line about answers. The text is empty if there is none.
+
+    Args:
+        row: A row of the run table.
+    """
     if row["mean_label_probability"] is not None:
         return "labels", _labels(row)
     if row["mean_logprob"] is not None:
@@ -27,7 +31,7 @@ def answers_line(row: Row) -> tuple[str, str]:
 
 
 def perplexity(mean_logprob: float) -> float | None:
-    """Return the perplexity, or None if it is too large for a float."""
+    """Return the perplexity for a mean log-probability per token, or None if it is too large for a float."""
     try:
         return math.exp(-mean_logprob)
     except OverflowError:
@@ -35,7 +39,7 @@ def perplexity(mean_logprob: float) -> float | None:
 
 
 def _labels(row: Row) -> str:
-    """Return the number of rows per label, the most frequent first."""
+    """Return text with the number of rows per label, the most frequent first."""
     labels: Mapping[str, int] = row["labels"] or {}
     rows = sum(labels.values())
     ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))

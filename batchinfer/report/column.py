@@ -13,14 +13,25 @@ Formula = Callable[[Mapping[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a report table. With neither `sql` nor `formula`, its value is set by the caller."""
+    """A column of a report table.
+
+    With neither `sql` nor `formula`, the code that writes the table sets its value.
+
+    Attributes:
+        name: Its name.
+        type: Its Arrow type.
+        unit: The unit; empty for names, texts and timestamps.
+        meaning: Markdown for docs/report.md; links are relative to docs/.
+        sql: A DuckDB expression over the source of the table.
+        formula: A function that computes the value from earlier columns of the row.
+    """
 
     name: str
     type: pa.DataType
-    unit: str  # empty for names, texts and timestamps
-    meaning: str  # Markdown for docs/report.md; links are relative to docs/
-    sql: str = ""  # a DuckDB expression over the source of the table
-    formula: Formula | None = None  # computes the value from earlier columns of the row
+    unit: str
+    meaning: str
+    sql: str = ""
+    formula: Formula | None = None
 
 
 TEXT = pa.string()
@@ -32,40 +43,45 @@ COUNTS = pa.map_(pa.string(), pa.int64())
 
 
 def text(name: str, meaning: str, sql: str = "") -> Column:
-    """Declare a column of names or texts."""
+    """Declare a column of names or texts in a report table. `Column` documents the arguments."""
     return Column(name, TEXT, "", meaning, sql)
 
 
 def count(name: str, unit: str, meaning: str, sql: str = "") -> Column:
-    """Declare a column of whole numbers."""
+    """Declare a column of whole numbers in a report table. `Column` documents the arguments."""
     return Column(name, INT, unit, meaning, sql)
 
 
 def real(name: str, unit: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """Declare a column of real numbers."""
+    """Declare a column of real numbers in a report table. `Column` documents the arguments."""
     return Column(name, REAL, unit, meaning, sql, formula)
 
 
 def seconds(name: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """Declare a column of times in seconds."""
+    """Declare a column of times in seconds in a report table. `Column` documents the arguments."""
     return real(name, "s", meaning, sql, formula)
 
 
 def ratio(name: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """Declare a column of shares from 0 to 1."""
+    """Declare a column of shares from 0 to 1 in a report table. `Column` documents the arguments."""
     return real(name, "0…1", meaning, sql, formula)
 
 
 def total(column: str) -> str:
-    """Return the SQL of a column's sum, which is 0 without rows."""
+    """Return SQL for the sum of a column, which is 0 without rows."""
     return f"coalesce(sum({column}), 0)"
 
 
 def whole(column: str) -> str:
-    """Return the SQL of a column's sum, which is null if the column is null in any row."""
+    """Return SQL for the sum of a column, which is null if the column is null in any row."""
     return f"CASE WHEN count(*) = count({column}) THEN sum({column}) END"
 
 
 def spread(stem: str, meaning: str) -> list[Column]:
-    """Declare the three percentile columns of a latency."""
+    """Declare the columns with the 50th, 90th and 99th percentile of a latency.
+
+    Args:
+        stem: The start of the names of the columns.
+        meaning: The latency, for docs/report.md.
+    """
     return [seconds(f"{stem}_p{p}_s", f"{meaning}, {p}th percentile") for p in (50, 90, 99)]

@@ -12,18 +12,23 @@ AGAIN = 1.05  # the estimate is updated when the number of complete answers has 
 
 @dataclass(slots=True)
 class _InWork:
-    """The running rows of an engine, by the step in which they started. An answer gets about one token per step."""
+    """The running rows of an engine, by the step in which they started. An answer gets about one token per step.
+
+    Attributes:
+        steps: Number of steps so far.
+        began: For each running row the step in which it started, ascending.
+    """
 
     steps: int = 0
-    began: list[int] = field(default_factory=list)  # ascending
+    began: list[int] = field(default_factory=list)
 
     def step(self, running: int) -> None:
-        """Count a step with this number of running rows."""
+        """Count a step of the engine with this number of running rows."""
         self.steps += 1
         self.began += [self.steps] * (running - len(self.began))
 
     def finished(self, tokens: int) -> None:
-        """Remove the row that started about `tokens` steps ago."""
+        """Remove the running row that started about `tokens` steps ago."""
         if self.began:
             del self.began[min(bisect_left(self.began, self.steps - tokens), len(self.began) - 1)]
 
@@ -31,7 +36,8 @@ class _InWork:
 class ExpectedOutput:
     """Counts the output tokens of a run, and estimates their total.
 
-    Short answers end first. The estimate therefore also uses the running answers, which have at least their present
+    Short answers end first. The estimate therefore also uses the running answers, which have at least their
+    present
     length; see SurvivalCurve.
     """
 
@@ -56,11 +62,11 @@ class ExpectedOutput:
         self._most += most
 
     def expect(self, most: int) -> None:
-        """Set the upper bound of the output tokens."""
+        """Set the upper bound of the run's output tokens."""
         self._most = most
 
     def step(self, tokens: int, running: int, engine: int) -> None:
-        """Count a step of an engine.
+        """Count the output tokens of an engine step.
 
         Args:
             tokens: The output tokens of the step.
@@ -76,7 +82,7 @@ class ExpectedOutput:
         Args:
             most: The limit of its tokens.
             tokens: Its tokens.
-            cut: Whether it ended at its limit.
+            cut: True if it ended at its limit.
             engine: The number of the engine.
         """
         if engine in self._in_work:
@@ -88,15 +94,15 @@ class ExpectedOutput:
         self._most_of_finished += most
 
     @property
-    def is_guess(self) -> bool:
-        """Return True if enough answers are complete for an estimate."""
+    def is_estimate(self) -> bool:
+        """Return True if enough answers are complete to estimate the run's output tokens."""
         return self.ended >= FEWEST
 
     @property
     def total(self) -> int:
-        """Return the estimated output tokens of the run, or their upper bound if `is_guess` is False."""
+        """Return the estimated output tokens of the run, or their upper bound if too few answers are complete."""
         left = self._most - self._most_of_finished
-        if self.is_guess and self.ended >= AGAIN * self._seen:
+        if self.is_estimate and self.ended >= AGAIN * self._seen:
             self._share, self._seen = self._estimate(), self.ended
         return self._finished + round(left * self._share)
 

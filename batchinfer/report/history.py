@@ -25,7 +25,12 @@ _TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """A row of the table `history`. None means unknown, or that the run computed nothing."""
+    """A row of the table `history`: an earlier run of a job.
+
+    None means unknown, or that the run computed nothing. The columns of the run table with the same names
+    have the same meanings. `tokens` counts computed prompt tokens and
+    output tokens, and `tokens_per_tflop` is tokens per second for each TFLOP/s of the peak.
+    """
 
     run_id: str
     job: str | None = None
@@ -47,11 +52,11 @@ class PastRun:
     computed_requests: int | None = None
     prompt_tokens_run: int | None = None
     output_tokens: int | None = None
-    tokens: int | None = None  # computed prompt tokens and output tokens
+    tokens: int | None = None
     engine_wall_s: float | None = None
     total_tokens_per_s: float | None = None
     peak_flops_per_s: float | None = None
-    tokens_per_tflop: float | None = None  # tokens per second for each TFLOP/s of the peak
+    tokens_per_tflop: float | None = None
     roofline_efficiency: float | None = None
     wall_s: float | None = None
     engine_s: float | None = None
@@ -61,19 +66,19 @@ class PastRun:
     energy_j: float | None = None
     cost: float | None = None
     labelled_rows: int | None = None
-    accuracy: float | None = None  # of exact answers; None if the job has no expected answers
+    accuracy: float | None = None
     normalised_accuracy: float | None = None
-    calibration_error: float | None = None  # of the probabilities of answers; None if they have none
+    calibration_error: float | None = None
     brier_score: float | None = None
 
     @property
     def output_share(self) -> float:
-        """Return the share of output tokens among all tokens."""
+        """Return the share of output tokens among all tokens of the run, from 0 to 1."""
         return (self.output_tokens or 0) / self.tokens if self.tokens else 0.0
 
     @property
     def machine(self) -> tuple[str | None, int | None]:
-        """Return the hardware and its number of cores."""
+        """Return the hardware of the run and its number of cores."""
         return self.hardware, self.cores
 
 
@@ -84,12 +89,12 @@ _DERIVED = {
 
 
 def history_sql(run: str) -> str:
-    """Return a query for the columns of `PastRun` over the run table `run`, oldest run first."""
+    """Return a SQL query for the columns of `PastRun` over the run table `run`, oldest run first."""
     columns = (f"{_DERIVED.get(one.name, one.name)} AS {one.name}" for one in fields(PastRun))
     return f"SELECT {', '.join(columns)} FROM {run} ORDER BY run_id"
 
 
-def unfit(run: PastRun) -> str | None:
+def why_unfit(run: PastRun) -> str | None:
     """Return the reason why the speed of a run is not meaningful, or None if it is."""
     if run.trial:
         return "a trial"
@@ -113,9 +118,9 @@ _SAME = {
 }
 
 
-def incomparable(run: PastRun, newest: PastRun) -> str | None:
-    """Return the reason why a run is not comparable with `newest`, or None if it is."""
-    if (reason := unfit(run)) is not None:
+def why_incomparable(run: PastRun, newest: PastRun) -> str | None:
+    """Return the reason why the speed of a run is not comparable with `newest`, or None if it is."""
+    if (reason := why_unfit(run)) is not None:
         return reason
     for name, said in _SAME.items():
         if getattr(run, name) != getattr(newest, name):
@@ -147,14 +152,23 @@ def _speed(run: PastRun, newest: PastRun) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The speed of the newest meaningful run, compared with the median of earlier comparable runs."""
+    """The speed of the newest meaningful run of a job, compared with the median of earlier comparable runs.
 
-    run_id: str | None  # None if no run is meaningful
-    before: int = 0  # number of comparable runs, at most LAST_RUNS
+    Attributes:
+        run_id: The newest meaningful run. None: there is none.
+        before: Number of comparable runs, at most LAST_RUNS.
+        tokens_per_s: Tokens per second of the newest run.
+        median_tokens_per_s: Median of the comparable runs. None: there are fewer than FEWEST_RUNS.
+        spread: (fastest − slowest) ÷ median of the comparable runs.
+        left_out: Number of runs that are not compared, by reason.
+    """
+
+    run_id: str | None
+    before: int = 0
     tokens_per_s: float | None = None
-    median_tokens_per_s: float | None = None  # None with fewer than FEWEST_RUNS comparable runs
-    spread: float | None = None  # of the comparable runs: (fastest − slowest) ÷ median
-    left_out: dict[str, int] = field(default_factory=dict)  # number of runs by reason
+    median_tokens_per_s: float | None = None
+    spread: float | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def change(self) -> float | None:
@@ -164,19 +178,19 @@ class Comparison:
         return self.tokens_per_s / self.median_tokens_per_s - 1
 
     def slower_than(self, share: float) -> bool:
-        """Return True if the run is slower than the median by more than this share."""
+        """Return True if the newest run is slower than the median by more than `share`, from 0 to 1."""
         return self.change is not None and self.change < -share
 
 
 def compare(runs: Sequence[PastRun]) -> Comparison:
-    """Compare the newest meaningful run with earlier ones.
+    """Compare the speed of the newest meaningful run of a job with earlier runs.
 
     Args:
-        runs: The runs of a job, oldest first.
+        runs: The runs of the job, oldest first.
     """
     reasons: Counter[str] = Counter()
     left = list(runs)
-    while left and (reason := unfit(left[-1])) is not None:
+    while left and (reason := why_unfit(left[-1])) is not None:
         reasons[reason] += 1
         left.pop()
     if not left:
@@ -185,7 +199,7 @@ def compare(runs: Sequence[PastRun]) -> Comparison:
     speeds: list[float] = []
     while left and len(speeds) < LAST_RUNS:
         run = left.pop()
-        if (reason := incomparable(run, newest)) is None:
+        if (reason := why_incomparable(run, newest)) is None:
             speeds.append(_speed(run, newest))
         else:
             reasons[reason] += 1
@@ -200,16 +214,21 @@ def _with_median(found: Comparison, speeds: Sequence[float]) -> Comparison:
 
 
 def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | None]]:
-    """Return the newest `limit` runs, oldest first, each with its change of speed or None."""
+    """Return the newest `limit` runs, oldest first, each with its relative change of speed or None.
+
+    Args:
+        runs: The runs of the job, oldest first.
+        limit: Maximum number of runs to return.
+    """
     found = []
     for at in range(max(0, len(runs) - limit), len(runs)):
-        change = None if unfit(runs[at]) else compare(runs[: at + 1]).change
+        change = None if why_unfit(runs[at]) else compare(runs[: at + 1]).change
         found.append((runs[at], change))
     return found
 
 
 def verdict(found: Comparison) -> Iterator[str]:
-    """Yield the lines that describe a comparison."""
+    """Yield lines for users that describe a comparison of speeds."""
     if found.run_id is None:
         yield (
             f"speeds are not compared: no finished run computed for {seconds(LEAST_S)} or longer; shorter runs "
@@ -246,9 +265,12 @@ _CALIBRATED = ("calibration error", "Brier score")
 
 
 def history_lines(found: Sequence[tuple[PastRun, float | None]]) -> list[str]:
-    """Return a heading and one line per run.
+    """Return a heading and one line per run for the command `history`.
 
     Columns with accuracy or calibration are added if any run has them.
+
+    Args:
+        found: The runs with their relative changes of speed.
     """
     table = [_HEAD, *(_cells(run, change) for run, change in found)]
     if any(run.accuracy is not None for run, _ in found):
@@ -264,7 +286,7 @@ def _with_columns(table: Sequence[tuple[str, ...]], more: Sequence[tuple[str, ..
 
 
 def _align(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Align the first two cells to the left and all others, which are figures, to the right."""
+    """Align the first two cells of a line to the left and all others, which are figures, to the right."""
     for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         yield cell.ljust(width) if at < 2 else cell.rjust(width)
 

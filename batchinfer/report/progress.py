@@ -71,23 +71,37 @@ class _Screen:
 
 @dataclass(slots=True)
 class _Work:
-    """The total and finished work of a phase, in rows, bytes, layers or tokens."""
+    """The total and finished work of a phase of a run, in rows, bytes, layers or tokens.
+
+    Attributes:
+        phase: The phase.
+        rows: Finished rows or layers.
+        total_rows: All rows or layers, or None if unknown.
+        bytes: Bytes of the input files that were read, or of a download.
+        total_bytes: All bytes, or None.
+        prompt_tokens: Prompt tokens of all rows. None for a phase that does not count tokens.
+        ran_tokens: Finished prompt and output tokens.
+        output: The estimate of output tokens.
+        more: True if more rows may follow.
+        marks: Times with the finished work at that time, within the rate's window.
+        last_rate: The rate before the run began to stop. From then on fewer and fewer rows run.
+    """
 
     phase: Phase
     rows: int = 0
     total_rows: int | None = None
-    bytes: int = 0  # of the input files, or of a download
+    bytes: int = 0
     total_bytes: int | None = None
-    prompt_tokens: int | None = None  # None for a phase that does not count tokens
+    prompt_tokens: int | None = None
     ran_tokens: int = 0
     output: ExpectedOutput = field(default_factory=ExpectedOutput)
-    more: bool = False  # whether more rows may follow
-    marks: deque[tuple[float, int]] = field(default_factory=deque)  # (time, done) within the rate's window
-    last_rate: float | None = None  # the rate before the run began to stop, when fewer and fewer rows run
+    more: bool = False
+    marks: deque[tuple[float, int]] = field(default_factory=deque)
+    last_rate: float | None = None
 
     @property
     def done(self) -> int:
-        """Return the finished work of the phase."""
+        """Return the finished work of the phase, in rows, layers, bytes or tokens."""
         if self.phase == "downloading":
             return self.bytes
         return self.rows if self.prompt_tokens is None else self.ran_tokens
@@ -123,7 +137,11 @@ class _Work:
         return "rows" if self.prompt_tokens is None else "tok"
 
     def mark(self, now: float) -> None:
-        """Record the finished work for the rate: every layer, or other units at most once per second."""
+        """Record the finished work for the rate: after every layer, or for other units at most once per second.
+
+        Args:
+            now: The time in seconds.
+        """
         before = self.marks[-1] if self.marks else None
         if before is not None and (
             self.done == before[1] if self.in_layers else now - before[0] < RATE_SAMPLE_S
@@ -134,9 +152,12 @@ class _Work:
             self.marks.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Return the units per second over the window, or None before anything was done.
+        """Return the finished units per second over the last 30 seconds, or None before anything was done.
 
         For layers the window ends at the last finished layer.
+
+        Args:
+            now: The time in seconds.
         """
         if self.last_rate is not None:
             return self.last_rate
@@ -147,7 +168,7 @@ class _Work:
         return (done - before) / (until - since) if until > since and done > before else None
 
     def left_s(self, now: float) -> float | None:
-        """Return the seconds to the end at the current rate, or None if unknown or if nothing is left."""
+        """Return the seconds to the end of the phase at the current rate, or None if unknown or at the end."""
         rate, share = self.rate(now), self.share
         if rate is None or not share or share >= 1:
             return None
@@ -157,24 +178,36 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class ProgressState:
-    """The progress of a run at one moment. A value is None if it is unknown or does not apply to the phase."""
+    """The progress of a run at one moment. A value is None if it is unknown or does not apply to the phase.
+
+    Attributes:
+        phase: The current phase.
+        rows: Finished rows.
+        rows_total: All rows.
+        tokens: Finished prompt and output tokens.
+        tokens_total: An estimate of all tokens.
+        share: Finished share of the phase, from 0 to 1.
+        per_s: Tokens per second while running, else rows per second.
+        left_s: Seconds to the end of the phase.
+        errors: Known error rows by error code.
+    """
 
     phase: Phase
     rows: int
     rows_total: int | None
     tokens: int | None
     tokens_total: int | None
-    share: float | None  # of the phase, 0 … 1
-    per_s: float | None  # tokens per second while running, else rows per second
-    left_s: float | None  # to the end of the phase
-    errors: dict[str, int]  # known error rows by error code
+    share: float | None
+    per_s: float | None
+    left_s: float | None
+    errors: dict[str, int]
 
 
 Recorder = Callable[[ProgressState], None]
 
 
 class Progress:
-    """Displays the progress of a run on a stream. Not thread-safe."""
+    """Displays the progress of a run on a stream, one phase at a time. Not thread-safe."""
 
     def __init__(
         self,
@@ -185,7 +218,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         today: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Display progress on a stream.
+        """Prepare to display progress on a stream.
 
         Args:
             stream: The stream, or None. A terminal shows a bar.
@@ -214,43 +247,53 @@ class Progress:
         self.close()
 
     def phase(self, name: Phase, total_rows: int | None = None) -> None:
-        """Begin a phase that counts rows or layers, or nothing, like planning."""
+        """Begin a phase of the run that counts rows or layers, or nothing, like planning.
+
+        Args:
+            name: The phase.
+            total_rows: All rows or layers, or None if unknown.
+        """
         self._begin(_Work(name, total_rows=total_rows))
 
     def running(self, *, rows: int, prompt_tokens: int, expected_tokens: int, more: bool = False) -> None:
-        """Begin the phase that counts tokens.
+        """Begin the phase in which engines compute, which counts tokens.
 
         Args:
             rows: The number of rows.
             prompt_tokens: Their prompt tokens.
             expected_tokens: An upper bound of their output tokens.
-            more: Whether more rows may follow.
+            more: True if more rows may follow.
         """
         output = ExpectedOutput(expected_tokens)
         self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output, more=more))
 
     def known(self, *, rows: int, done: int, prompt_tokens: int, expected_tokens: int, more: bool) -> None:
-        """Update the known work of the phase that counts tokens.
+        """Update the known work of the phase in which engines compute.
 
         Args:
             rows: The number of rows known so far.
             done: Rows that have answers.
             prompt_tokens: The prompt tokens of all rows.
             expected_tokens: An upper bound of the output tokens of all rows.
-            more: Whether more rows may follow.
+            more: True if more rows may follow.
         """
         work = self._current()
         work.total_rows, work.rows, work.prompt_tokens, work.more = rows, done, prompt_tokens, more
         work.output.expect(expected_tokens)
 
     def more(self, *, prompt_tokens: int, expected_tokens: int) -> None:
-        """Add the tokens of further attempts at rows that are counted already."""
+        """Add the tokens of further attempts at rows that are counted already.
+
+        Args:
+            prompt_tokens: Their prompt tokens.
+            expected_tokens: An upper bound of their output tokens.
+        """
         work = self._current()
         work.prompt_tokens = (work.prompt_tokens or 0) + prompt_tokens
         work.output.more(expected_tokens)
 
     def downloading(self, received: int, total: int) -> None:
-        """Begin a download of `total` bytes. `received` bytes were downloaded before."""
+        """Begin the display of a download of `total` bytes. `received` bytes were downloaded before."""
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
 
     def received(self, received: int) -> None:
@@ -259,7 +302,7 @@ class Progress:
         self.tick()
 
     def rows(self, number: int) -> None:
-        """Count newly read or published rows, or calibrated layers."""
+        """Count newly read or published rows, or calibrated layers, and update the display."""
         self._current().rows += number
         self.tick()
 
@@ -270,23 +313,30 @@ class Progress:
         self.tick()
 
     def step(self, sample: StepSample, engine: int = 0) -> None:
-        """Count a step of an engine. Cached tokens count as done; recomputed and padded tokens do not count."""
+        """Count the tokens of an engine step.
+
+        Cached tokens count as done; recomputed and padded tokens do not count.
+
+        Args:
+            sample: The counts of the step.
+            engine: The number of the engine.
+        """
         work, output = self._current(), sample.output_tokens
         work.ran_tokens += sample.prompt_tokens + sample.cached_tokens + output
         work.output.step(output, sample.running, engine)
         self.tick()
 
     def recorded_by(self, recorder: Recorder | None) -> None:
-        """Call `recorder` with the state at the start of each phase, and every RECORD_EVERY_S seconds."""
+        """Call `recorder` with the progress at the start of each phase, and every RECORD_EVERY_S seconds."""
         self._recorder = recorder
 
     def record(self) -> None:
-        """Call the recorder with the current state, if a phase has begun."""
+        """Call the recorder with the current progress, if a phase has begun."""
         if self._work is not None:
             self._record(self._work, self._clock())
 
     def failed(self, codes: Mapping[str, int]) -> None:
-        """Count new error rows by error code."""
+        """Count new error rows, given as numbers by error code."""
         self._errors.update(codes)
 
     def finished(
@@ -306,7 +356,7 @@ class Progress:
             completion_tokens: Its output tokens.
             rows: The rows that it answers.
             error: Its error code, or None.
-            cut: Whether its answer ended at the limit.
+            cut: True if its answer ended at the limit.
             engine: The number of its engine.
         """
         work = self._current()
@@ -338,7 +388,7 @@ class Progress:
 
     @property
     def rows_left(self) -> int | None:
-        """Return the number of known rows without a final answer, or None outside of the phase that counts tokens."""
+        """Return the number of known rows without a final answer, or None in a phase that counts no tokens."""
         work = self._work
         if work is None or work.prompt_tokens is None or work.total_rows is None:
             return None
@@ -350,7 +400,7 @@ class Progress:
         return self._work is None or not self._work.more
 
     def left_s(self) -> float | None:
-        """Return the seconds to the end of the phase at the current rate, or None if unknown."""
+        """Return the seconds to the end of the current phase at the current rate, or None if unknown."""
         return None if self._work is None else self._work.left_s(self._clock())
 
     def left_of_known_s(self) -> float | None:
@@ -361,7 +411,7 @@ class Progress:
 
     @property
     def share(self) -> float | None:
-        """Return the finished share of the phase from 0 to 1, or None if unknown."""
+        """Return the finished share of the current phase from 0 to 1, or None if unknown."""
         return None if self._work is None else self._work.share
 
     @property
@@ -370,7 +420,7 @@ class Progress:
         return None if self._work is None or self._work.prompt_tokens is None else self._work.output
 
     def note(self, text: str) -> None:
-        """Write lines above the bar, also if the display is quiet."""
+        """Write a text above the progress bar, also if the display is quiet."""
         if not self._has_bar or self._work is None:
             self._line(text)
             return
@@ -428,7 +478,14 @@ class Progress:
 
 
 def bar_of(work: _Work, now: float, columns: int, ascii_only: bool) -> str:
-    """Return a phase as one line of a terminal, with a bar that fills the line."""
+    """Return a phase of a run as one line of a terminal, with a bar that fills the line.
+
+    Args:
+        work: The total and finished work of the phase.
+        now: The time in seconds.
+        columns: The width of the terminal.
+        ascii_only: Draw the bar with ASCII characters.
+    """
     if work.phase in UNCOUNTED:
         return f"{work.phase} …"[:columns]
     figures = " · ".join([_amount(work), *_details(work, now)])
@@ -459,12 +516,17 @@ def _rows(work: _Work) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a percentage rounded down, so 100% means that all is done."""
+    """Return a share as a percentage rounded down, so 100% means that all is done."""
     return f"{math.floor(share * 100 + 1e-9)}%"
 
 
 def line_of(work: _Work, now: float) -> str:
-    """Return `running 12% · 1.2M of 10M tokens · 8.1k tok/s · about 3 min left · 1,203 of 9,000 rows`."""
+    """Return a phase of a run as a line: `running 12% · 1.2M of 10M tokens · 8.1k tok/s · about 3 min left · …`.
+
+    Args:
+        work: The total and finished work of the phase.
+        now: The time in seconds.
+    """
     if work.phase in UNCOUNTED:
         return work.phase
     share = work.share
@@ -477,14 +539,14 @@ def line_of(work: _Work, now: float) -> str:
 
 
 def _details(work: _Work, now: float) -> list[str]:
-    """Return the rate and the time left, each if it is known."""
+    """Return the rate and the time left of a phase as texts, leaving out unknown ones."""
     rate, left = work.rate(now), work.left_s(now)
     parts = [] if rate is None else [_rate(work, rate)]
     return parts if left is None else [*parts, f"about {about(left)} left"]
 
 
 def _rate(work: _Work, rate: float) -> str:
-    """Return the rate, for slow layers as the time per layer."""
+    """Return the rate of a phase as text, for slow layers as the time per layer."""
     if work.phase == "downloading":
         return f"{size(rate)}/s"
     return f"{about(1 / rate)} a layer" if work.in_layers and rate < 1 else f"{short(rate)} {work.unit}/s"

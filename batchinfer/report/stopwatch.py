@@ -16,7 +16,7 @@ SHORTEST_SPAN_S = 0.02
 
 
 class Span(NamedTuple):
-    """An interval of time in one phase, in seconds since the command was started."""
+    """An interval of time in one phase of a run, in seconds since the command was started."""
 
     phase: str
     from_s: float
@@ -24,10 +24,13 @@ class Span(NamedTuple):
 
 
 class Stopwatch:
-    """Measures the time of phases. It starts in the phase STARTUP; later time outside of all phases is OTHER."""
+    """Measures the time of a run's phases.
+
+    It starts in the phase STARTUP; later time outside of phases is OTHER.
+    """
 
     def __init__(self, already_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start the stopwatch.
+        """Start the stopwatch in the phase STARTUP.
 
         Args:
             already_s: Seconds that STARTUP has already taken.
@@ -49,7 +52,7 @@ class Stopwatch:
             self.switch(OTHER if before == STARTUP else before)
 
     def switch(self, phase: str) -> str:
-        """Switch to a phase, and return the phase before."""
+        """End the current phase, begin another one, and return the name of the ended phase."""
         now, before = self._clock(), self._phase
         self._spent[before] = self._spent.get(before, 0.0) + now - self._since
         self._note(Span(before, self.at(self._since), self.at(now)))
@@ -57,17 +60,17 @@ class Stopwatch:
         return before
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase so far."""
+        """Return the seconds of each phase so far, by name."""
         self.switch(self._phase)
         return dict(self._spent)
 
     @property
     def spans(self) -> list[Span]:
-        """Return the finished spans in order, without spans shorter than SHORTEST_SPAN_S."""
+        """Return the finished intervals of phases in order. Intervals shorter than SHORTEST_SPAN_S are merged."""
         return list(self._spans)
 
     def at(self, moment: float) -> float:
-        """Convert a time of the clock to seconds since the start of the command."""
+        """Convert a time of the stopwatch's clock to seconds since the start of the command."""
         return moment - self._started
 
     def _note(self, span: Span) -> None:

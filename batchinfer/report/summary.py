@@ -30,12 +30,12 @@ _LAUNCHED: dict[LaunchMode, str] = {
 def summary(
     row: Row, report: Path | None = None, *, labels: bool = False, examples: Sequence[str] = ()
 ) -> str:
-    """Return the summary as aligned lines. An unknown value is a dash or left out.
+    """Return the summary at the end of a run as aligned lines. An unknown value is a dash or left out.
 
     Args:
         row: A row of the run table.
         report: The file of the run table, or None if the run changed nothing.
-        labels: Whether answers are labels; then the suggested next command counts them.
+        labels: True if answers are labels; then the suggested next command counts them.
         examples: A line for each example answer.
     """
     lines = [
@@ -89,7 +89,7 @@ def _rows(row: Row) -> str:
 
 
 def _right(row: Row) -> str:
-    """Return the accuracy compared with expected answers."""
+    """Return text with the share of answers that are the expected ones."""
     rows = row["labelled_rows"]
     if rows is None:
         return ""
@@ -177,7 +177,7 @@ def _arithmetic(row: Row) -> str:
 
 
 def _int4(row: Row) -> str:
-    """Return the loss of calibrated int4 weights."""
+    """Return text with the loss of calibrated int4 weights."""
     if row["int4_kl"] is None:
         return ""
     same = f"same most likely token at {row['int4_same_token']:.2%} of {count(row['int4_tokens'])} held out"
@@ -207,7 +207,7 @@ def _lost(row: Row) -> str:
 
 
 def _launched(row: Row) -> str:
-    """Return how the steps were launched on a GPU."""
+    """Return text about the launch modes of steps on a GPU."""
     launched = launch_text(row)
     if launched is None:
         return ""
@@ -224,7 +224,7 @@ def launch_text(row: Row, prefix: str = "") -> str | None:
 
     Args:
         row: A row of the run table.
-        prefix: The prefix of the names of the columns.
+        prefix: The prefix of the names of the columns, such as "forecast_".
     """
     steps = {mode: row.get(f"{prefix}{mode}_steps") for mode in LAUNCH_MODES}
     known = {mode: number for mode, number in steps.items() if number is not None}
@@ -236,7 +236,7 @@ def launch_text(row: Row, prefix: str = "") -> str | None:
 
 
 def _guided(row: Row) -> str:
-    """Return the figures of constraints."""
+    """Return text with the figures of constraints."""
     if not row["constrained_requests"]:
         return ""
     constrained, steered, forced = row["constrained_requests"], row["steered_requests"], row["forced_tokens"]
@@ -247,7 +247,7 @@ def _guided(row: Row) -> str:
 
 
 def _drafts(row: Row) -> str:
-    """Return the acceptance of draft tokens, and the time that they saved."""
+    """Return text with the acceptance of draft tokens, and the time that they saved."""
     drafted, accepted = row.get("drafted_tokens"), row.get("accepted_tokens")
     if not drafted or accepted is None:
         return ""
@@ -268,7 +268,7 @@ def _time(row: Row) -> str:
 
 
 def _forecast(row: Row) -> str:
-    """Compare the forecast with the run."""
+    """Return text that compares the forecast with the run."""
     if row["forecast_s"] is None or row["forecast_error"] is None:
         return ""
     tokens, ran = row["forecast_output_tokens"], row["output_tokens"]
@@ -278,7 +278,7 @@ def _forecast(row: Row) -> str:
 
 
 def off(error: float) -> str:
-    """Return the error of a forecast in percent, or as a multiple of the forecast from 2 on."""
+    """Return the relative error of a forecast as text: in percent, or as a multiple of the forecast from 2 on."""
     return f"{error:+.1%}" if error < 1 else f"{1 + error:.3g} times the forecast"
 
 
@@ -308,7 +308,7 @@ def _memory(row: Row) -> str:
 
 
 def _cost(row: Row) -> str:
-    """Return the cost of the machine's time, and the energy."""
+    """Return text with the cost of the machine's time, and the energy."""
     parts = []
     if row["cost"] is not None:
         parts.append(f"{row['cost']:,.2f} at {row['price_per_hour']:g} an hour")

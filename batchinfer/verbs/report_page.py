@@ -12,7 +12,7 @@ from batchinfer.filesystem.duck import translate_errors
 from batchinfer.filesystem.durable import FileOps, replace_bytes, storage
 from batchinfer.filesystem.location import Location
 from batchinfer.report.page.document import MARK, page
-from batchinfer.report.page.reported import ReportedRun, find_run, is_in_place
+from batchinfer.report.page.reported import ReportedRun, find_run, is_newest_published
 from batchinfer.report.tables.columns.declared import RUN
 from batchinfer.report.tables.folder import report_folder, tables
 from batchinfer.report.tables.tables import RunRow
@@ -67,7 +67,7 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
         row = find_run(database, run_id, "" if folder == report else place.ending)
         if row is None:
             raise InputMissing(_no_run(folder, report, run_id))
-        in_place = RESULTS in names and is_in_place(database, row, place.ending)
+        in_place = RESULTS in names and is_newest_published(database, row, place.ending)
         text = page(ReportedRun(database, row, in_place, _newer(folder, row)))
     content = text.encode()
     try:

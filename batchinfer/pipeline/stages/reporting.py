@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.progress_file import ProgressFile
 from batchinfer.pipeline.report import errors_as_notice
-from batchinfer.report.tables.folder import writing
+from batchinfer.report.tables.folder import lock_for_writing
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def report_run(run: OpenRun) -> Iterator[None]:
     A signal during a DuckDB query is raised as Interrupted.
     """
     record = ProgressFile(run.state, run.report.identity, run.notice)
-    with writing(run.report.folder, run.state.report_lock):
+    with lock_for_writing(run.report.folder, run.state.report_lock):
         record.begin()
         run.progress.recorded_by(record)
         try:

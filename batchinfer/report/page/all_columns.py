@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def all_columns(run: ReportedRun) -> PageSection:
-    """List names, values and meanings, without a chart."""
+    """Return the section with the name, value and meaning of every column of the run table, without a chart."""
     rows = [
         (
             column.name,

@@ -1,4 +1,4 @@
-"""Renders the page as a single HTML file that needs no network and no other file."""
+"""Renders the report page as a single HTML file that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def page(run: ReportedRun) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Return the template environment, which escapes all text but our own scripts and styles."""
+    """Return the template environment, which escapes all text except our own scripts and styles."""
     environment = Environment(
         autoescape=True,
         finalize=_printable,
@@ -74,7 +74,7 @@ def _printable(value: object) -> object:
 
 
 def prose(text: str) -> Markup:
-    """Return sentences as markup, with text between backquotes as code."""
+    """Return sentences as HTML, with text between backquotes as code."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
@@ -97,14 +97,14 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _answers(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about answers."""
+    """Yield the sections about answers and error rows."""
     yield from task_answers(run)
     yield failures(run)
     yield from accuracy(run)
 
 
 def _computed(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about the engine."""
+    """Yield the sections about the work of the engine."""
     yield from timeline(run)
     yield roofline(run)
     yield from efficiency(run)
@@ -119,7 +119,7 @@ def _computed(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return the content security policy: only these scripts, and inline styles, which ECharts sets."""
+    """Return the content security policy of the page: these scripts, and inline styles, which ECharts sets."""
     hashes = " ".join(
         f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts
     )

@@ -40,7 +40,10 @@ _RATIOS = "roofline_efficiency, mfu, mbu"
 
 
 def efficiency(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the section of phases, then the section of buckets."""
+    """Yield the section of hardware efficiency by phase, then by length of prompt.
+
+    There is no section of phases for tasks without output tokens.
+    """
     if run.has_output:
         yield _phases(run)
     yield _buckets(run)

@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def experts(run: ReportedRun) -> Iterator[PageSection]:
-    """Draw the loads by layer. Yields no section for a model without experts."""
+    """Yield the section about the load of experts by layer, or nothing for a model without experts."""
     if not run.has(EXPERTS):
         return
     found = run.fetch(_LAYERS.format(experts=f"{run.own(EXPERTS)} AS experts"))

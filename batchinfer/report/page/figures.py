@@ -14,16 +14,22 @@ _SHORT_TEXT = 32  # characters of a text that is not broken into lines
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A column of a table on the page."""
+    """A column of a table on the report page.
+
+    Attributes:
+        name: The name that charts use.
+        title: The heading of the column.
+        unit: The unit, as in the report's columns; empty for texts and plain numbers.
+    """
 
     name: str
     title: str
-    unit: str = ""  # as in the report's columns; empty for texts and plain numbers
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number with its own unit, in a column whose rows have different units."""
+    """A number with its own unit, in a table column whose rows have different units."""
 
     value: Any
     unit: str
@@ -31,26 +37,26 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A table on the page. None in a cell means unknown."""
+    """A table on the report page, whose numbers charts show. None in a cell means unknown."""
 
     columns: tuple[Figure, ...]
     rows: Sequence[Sequence[Any]]
 
     def without(self, *names: str) -> Figures:
-        """Return the table without these columns."""
+        """Return the table without the columns with these names."""
         kept = [at for at, column in enumerate(self.columns) if column.name not in names]
         rows = [tuple(row[at] for at in kept) for row in self.rows]
         return Figures(tuple(self.columns[at] for at in kept), rows)
 
     @property
     def headings(self) -> list[tuple[Figure, bool]]:
-        """Return each column, and True if it has numbers."""
+        """Return each column of the table, with True if it has numbers."""
         numeric = (any(is_number(row[at]) for row in self.rows) for at in range(len(self.columns)))
         return list(zip(self.columns, numeric, strict=True))
 
     @property
     def cells(self) -> Iterator[list[tuple[str, str, str]]]:
-        """Yield the cells of each row: their CSS class, all digits of a number or "", and the displayed text."""
+        """Yield the cells of each table row: CSS class, all digits of a number or "", and the displayed text."""
         headings = self.headings
         for row in self.rows:
             yield [_cell(value, *heading) for value, heading in zip(row, headings, strict=True)]

@@ -29,7 +29,10 @@ _TITLES: dict[LaunchMode, str] = {
 
 
 def launches(run: ReportedRun) -> Iterator[PageSection]:
-    """Compare the launch modes. Yields no section for runs on a CPU or of versions that did not count launches."""
+    """Yield the section about the launch modes of steps, actual and forecast.
+
+    It yields nothing for a run on a CPU, or of a version that did not count launches.
+    """
     if run.row["eager_steps"] is None:
         return
     options = {"category": "mode", "bars": ["steps_share", "tokens_share"], "unit": "0…1", "horizontal": True}
@@ -56,7 +59,7 @@ def _figures(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
 
 
 def _at_once(row: RunRow) -> str:
-    """Return a sentence about steps that were launched together, or ""."""
+    """Return a sentence about steps that were launched together, or "" if none were."""
     times, steps = row.get("host_launches"), row["steps"]
     if times is None or times >= steps:
         return ""
@@ -73,5 +76,5 @@ def _captures(row: RunRow) -> str:
 
 
 def _spent(took: float, memory: int | None) -> str:
-    """Return the time and the bytes of GPU memory, which older reports do not have."""
+    """Return the time and the bytes of GPU memory as text. Older reports do not have the bytes."""
     return seconds(took) if memory is None else f"{seconds(took)} and {size(memory)} of GPU memory"

@@ -19,7 +19,13 @@ from batchinfer.report.tables.tables import RunRow
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure in large type."""
+    """A figure in large type at the top of the report page.
+
+    Attributes:
+        name: Its name.
+        value: The figure as text.
+        more: Further text in small type.
+    """
 
     name: str
     value: str
@@ -28,16 +34,23 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The heading of the page, which names the run."""
+    """The heading of the report page, which names the run.
 
-    mark: str  # "good" or "bad"
+    Attributes:
+        mark: "good" or "bad".
+        status: How the run ended.
+        started: The start time.
+        facts: Task, model, device, and similar facts.
+    """
+
+    mark: str
     status: str
     started: str
     facts: Sequence[str]
 
 
 def heading(row: RunRow) -> Heading:
-    """Return the heading of a run."""
+    """Return the heading of the report page for a row of the run table."""
     good = is_published(row["exit_status"]) and not row["exit_code"]
     code = f", exit code {row['exit_code']}" if row["exit_code"] else ""
     trial = "trial (--limit)" if row["trial"] else None
@@ -57,7 +70,7 @@ def _weights(row: RunRow) -> str | None:
 
 
 def tiles(row: RunRow) -> Iterator[Tile]:
-    """Yield the known figures for large type."""
+    """Yield the main figures of a run, leaving out unknown ones."""
     if row["rows"] is not None:
         yield _row_tile(row)
     if row["accuracy"] is not None:
@@ -83,7 +96,7 @@ def tiles(row: RunRow) -> Iterator[Tile]:
 
 
 def _answers(row: RunRow) -> Iterator[Tile]:
-    """Yield the figures of answers for tasks without output tokens."""
+    """Yield the figures about answers for tasks without output tokens."""
     if row["mean_label_probability"] is not None:
         labels = counted(len(row["labels"]), "label") if row["labels"] else ""
         yield Tile(
@@ -155,7 +168,7 @@ _BASIS = {
 
 
 def forecast(run: ReportedRun) -> PageSection:
-    """Compare all forecast figures with the actual ones."""
+    """Return the section that compares all forecast figures with the actual ones."""
     rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
     title = "Forecast and actual"
     if not rows:
@@ -167,7 +180,7 @@ def forecast(run: ReportedRun) -> PageSection:
 
 
 def _known_from(row: RunRow) -> str:
-    """Return a sentence about the sources of the forecast."""
+    """Return a sentence about the sources of the forecast, or "" if they are unknown."""
     if row["forecast_basis"] is None:
         return ""
     basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
@@ -198,7 +211,7 @@ _WORK = (
 
 
 def work(run: ReportedRun) -> PageSection:
-    """Show computed, saved and wasted tokens."""
+    """Return the section about computed, saved and wasted tokens."""
     row, title = run.row, "Work done and work saved"
     rows: list[tuple[Any, ...]] = [
         ("prompt tokens", row["prompt_tokens_run"], row["prefix_saved_tokens"], row["duplicate_saved_tokens"], None,

@@ -36,7 +36,7 @@ _MEASURED = (
 
 
 def past_runs(run: ReportedRun) -> PageSection:
-    """Draw the tokens per second of the newest runs, up to this one."""
+    """Return the section that compares a run with earlier runs of its job by tokens per second."""
     title = "Compared with earlier runs"
     rows = run.fetch(_RUNS, [run.row["run_id"]])[::-1]
     if len(rows) < 2:

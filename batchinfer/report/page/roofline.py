@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 def roofline(run: ReportedRun) -> PageSection:
-    """Draw steps by arithmetic intensity and speed on logarithmic axes, below the roof of the peaks."""
+    """Return the section about the roofline: steps by arithmetic intensity and speed, below the peaks."""
     title = "The roofline"
     if not run.has(STEPS):
         return PageSection("roofline", title, run.why_empty(STEPS))

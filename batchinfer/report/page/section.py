@@ -12,24 +12,39 @@ from batchinfer.report.page.figures import Figures
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart that page.js draws."""
+    """A chart of the report page, which page.js draws.
 
-    kind: str  # the name of the function in page.js
-    label: str  # a description for screen readers
-    options: Mapping[str, Any] = field(default_factory=dict)  # the columns that the function reads
+    Attributes:
+        kind: The name of the function in page.js.
+        label: A description for screen readers.
+        options: The columns that the function reads.
+    """
+
+    kind: str
+    label: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def json(self) -> str:
-        """Return the kind and the options as JSON for page.js."""
+        """Return kind and options of the chart as JSON for page.js."""
         options = {"kind": self.kind, **self.options}
         return json.dumps(options, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A section of the page. Without figures, its text explains why there is nothing to show."""
+    """A section of the report page. Without figures, its text explains why there is nothing to show.
 
-    name: str  # the anchor
+    Attributes:
+        name: The anchor.
+        title: The heading.
+        text: Text above the chart.
+        chart: The chart, or None.
+        figures: The table whose numbers the chart shows, or None.
+        note: Text below the chart.
+    """
+
+    name: str
     title: str
     text: str
     chart: Chart | None = None

@@ -54,7 +54,7 @@ _MEANINGS = {
 
 
 def time_split(run: ReportedRun) -> PageSection:
-    """Draw one bar with the parts of the wall time, and one with the parts of the device time."""
+    """Return the section with the parts of the run's wall time and of its device time, drawn as a bar each."""
     row = run.row
     new = any(row[column] is not None for _, column in _WALL[1])
     rows = [

@@ -68,7 +68,10 @@ _BINS = (
 
 
 def timeline(run: ReportedRun) -> Iterator[PageSection]:
-    """Draw three charts with the same time axis."""
+    """Yield the sections with throughput, batch size and KV cache over time, with a common time axis.
+
+    Tasks without output tokens only have throughput.
+    """
     if not run.has(STEPS):
         yield PageSection("throughput", "Over time", run.why_empty(STEPS))
         return

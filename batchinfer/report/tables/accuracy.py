@@ -1,4 +1,4 @@
-"""Writes the tables of accuracy: by field, by label and by probability."""
+"""Writes the report tables of accuracy: by field, by label and by probability."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.report.tables.columns.declared import (
     COLUMNS,
     CONFUSION,
     SCHEMAS,
-    completed,
+    compute_formulas,
 )
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.spool import Spool
@@ -21,9 +21,17 @@ from batchinfer.report.tables.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class FieldAccuracy:
-    """The accuracy of rows with an expected answer."""
+    """The accuracy of one field of the answers, in rows with an expected answer.
 
-    field: str | None  # a field of the answers, or None for whole answers
+    Attributes:
+        field: The field, or None for whole answers.
+        labelled_rows: Rows with an expected answer.
+        labelled_errors: Error rows among them.
+        exact_rows: Rows whose answer is the expected one.
+        normalised_rows: Rows whose answer is the expected one at least after normalisation.
+    """
+
+    field: str | None
     labelled_rows: int
     labelled_errors: int
     exact_rows: int
@@ -32,13 +40,21 @@ class FieldAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class ProbableRows:
-    """Labelled rows whose answers have a probability within these bounds."""
+    """Counts of labelled rows whose answers have a probability in one range.
+
+    Attributes:
+        from_probability: Lower bound of the probability.
+        to_probability: Upper bound of the probability.
+        rows: Number of rows.
+        right_rows: Rows with the right answer.
+        mean_probability: Mean probability of the answers; None without rows.
+    """
 
     from_probability: float
     to_probability: float
     rows: int
     right_rows: int
-    mean_probability: float | None  # None without rows
+    mean_probability: float | None
 
 
 ConfusedRows = tuple[str | None, str, str, str | None, int]  # field, expected, outcome, answer, rows
@@ -51,7 +67,14 @@ def write_accuracy(
     confusion: Iterable[ConfusedRows],
     probable: Iterable[ProbableRows],
 ) -> None:
-    """Write the tables, each atomically.
+    """Write the report tables `accuracy`, `confusion` and `calibration` of a run, each atomically.
+
+    Args:
+        folder: The folder of report tables.
+        run_id: The id of the run.
+        fields: The accuracy of each field.
+        confusion: Rows by field, expected label, outcome and answered label.
+        probable: Rows by range of probability.
 
     Raises:
         OSError: A table cannot be written.
@@ -61,7 +84,7 @@ def write_accuracy(
         with Spool(table_path(folder, table, run_id), SCHEMAS[table]) as spool:
             for one in rows:
                 row = {"run_id": run_id} | {name: getattr(one, name) for name in type(one).__slots__}
-                spool.append(tuple(completed(row, COLUMNS[table]).values()))
+                spool.append(tuple(compute_formulas(row, COLUMNS[table]).values()))
             spool.finish()
     with Spool(table_path(folder, CONFUSION, run_id), SCHEMAS[CONFUSION]) as spool:
         for confused in confusion:

@@ -1,4 +1,4 @@
-"""Writes the table of activities of all processes of a run."""
+"""Writes the report table of activities of all processes of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from batchinfer.report.tables.spool import Spool
 
 
 class Activity(NamedTuple):
-    """An interval in which a process did one thing. Times are in seconds since the command was started."""
+    """An interval in which a process did one thing.
+
+    Attributes:
+        process: The name of the process.
+        activity: Its activity.
+        from_s: Start in seconds after the command was started.
+        until_s: End in seconds after the command was started.
+        node: Address of the node of a Ray cluster, or None.
+        machine_class: The machine class of this node, or None.
+    """
 
     process: str
     activity: str
@@ -23,10 +32,10 @@ class Activity(NamedTuple):
 
 
 def write_activities(folder: Path, run_id: str, activities: Iterable[Activity]) -> Path:
-    """Write the table atomically.
+    """Write the report table `activities` of a run atomically, and return its path.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The table cannot be written.
     """
     with Spool(table_path(folder, ACTIVITIES, run_id), SCHEMAS[ACTIVITIES]) as spool:
         for activity in activities:

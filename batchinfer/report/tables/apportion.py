@@ -23,16 +23,22 @@ _LITTLE = 1e-9  # tokens added to each step, so a prompt is spread evenly over s
 
 
 class Share(NamedTuple):
-    """The share of each request in a column of steps, for its prompt and for its answer. Shape of each: [requests]."""
+    """Each request's share of a column of steps, such as device time. Shape of each array: [requests].
+
+    Attributes:
+        prompt: The share of its prompt tokens.
+        answer: The share of its output tokens.
+    """
 
     prompt: Floats
     answer: Floats
 
 
 class _RanIn(NamedTuple):
-    """The steps in which requests ran: prompts in [first, read], answers in (read, last]. Shape of each: [requests].
+    """The steps in which requests ran: prompts in [first, read], answers in (read, last].
 
-    For each prompt token of a step in [first, read], a request runs `tokens` tokens and `pairs` (query, key) pairs. In
+    Shape of each: [requests]. For each prompt token of a step in [first, read], a request runs `tokens`
+    tokens and `pairs` (query, key) pairs. In
     step k of (read, last] it runs `rate` tokens, and `start` + `growth` × k pairs.
     """
 
@@ -47,9 +53,14 @@ class _RanIn(NamedTuple):
 
 
 class _Prices(NamedTuple):
-    """Cumulative sums over steps of a column's price per token and per pair, for prompts and for answers.
+    """Cumulative sums over steps of a column's amount per token and per (query, key) pair.
 
-    `growing` sums the price per pair times the number of the step.
+    Attributes:
+        read_token: Amount per prompt token.
+        read_pair: Amount per pair of a prompt.
+        token: Amount per output token.
+        pair: Amount per pair of an answer.
+        growing: Amount per pair of an answer times the number of the step.
     """
 
     read_token: Floats
@@ -61,10 +72,17 @@ class _Prices(NamedTuple):
 
 @dataclass(slots=True)
 class Apportionment:
-    """Splits the steps of one engine, which must have at least one. Call `add` for all requests before `shares`."""
+    """Splits the device time of one engine's steps among its requests.
+
+    Call `add` for all requests before `shares`.
+
+    Attributes:
+        steps: Columns of the table `steps`. There must be at least one step.
+        attention: Attention's share of each step, from 0 to 1.
+    """
 
     steps: Columns
-    attention: Floats  # attention's share of each step, from 0 to 1
+    attention: Floats
     _read: Floats = field(init=False)  # prompt tokens of each step
     _changes: dict[str, Floats] = field(init=False)  # differences between steps of the sums over requests
     _ran: float = 0.0  # tokens of all added requests
@@ -76,7 +94,7 @@ class Apportionment:
         self._changes = {name: np.zeros(len(self._read) + 1) for name in names}
 
     def add(self, requests: Columns) -> None:
-        """Add requests of this engine, as columns of the table `requests`."""
+        """Add requests of this engine, given as columns of the table `requests`."""
         place = self._place(requests)
         for name in ("tokens", "pairs"):
             self._note(name, place.first, place.read, getattr(place, name))
@@ -86,9 +104,13 @@ class Apportionment:
         self._known.clear()
 
     def shares(self, requests: Columns) -> dict[str, Share]:
-        """Return the share of each request in each column of SPLIT.
+        """Return each request's share of the steps' device time, bytes and roofline, by column name.
 
-        The shares of all requests add up to the sum of the column, less the part of requests that did not finish.
+        The shares of all requests add up to the sum of the column, less the part of requests that did not
+        finish.
+
+        Args:
+            requests: Columns of the table `requests`.
         """
         place = self._place(requests)
         return {name: self._share(place, self._prices(name)) for name in SPLIT}
@@ -118,7 +140,7 @@ class Apportionment:
         )  # fmt: skip
 
     def _step(self, column: str, seconds: Floats) -> Ints:
-        """Return the first step whose time in `column` is not before `seconds`, or the last step."""
+        """Return the first step whose time in `column` is at least `seconds`, or the last step."""
         found = np.searchsorted(self.steps[column], seconds)
         return np.minimum(found, len(self._read) - 1)
 
@@ -143,6 +165,10 @@ class Apportionment:
         """Scale the values of steps to the part of finished requests.
 
         The values of steps in which no finished request ran are spread over the other steps.
+
+        Args:
+            values: A column of steps, such as device time.
+            tokens: Tokens of finished requests in each step.
         """
         kept = np.where(tokens > _LITTLE, values, 0.0)
         useful = self.steps["prompt_tokens"] + self.steps["decode_tokens"]
@@ -162,15 +188,24 @@ class Apportionment:
 
 
 def ran_tokens(requests: Columns) -> Floats:
-    """Return the prompt tokens that each request computed; 0 for requests that ended before any step."""
+    """Return the prompt tokens that each request computed, with shape [requests].
+
+    It is 0 for a request that ended before any step. Cached tokens are not computed.
+
+    Args:
+        requests: Columns of the table `requests`.
+    """
     ran = requests["prompt_tokens"] - requests["cached_tokens"]
     return np.where(requests["finished_s"] > requests["scheduled_s"], ran, 0.0)
 
 
 def answered_tokens(requests: Columns) -> Floats:
-    """Return the output tokens that each request computed.
+    """Return the output tokens that the model ran for each request, with shape [requests].
 
     The model never runs the last token of an answer, nor tokens that a constraint forced directly before it.
+
+    Args:
+        requests: Columns of the table `requests`.
     """
     answered = requests["completion_tokens"] - requests["unrun_tokens"]
     return np.where(ran_tokens(requests) > 0, np.maximum(answered, 0), 0.0)

@@ -23,11 +23,11 @@ from batchinfer.report.tables.columns.declared import (
     REQUESTS,
     RUN,
     SCHEMAS,
-    completed,
+    compute_formulas,
 )
 from batchinfer.report.tables.device_time import LOSSES, attention_share, device_split
 from batchinfer.report.tables.folder import table_path
-from batchinfer.report.tables.percentiles import spreads
+from batchinfer.report.tables.percentiles import latency_columns
 from batchinfer.report.tables.prefixes import NOWHERE, PrefixNodes
 from batchinfer.report.tables.spool import Spool
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -53,16 +53,25 @@ _WALLS = "SELECT sum(duration_s + gap_s) AS wall_s FROM steps GROUP BY replica"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The model and the hardware of a run."""
+    """The model and the hardware of a run.
 
-    cost: ModelCost | None = None  # None if unknown
-    peaks: Peaks | None = None  # of one engine, or None if unknown
-    engines: int = 1  # number of replicas
+    Attributes:
+        cost: The cost of the model's operators, or None if unknown.
+        peaks: The peaks of one engine's hardware, or None if unknown.
+        engines: Number of replicas.
+    """
+
+    cost: ModelCost | None = None
+    peaks: Peaks | None = None
+    engines: int = 1
 
 
 @contextmanager
 def open_database() -> Iterator[Any]:
-    """Open a database for all tables, because opening one takes longer than the sums of a short run."""
+    """Open a DuckDB connection in memory, for all report tables of a run.
+
+    Opening a connection takes longer than all sums of a short run.
+    """
     config: dict[str, str | bool | int | float | list[str]] = {
         "threads": 2,
         "temp_directory": "",
@@ -73,10 +82,10 @@ def open_database() -> Iterator[Any]:
 
 
 class Details:
-    """Sums up the steps and requests of one run, and writes the tables that follow from them."""
+    """Sums up the steps and requests of one run, and writes the report tables that follow from them."""
 
     def __init__(self, folder: Path, run_id: str, steps: Path, machine: Machine, database: Any) -> None:
-        """Read the steps.
+        """Read the steps of a run.
 
         Args:
             folder: The folder of report tables.
@@ -92,12 +101,18 @@ class Details:
         self._columns = _numbers(database.sql(f"SELECT {', '.join(_STEPS)} FROM steps").to_arrow_table())
 
     def sums(self) -> dict[str, Any]:
-        """Return the columns of the run table that follow from steps and requests. Call `write_requests` first."""
+        """Return the columns of the run table that follow from steps and requests.
+
+        Call `write_requests` first.
+        """
         (row,) = self._rows(RUN, "FROM steps")
-        return row | spreads(self._database) | self._split()
+        return row | latency_columns(self._database) | self._split()
 
     def _split(self) -> dict[str, float]:
-        """Return the parts of the device time in seconds, as a mean over engines, or nothing if they are unknown."""
+        """Return the parts of the device time in seconds as columns of the run table, or none if unknown.
+
+        Each is a mean over engines.
+        """
         cost, peaks = self._machine.cost, self._machine.peaks
         if cost is None or peaks is None or not len(self._columns["engine"]):
             return {}
@@ -106,10 +121,10 @@ class Details:
         return {f"device_{names[part]}_s": seconds / self._machine.engines for part, seconds in split}
 
     def write_requests(self, raw: Path, nodes: PrefixNodes) -> None:
-        """Write the table of requests.
+        """Write the report table `requests`.
 
         Args:
-            raw: A file with the samples of requests.
+            raw: A Parquet file with the samples of requests.
             nodes: The prefix tree of the requests.
 
         Raises:
@@ -162,11 +177,17 @@ class Details:
         )
 
     def write_phases(self) -> None:
-        """Write the table of phases, or raise OSError."""
+        """Write the report table `phases`. Raises OSError."""
         self._write(PHASES, "FROM steps GROUP BY phase ORDER BY phase")
 
     def write_buckets(self, engine_wall_s: float) -> None:
-        """Write the table of buckets, or raise OSError. Call `write_requests` first."""
+        """Write the report table `buckets` of requests by length of prompt.
+
+        Call `write_requests` first. Raises OSError.
+
+        Args:
+            engine_wall_s: The run's `engine_wall_s` in seconds.
+        """
         source = "FROM requests GROUP BY most_prompt_tokens ORDER BY most_prompt_tokens"
         self._write(BUCKETS, source, engine_wall_s)
 
@@ -179,11 +200,17 @@ class Details:
         }
         with Spool(table_path(self._folder, table, self._run_id), SCHEMAS[table]) as spool:
             for row in self._rows(table, source, engine_wall_s):
-                spool.append(tuple(completed(row | known, COLUMNS[table]).values()))
+                spool.append(tuple(compute_formulas(row | known, COLUMNS[table]).values()))
             spool.finish()
 
     def _rows(self, table: str, source: str, engine_wall_s: float = 0.0) -> list[dict[str, Any]]:
-        """Return the rows of a table with the columns that SQL computes from `source`."""
+        """Return the rows of a report table with the columns that SQL computes.
+
+        Args:
+            table: The name of the table.
+            source: SQL from FROM on.
+            engine_wall_s: The run's `engine_wall_s` in seconds.
+        """
         made = [column for column in COLUMNS[table] if column.sql]
         sql = f"SELECT {', '.join(f'{column.sql} AS {column.name}' for column in made)} {source}"
         peaks = self._machine.peaks
@@ -203,7 +230,12 @@ def _read(database: Any, path: Path) -> Any:
 
 
 def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np.int64]:
-    """Return the useful FLOPs of each request, counted as in `ModelCost.model_flops`. Shape: [requests]."""
+    """Return the useful FLOPs of each request, counted as in `ModelCost.model_flops`, with shape [requests].
+
+    Args:
+        cost: The cost of the model's operators.
+        requests: Columns of the table `requests`.
+    """
     ran, answered = ran_tokens(requests), answered_tokens(requests)
     end = requests["prompt_tokens"] + answered
     pairs = sum(_pairs(end, window) - _pairs(requests["cached_tokens"], window) for window in cost.windows)
@@ -216,13 +248,13 @@ def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np
 
 
 def _pairs(tokens: Floats, window: int | None) -> Floats:
-    """Return the number of (query, key) pairs of the first `tokens` tokens in a layer."""
+    """Return the number of (query, key) pairs of the first `tokens` tokens in a layer with this window."""
     growing = tokens if window is None else np.minimum(tokens, window)
     return growing * (growing + 1) / 2 + (tokens - growing) * growing
 
 
 def _numbers(table: pa.Table) -> Columns:
-    """Return the columns as floats. Null becomes NaN, or NOWHERE in the column `place`."""
+    """Return the columns of a table as floats. Null becomes NaN, or NOWHERE in the column `place`."""
     found = {}
     for name in table.column_names:
         column = table.column(name)
@@ -240,7 +272,10 @@ def _by_engine(
 
 
 def _shares(requests: Columns, engines: Mapping[float, Apportionment]) -> dict[str, Share]:
-    """Return the shares of requests of several engines. Requests of an engine without steps get 0."""
+    """Return the shares of requests of several engines by column name.
+
+    Requests of an engine without steps get 0.
+    """
     count = len(requests["engine"])
     found = {name: Share(np.zeros(count), np.zeros(count)) for name in ("model_s", "bytes", "roofline_s")}
     for number, engine in engines.items():

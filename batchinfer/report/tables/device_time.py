@@ -29,7 +29,15 @@ PRIOR = 0.01
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """The work of steps. Shape of each: [steps]."""
+    """The work of steps. Shape of each array: [steps].
+
+    Attributes:
+        tokens: Query tokens.
+        sampled: Positions whose logits are computed.
+        pairs: (Query, key) pairs of attention, summed over layers.
+        kv_tokens: Distinct cached tokens that are read, summed over layers.
+        copied: Tokens that are copied in the KV cache.
+    """
 
     tokens: Floats
     sampled: Floats
@@ -39,19 +47,22 @@ class StepCounts:
 
     @classmethod
     def useful(cls, steps: Columns) -> StepCounts:
-        """Return the counts without padding and recomputation."""
+        """Return the work of steps without padding and recomputation, given columns of the table `steps`."""
         tokens = steps["prompt_tokens"] + steps["decode_tokens"]
         return cls(
             tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"], steps["copied_tokens"]
         )
 
     def plus(self, tokens: Floats) -> StepCounts:
-        """Return the counts with more tokens per step. Their attention is not recorded, and not added."""
+        """Return the work of steps with `tokens` more tokens per step.
+
+        Their attention is not recorded, and not added.
+        """
         return replace(self, tokens=self.tokens + tokens)
 
 
 def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str, Floats]:
-    """Return the roofline of each step in seconds, by kind of operator."""
+    """Return the roofline of each step in seconds, by kind of operator. Shape of each array: [steps]."""
     found: dict[str, Floats] = {kind: np.zeros(len(counts.tokens)) for kind in OPERATOR_KINDS}
     for operator in cost.operators:
         kind = operator_kind(operator)
@@ -60,7 +71,7 @@ def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str,
 
 
 def _operator_seconds(operator: OperatorCost, peaks: Peaks, counts: StepCounts) -> Floats:
-    """Return the roofline of one operator in each step; `OperatorCost.of` and `Cost.seconds` do this for one step."""
+    """Return the roofline of one operator in seconds for each step. `Cost.seconds` does this for one step."""
     integer = _sum(operator, counts, "coded_ops")
     computing = (_sum(operator, counts, "flops") - integer) / peaks.flops_per_s
     computing += integer / (peaks.coded_ops_per_s or peaks.flops_per_s)
@@ -88,7 +99,10 @@ def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "byt
 
 
 def attention_share(cost: ModelCost, peaks: Peaks | None, steps: Columns) -> Floats:
-    """Return attention's share of each step's roofline, or of its FLOPs if the peaks are unknown."""
+    """Return attention's share of each step's roofline, or of its FLOPs if the peaks are unknown.
+
+    Shape: [steps].
+    """
     found = kind_seconds(cost, peaks or Peaks(1.0, np.inf), StepCounts.useful(steps))
     whole = sum(found.values(), np.zeros(len(steps["pairs"])))
     return np.divide(found["attention"], whole, out=np.zeros_like(whole), where=whole > 0)
@@ -97,7 +111,13 @@ def attention_share(cost: ModelCost, peaks: Peaks | None, steps: Columns) -> Flo
 def device_split(cost: ModelCost, peaks: Peaks, steps: Columns) -> dict[str, float]:
     """Return the seconds of ROOFLINE, PADDING, RECOMPUTATION and LOSSES, which add up to `model_s` of all steps.
 
-    A loss is negative if a kind of operator was faster than its roofline, because its data came from a CPU cache.
+    A loss is negative if a kind of operator was faster than its roofline, because its data came from a CPU
+    cache.
+
+    Args:
+        cost: The cost of the model's operators.
+        peaks: The peaks of one engine's hardware.
+        steps: Columns of the table `steps`.
     """
     useful = StepCounts.useful(steps)
     again = useful.plus(steps["recomputed_tokens"])
@@ -114,11 +134,11 @@ def device_split(cost: ModelCost, peaks: Peaks, steps: Columns) -> dict[str, flo
 
 
 def multiples(least: Mapping[str, Floats], took: Floats) -> dict[str, float]:
-    """Fit the time of each kind of operator as a multiple of its roofline.
+    """Fit the time of each kind of operator to measured steps, and return it as a multiple of its roofline.
 
     Args:
         least: The roofline of each step in seconds, by kind of operator.
-        took: The measured seconds of each step.
+        took: The measured seconds of each step, with shape [steps].
     """
     timed = took > 0
     columns = np.stack([*(each[timed] for each in least.values()), np.ones(int(timed.sum()))], axis=1)

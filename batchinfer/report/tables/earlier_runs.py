@@ -36,35 +36,52 @@ LAUNCHED_STEPS = "launched_steps"  # since format 13; always 1 before
 
 @dataclass(frozen=True, slots=True)
 class EarlierLengths:
-    """The lengths of finished requests of earlier runs in tokens. Shape of each: [requests]."""
+    """The lengths of finished requests of earlier runs in tokens. Shape of each array: [requests].
 
-    runs: int  # number of runs
+    Attributes:
+        runs: Number of runs.
+        prompts: Lengths of prompts.
+        answers: Lengths of answers.
+        cut: True if the answer ended at its limit.
+    """
+
+    runs: int
     prompts: NDArray[np.int64]
     answers: NDArray[np.int64]
-    cut: NDArray[np.bool_]  # whether the answer ended at its limit
+    cut: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierSteps:
-    """The steps of earlier runs on the same machine with the same numerics."""
+    """The steps of earlier runs on the same machine with the same numerics.
 
-    runs: int  # number of runs
-    columns: dict[str, NDArray[Any]]  # of the table `steps`
+    Attributes:
+        runs: Number of runs.
+        columns: Columns of the table `steps` by name. Shape of each array: [steps].
+    """
+
+    runs: int
+    columns: dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierIdle:
-    """The idle times of devices in earlier runs that computed something."""
+    """The idle times of devices in earlier runs that computed something.
 
-    runs: int  # number of runs
-    columns: dict[str, NDArray[Any]]  # of the run table
+    Attributes:
+        runs: Number of runs.
+        columns: Columns of the run table by name. Shape of each array: [runs].
+    """
+
+    runs: int
+    columns: dict[str, NDArray[Any]]
 
     def median(self, name: str) -> float:
-        """Return the median of a column."""
+        """Return the median over earlier runs of a column of the run table."""
         return float(np.median(self.columns[name]))
 
     def per_row(self, name: str) -> float:
-        """Return the median of a column divided by the rows of the job."""
+        """Return the median over earlier runs of a column of the run table divided by the rows of the job."""
         return float(np.median(self.columns[name] / np.maximum(self.columns["rows"], 1)))
 
 
@@ -72,14 +89,22 @@ IDLE_COLUMNS = ("idle_load_s", "idle_tail_s", "idle_publish_s", "rows")
 
 
 def earlier_idle(folder: Path) -> EarlierIdle | None:
-    """Read the idle times of the newest runs that have them, trials included. Return None if there are none."""
+    """Read the idle times of the newest runs that have them, trials included. Return None if there are none.
+
+    Args:
+        folder: The folder of report tables.
+    """
     known = (run for run in _newest(folder, RUN, IDLE_COLUMNS) if run["idle_load_s"][0] >= 0)  # NaN: null
     found = list(islice(known, NEWEST))
     return EarlierIdle(len(found), _joined(found)) if found else None
 
 
 def earlier_overhead(folder: Path) -> tuple[float, int] | None:
-    """Return the median time outside of the engine in seconds, and the number of runs, or None without runs."""
+    """Return the median seconds outside of the engine in the newest runs, and the number of runs, or None.
+
+    Args:
+        folder: The folder of report tables.
+    """
     runs = _newest(folder, RUN, ("wall_s", "engine_s", "idle_load_s"))
     known = (run for run in runs if run["idle_load_s"][0] >= 0 and run["engine_s"][0] >= 0)  # NaN: null
     found = list(islice(known, NEWEST))
@@ -90,28 +115,47 @@ def earlier_overhead(folder: Path) -> tuple[float, int] | None:
 
 
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
-    """Read the lengths of requests of the newest runs that finished any. Return None if there are none."""
+    """Read the lengths of requests of the newest runs that finished any. Return None if there are none.
+
+    Args:
+        folder: The folder of report tables.
+    """
     found = list(islice(_newest(folder, REQUESTS, ("prompt_tokens", "completion_tokens", "cut")), NEWEST))
     return EarlierLengths(len(found), *_joined(found).values()) if found else None
 
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
-    """Read the steps of the newest runs whose run table has the values `alike`. Return None if there are none."""
+    """Read the steps of the newest runs that are similar. Return None if there are none.
+
+    Args:
+        folder: The folder of report tables.
+        alike: Columns of the run table that must have these values.
+    """
     found = list(islice(_newest(folder, STEPS, STEP_COLUMNS, alike, {LAUNCHED_STEPS: 1}), NEWEST))
     return EarlierSteps(len(found), _joined(found)) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierProposals:
-    """The draft tokens of a run."""
+    """The draft tokens of the newest run.
+
+    Attributes:
+        drafted: Draft tokens that steps verified.
+        accepted: Accepted draft tokens.
+        saved_s: Estimated seconds saved, negative if drafts took longer, or None if unknown.
+    """
 
     drafted: int
     accepted: int
-    saved_s: float | None  # estimated seconds saved, negative if drafts took longer, or None if unknown
+    saved_s: float | None
 
 
 def earlier_proposals(folder: Path) -> EarlierProposals | None:
-    """Read the draft tokens of the newest run. Return None if there is no run, or if it had none."""
+    """Read the draft tokens of the newest run. Return None if there is no run, or if it had none.
+
+    Args:
+        folder: The folder of report tables.
+    """
     for run in islice(_newest(folder, RUN, ("drafted_tokens", "accepted_tokens", "drafts_saved_s")), 1):
         drafted, accepted, saved_s = (float(values[0]) for values in run.values())
         if drafted > 0:  # NaN is Arrow's null
@@ -122,15 +166,26 @@ def earlier_proposals(folder: Path) -> EarlierProposals | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierExperts:
-    """The load of experts in earlier runs."""
+    """The load of experts in earlier runs.
 
-    runs: int  # number of runs
-    tokens: Mapping[int, NDArray[np.int64]]  # tokens per expert by layer; shape: [experts]
-    steps: NDArray[np.int64]  # tokens of each step
+    Attributes:
+        runs: Number of runs.
+        tokens: Tokens per expert by layer. Shape of each array: [experts].
+        steps: Tokens of each step, with shape [steps].
+    """
+
+    runs: int
+    tokens: Mapping[int, NDArray[np.int64]]
+    steps: NDArray[np.int64]
 
 
 def earlier_experts(folder: Path, model: str) -> EarlierExperts | None:
-    """Read the load of experts in the newest runs of a model. Return None if no expert received a token."""
+    """Read the load of experts in the newest runs of a model. Return None if no expert received a token.
+
+    Args:
+        folder: The folder of report tables.
+        model: The value of the column `model` of the run table.
+    """
     alike = {"model": model}
     found = list(islice(_newest(folder, EXPERTS, ("layer", "expert", "tokens"), alike), NEWEST))
     if not any(run["tokens"].any() for run in found):
@@ -141,7 +196,7 @@ def earlier_experts(folder: Path, model: str) -> EarlierExperts | None:
 
 
 def _summed(rows: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[np.int64]]:
-    """Return the tokens of each expert by layer, summed over runs."""
+    """Return the tokens of each expert by layer, summed over the rows of the table `experts`."""
     found = dict[int, NDArray[np.int64]]()
     for layer in np.unique(rows["layer"]):
         own = rows["layer"] == layer
@@ -173,7 +228,9 @@ def _newest(
     alike: Mapping[str, Any] | None = None,
     newer: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield columns of a table of each run that has rows, newest run first. Skips files that cannot be read.
+    """Yield columns of a report table of each run that has rows, newest run first.
+
+    Skips files that cannot be read.
 
     Args:
         folder: The folder of report tables.
@@ -193,7 +250,10 @@ def _newest(
 
 
 def _has_values(run: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
-    """Return True if the first row of columns has these values. Null is None in `alike`, and NaN in the columns."""
+    """Return True if the first row of the columns `run` has the values `alike`.
+
+    Null is None in `alike`, and NaN in the columns.
+    """
     found = {name: run[name][0] for name in alike}
     return {name: None if value != value else value for name, value in found.items()} == dict(alike)
 
@@ -201,7 +261,9 @@ def _has_values(run: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
 def _columns(
     path: Path, names: Sequence[str], most: int, newer: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, NDArray[Any]] | None:
-    """Read columns of a table. Return None if the file is gone, damaged, or has not all columns `names`.
+    """Read columns of a report table.
+
+    Return None if the file is gone, damaged, or lacks one of the columns `names`.
 
     Args:
         path: The file of the table.

@@ -31,10 +31,14 @@ MEANINGS = {
 
 
 def is_published(status: str | None) -> bool:
-    """Return True if the results are published after a run with this status."""
+    """Return True if the results are published after a run with this exit status."""
     return status is not None and status.startswith((PUBLISHED, ALREADY_PUBLISHED))
 
 
 def over_budget(status: str) -> str:
-    """Return the status for a published result with more error rows than allowed."""
+    """Return the exit status for a published result with more error rows than allowed.
+
+    Args:
+        status: The exit status of the publish itself.
+    """
     return f"{status} {OVER_BUDGET}"

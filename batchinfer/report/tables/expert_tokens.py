@@ -1,4 +1,4 @@
-"""Writes the table of tokens per expert."""
+"""Writes the report table of tokens per expert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.report.tables.spool import Spool
 
 
 def write_experts(folder: Path, run_id: str, loads: ExpertTokens) -> Path:
-    """Write the table atomically.
+    """Write the report table `experts` of a run atomically, and return its path.
 
     Args:
         folder: The folder of report tables.
@@ -19,7 +19,7 @@ def write_experts(folder: Path, run_id: str, loads: ExpertTokens) -> Path:
         loads: The tokens of each expert, by layer.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The table cannot be written.
     """
     with Spool(table_path(folder, EXPERTS, run_id), SCHEMAS[EXPERTS]) as spool:
         for layer, tokens in sorted(loads.items()):

@@ -22,7 +22,7 @@ _RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6,7}")
 
 
 def report_folder(root: Path) -> Path:
-    """Return the report folder next to the root of the results: `/d/res-report` for `/d/res`."""
+    """Return the report folder next to the root folder of results: `/d/res-report` for `/d/res`."""
     return root.with_name(f"{root.name}-report")
 
 
@@ -44,24 +44,39 @@ def check_report_folder(folder: Path) -> None:
 
 
 def new_run_id(now: datetime | None = None) -> str:
-    """Return a new run id such as `20261120T223000Z-1f0c9a7`. Ids sort by the start time of runs."""
+    """Return a new run id such as `20261120T223000Z-1f0c9a7`. Ids sort by the start time of runs.
+
+    Args:
+        now: The start time. None: the current time.
+    """
     now = now or datetime.now(UTC)
     return f"{now:%Y%m%dT%H%M%SZ}-{now.microsecond:05x}{os.urandom(1).hex()}"
 
 
 def table_path(folder: Path, table: str, run_id: str) -> Path:
-    """Return the path of a table of a run; `table` is a key of `SCHEMAS`."""
+    """Return the path of a run's report table. `table` is a key of `SCHEMAS`."""
     return folder / f"{table}-{run_id}.parquet"
 
 
 def tables(folder: Path, table: str, suffix: str = "") -> list[Path]:
-    """Return the files of a table, oldest run first. Files without a run id in their names are ignored."""
+    """Return the files of a report table of all runs, oldest run first.
+
+    Files without a run id in their names are ignored.
+
+    Args:
+        folder: The folder of report tables.
+        table: The name of the table.
+        suffix: The end of the file names after `.parquet`.
+    """
     found = folder.glob(f"{table}-*.parquet{suffix}")
     return sorted(path for path in found if _RUN_ID.fullmatch(path.name.split("-", 1)[1].split(".")[0]))
 
 
 def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
-    """Delete all tables but the run table, except for the newest `kept` runs. Return the deleted files."""
+    """Delete the report tables of older runs than the newest `kept` ones, but keep all run tables.
+
+    Return the deleted files.
+    """
     gone: list[Path] = []
     for table in SCHEMAS.keys() - {RUN}:
         newest_first = sorted(tables(folder, table), reverse=True)
@@ -72,10 +87,14 @@ def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
 
 
 @contextmanager
-def writing(folder: Path, lock: Path) -> Iterator[None]:
-    """Hold a shared lock while a run writes tables.
+def lock_for_writing(folder: Path, lock: Path) -> Iterator[None]:
+    """Hold a shared lock while a run writes report tables.
 
     If no other run holds it, incomplete files of killed runs are deleted first.
+
+    Args:
+        folder: The folder of report tables.
+        lock: The lock file.
     """
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -96,7 +115,10 @@ def _is_only_run(fd: int) -> bool:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Delete incomplete files of killed runs, and return them. Call it only while no run writes tables."""
+    """Delete incomplete report tables of killed runs, and return them.
+
+    Call it only while no run writes tables.
+    """
     gone = [path for table in SCHEMAS for path in tables(folder, table, TEMPORARY)]
     for path in gone:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Collects the samples of steps and requests: writes them to disk during the run, and sums them up at its end."""
+"""Collects samples of steps and requests: writes them to disk during the run, and sums them up at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.core.request import Request
 from batchinfer.core.samples import RequestSample, StepSample
 from batchinfer.machine.energy import EnergyMeter, EnergyUse
 from batchinfer.machine.folders import make_folder
-from batchinfer.report.tables.columns.declared import COLUMNS, REQUESTS, SCHEMAS, STEPS, sampled
+from batchinfer.report.tables.columns.declared import COLUMNS, REQUESTS, SCHEMAS, STEPS, sampled_columns
 from batchinfer.report.tables.details import Details, Machine, open_database
 from batchinfer.report.tables.folder import table_path
 from batchinfer.report.tables.prefixes import PrefixTree
@@ -27,19 +27,20 @@ Measured = dict[str, Any]
 # Columns of steps and requests that the meter adds to the columns of samples
 _GIVEN_OF_STEP = ("run_id", "engine", "replica", "interval_s", "ended_s", "phase")
 _GIVEN_OF_REQUEST = ("run_id", "key", "engine", "replica", "rows")
-_OF_STEP = sampled(COLUMNS[STEPS], StepSample)
-_OF_REQUEST = sampled(COLUMNS[REQUESTS], RequestSample)
+_OF_STEP = sampled_columns(COLUMNS[STEPS], StepSample)
+_OF_REQUEST = sampled_columns(COLUMNS[REQUESTS], RequestSample)
 _step_values = attrgetter(*_OF_STEP)
 _request_values = attrgetter(*_OF_REQUEST)
 _UNKNOWN_MACHINE = Machine()
 
 
 class Meter:
-    """Receives samples of steps and requests, and writes the tables of a run.
+    """Receives samples of steps and requests, and writes the report tables of a run.
 
-    The time between the death of an engine and its restart counts neither as computing nor as idle. With several
-    replicas, total times are means over replicas, and a replica that ends early counts as idle until the last one ends.
-
+    The time between the death of an engine and its restart counts neither as computing nor as idle. With
+    several
+    replicas, total times are means over replicas, and a replica that ends early counts as idle until the last
+    one ends.
     The tables appear in the folder at `finish`. A context manager, which removes unfinished tables.
     """
 
@@ -50,7 +51,7 @@ class Meter:
         machine: Machine = _UNKNOWN_MACHINE,
         buffer_rows: int = BUFFER_ROWS,
     ) -> None:
-        """Begin the tables of a run.
+        """Create the report tables of a run.
 
         Args:
             folder: The folder of report tables.
@@ -87,20 +88,20 @@ class Meter:
         self._requests.abort()
 
     def share_prefixes(self) -> None:
-        """Record shared prefixes from now on."""
+        """Record the prefixes that requests share from now on."""
         self._prefixes = PrefixTree()
 
     def begin_energy(self, meter: EnergyMeter) -> None:
-        """Measure energy from now on."""
+        """Measure the energy of the machine with `meter` from now on."""
         self._energy_meter = meter
 
     def end_energy(self) -> None:
-        """Stop measuring energy."""
+        """Stop measuring energy, and keep the result for the run table."""
         if self._energy_meter is not None:
             self._energy, self._energy_meter = self._energy_meter.read(), None
 
     def planned(self, requests: Sequence[Request]) -> None:
-        """Record requests in the order in which they are submitted."""
+        """Record requests in the order in which they are submitted to engines, for the table of prefixes."""
         if self._prefixes is None:
             return
         began = time.perf_counter_ns()
@@ -109,7 +110,7 @@ class Meter:
         self._spent_ns += time.perf_counter_ns() - began
 
     def step(self, sample: StepSample, engine: int = 0, replica: int = 0) -> None:
-        """Record a step.
+        """Record an engine step.
 
         Args:
             sample: The sample of the step.
@@ -147,11 +148,11 @@ class Meter:
 
     @property
     def requests(self) -> int:
-        """Return the number of recorded requests."""
+        """Return the number of finished requests that were recorded."""
         return self._requests.rows
 
     def finish(self) -> Measured:
-        """Complete all tables, and return the columns of the run table.
+        """Complete all report tables, and return the columns of the run table that follow from them.
 
         Raises:
             OSError: A table cannot be written.

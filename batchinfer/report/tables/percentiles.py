@@ -21,7 +21,7 @@ SELECT {wanted} FROM ranked
 def percentiles(
     database: Any, requests: str, steps: str, shares: Sequence[float]
 ) -> dict[str, list[float | None]]:
-    """Return percentiles of each latency in the order of `shares`, with None if there are no values.
+    """Return percentiles of each latency in seconds, by name, with None if there are no values.
 
     Percentiles are interpolated. ITL is an exception: it weights each step by its decoded tokens and is not
     interpolated. A column takes 8 bytes of memory per value.
@@ -30,7 +30,7 @@ def percentiles(
         database: A DuckDB connection.
         requests: The SQL of the table of requests.
         steps: The SQL of the table of steps.
-        shares: Percentiles as shares from 0 to 1.
+        shares: Percentiles as shares from 0 to 1. The returned lists have this order.
     """
     reached = [f"{share:.6f}::DOUBLE" for share in shares]
     found: dict[str, list[float | None]] = {}
@@ -43,8 +43,8 @@ def percentiles(
     return found
 
 
-def spreads(database: Any) -> dict[str, float | None]:
-    """Return the percentile columns of the run table, from the views `requests` and `steps`."""
+def latency_columns(database: Any) -> dict[str, float | None]:
+    """Return the latency columns of the run table, from the views `requests` and `steps` of a database."""
     found = percentiles(database, "requests", "steps", list(SHARES.values()))
     return {
         f"{name}_{share}_s": value

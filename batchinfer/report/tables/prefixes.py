@@ -23,7 +23,10 @@ NOWHERE = -1  # the position of a request that was not added
 
 
 class PrefixTree:
-    """Builds the tree. Call `add` for all requests in order, then `close`. Takes 4 bytes per request, 60 per prefix."""
+    """Builds the tree of prefixes that requests share. Call `add` for all requests in order, then `close`.
+
+    It takes 4 bytes per request, and 60 per prefix.
+    """
 
     def __init__(self) -> None:
         self._befores = array("i")  # tokens that each request shares with the one before it
@@ -32,7 +35,7 @@ class PrefixTree:
         self._firsts, self._keys = array("i"), bytearray()
 
     def add(self, request: Request) -> int:
-        """Add the next request, and return its position."""
+        """Add the next request, and return its position in the order of requests."""
         place, most = len(self._befores), max(0, len(request.prompt) - 1)  # the last prompt token always runs
         before, self._shared = min(self._shared, most), min(request.shares_next, most)
         self._befores.append(before)
@@ -42,24 +45,24 @@ class PrefixTree:
         return place
 
     def close(self) -> PrefixNodes:
-        """Return the tree of all added requests."""
+        """Return the complete tree of all added requests."""
         forest = prefix_forest(np.array(self._befores, np.int32))
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
         return PrefixNodes(forest, keys[np.searchsorted(np.array(self._firsts, np.int32), forest.first)])
 
 
 class PrefixNodes:
-    """The complete tree. Call `count` for all requests before `shared`.
+    """The complete tree of prefixes that requests share. Call `count` for all requests before `shared`.
 
     The column `place` of requests is the position that `PrefixTree.add` returned, or NOWHERE.
     """
 
     def __init__(self, forest: PrefixForest, keys: NDArray[np.uint8]) -> None:
-        """Prepare the counts.
+        """Prepare the counts of users, cached tokens and device time.
 
         Args:
             forest: The nodes of the tree.
-            keys: The key of the first request of each node. Shape: [nodes, KEY_BYTES].
+            keys: The work key of the first request of each node. Shape: [nodes, KEY_BYTES].
         """
         self._forest, self._keys = forest, keys
         self._own = forest.own.astype(np.int64)
@@ -68,7 +71,11 @@ class PrefixNodes:
         self._each: Floats | None = None
 
     def names(self, places: Floats) -> pa.Array:
-        """Return the number of each request's longest shared prefix, or null if it shares none."""
+        """Return the number of each request's longest shared prefix, or null if it shares none.
+
+        Args:
+            places: The position of each request from `PrefixTree.add`, or NOWHERE.
+        """
         node = self._nodes(places)
         return pa.array(node, pa.int64(), mask=node == ROOT)
 
@@ -77,7 +84,7 @@ class PrefixNodes:
         return nodes[places.astype(np.int64)]
 
     def count(self, requests: Columns, seconds: Floats) -> None:
-        """Count the users, cached tokens and device time of prefixes.
+        """Add requests to the users, cached tokens and device time of the prefixes that they share.
 
         Args:
             requests: Columns of finished requests.
@@ -112,16 +119,16 @@ class PrefixNodes:
         return split
 
     def _of_each(self) -> Floats:
-        """Return the time per request of each node, including all nodes above. Shape: [nodes]."""
+        """Return the device time per request of each node, including all nodes above. Shape: [nodes]."""
         if self._each is None:
             self._each = self._forest.from_root(self._seconds / np.maximum(1, self._finished))
         return self._each
 
     def write(self, folder: Path, run_id: str) -> Path:
-        """Write the table of prefixes atomically.
+        """Write the report table `prefixes` of a run atomically, and return its path.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The table cannot be written.
         """
         forest, saved = self._forest, self._forest.saved
         columns: dict[str, object] = {
@@ -143,7 +150,7 @@ class PrefixNodes:
 
 
 def _fixed(keys: NDArray[np.uint8]) -> pa.FixedSizeBinaryArray:
-    """Return keys as an Arrow array."""
+    """Return keys of shape [n, KEY_BYTES] as an Arrow array."""
     data = pa.py_buffer(np.ascontiguousarray(keys))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(keys), [None, data])
 

@@ -1,4 +1,4 @@
-"""Writes the table of ranks, and sums them up for the run table."""
+"""Writes the report table of ranks, and sums ranks up for the run table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from batchinfer.report.tables.spool import Spool
 
 
 class EngineRank(NamedTuple):
-    """A rank of an engine of the run."""
+    """A rank of an engine of the run.
+
+    Attributes:
+        engine: The number of the engine's process in the run.
+        replica: The number of the replica.
+        use: The memory, files and waiting times of the rank.
+    """
 
     engine: int
     replica: int
@@ -23,10 +29,10 @@ class EngineRank(NamedTuple):
 
 
 def write_ranks(folder: Path, run_id: str, ranks: Sequence[EngineRank]) -> Path:
-    """Write the table atomically.
+    """Write the report table `ranks` of a run atomically, and return its path.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The table cannot be written.
     """
     values = attrgetter(*(column.name for column in COLUMNS[RANKS][3:]))
     with Spool(table_path(folder, RANKS, run_id), SCHEMAS[RANKS]) as spool:
@@ -35,7 +41,7 @@ def write_ranks(folder: Path, run_id: str, ranks: Sequence[EngineRank]) -> Path:
         return spool.finish()
 
 
-def of_all(ranks: Sequence[EngineRank]) -> dict[str, Any]:
+def rank_columns(ranks: Sequence[EngineRank]) -> dict[str, Any]:
     """Return the columns of the run table about ranks, or an empty mapping without ranks."""
     if not ranks:
         return {}

@@ -1,4 +1,4 @@
-"""Writes the table `rows`: the key of the request that answered each row, to join results with requests."""
+"""Writes the report table `rows`: each row's key of the request that answered it, to join results with requests."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ def write_rows(
     which: NDArray[np.uint8] | None = None,
     ids: str = "row_id",
 ) -> Path:
-    """Write the table atomically. Rows without a key, which became no request, are left out.
+    """Write the report table `rows` of a run atomically, and return its path.
+
+    Rows without a work key, which became no request, are left out.
 
     Args:
         folder: The folder of report tables.
         run_id: The id of the run.
         parts: Parts of the index.
-        columns: The columns of keys, one for each attempt.
+        columns: The columns of work keys, one for each attempt.
         which: The index in `columns` for each row, or None for the first column. Shape: [rows].
         ids: The column with the ids of rows in the result. Several rows may have the same id.
 
@@ -51,13 +53,13 @@ def write_rows(
 
 
 class RowKeysWriter:
-    """Writes the table of rows with one key each in a thread before publishing, which takes 0.3 s per million rows.
+    """Writes the report table `rows` in a thread before publishing, for rows with one work key each.
 
-    A context manager, which deletes the table unless it was finished.
+    It takes 0.3 s per million rows. A context manager, which deletes the table unless it was finished.
     """
 
     def __init__(self, folder: Path, run_id: str, parts: Sequence[Path], ids: str) -> None:
-        """Start the thread. See `write_rows` for the arguments."""
+        """Start the thread. `write_rows` documents the arguments."""
         self._arguments = folder, run_id, parts, ids
         self._stops = False
         thread = ThreadPoolExecutor(1, "rows of the report")
@@ -75,7 +77,7 @@ class RowKeysWriter:
             self._written.result().abort()
 
     def finish(self) -> Path:
-        """Complete the table, or raise OSError."""
+        """Complete the report table `rows`, and return its path. Raises OSError."""
         return self._written.result().finish()
 
     def _write(self) -> Spool:
@@ -118,7 +120,7 @@ def _row_batch(run_id: str, rows: pa.Array, keys: pa.Array) -> pa.RecordBatch:
 
 
 def hexadecimal(keys: pa.Array) -> pa.StringArray:
-    """Return 32-byte keys without nulls as hexadecimal text. Converts all at once, which is much faster."""
+    """Return 32-byte keys without nulls as hexadecimal text. It converts all at once, which is much faster."""
     data = keys.buffers()[1]
     raw = b"" if data is None else data.to_pybytes()
     text = raw[keys.offset * KEY_BYTES : (keys.offset + len(keys)) * KEY_BYTES].hex().encode()

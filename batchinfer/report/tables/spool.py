@@ -18,9 +18,10 @@ BUFFER_ROWS = 16_384
 
 
 class Spool:
-    """Writes the rows of one table to a file.
+    """Writes the rows of one report table to a Parquet file.
 
-    `finish` renames the file to its final name, and `abort` deletes it. A context manager, which aborts an unfinished
+    `finish` renames the file to its final name, and `abort` deletes it. A context manager, which aborts an
+    unfinished
     file.
     """
 
@@ -32,7 +33,7 @@ class Spool:
         given: Sequence[str] | None = None,
         dictionary: bool | list[str] = True,
     ) -> None:
-        """Create the temporary file.
+        """Create the temporary file of a table.
 
         Args:
             path: The final path.
@@ -48,7 +49,7 @@ class Spool:
         self._given = schema.names if given is None else given
         self._limit = buffer_rows
         self._buffer: list[tuple[Any, ...]] = []
-        with naming(path):
+        with name_file_in_errors(path):
             # created here, because Arrow would use mode 0666, which an umask of 0 does not restrict
             os.close(os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
             self._writer: pq.ParquetWriter | None = pq.ParquetWriter(
@@ -64,21 +65,21 @@ class Spool:
         self.abort()
 
     def append(self, row: tuple[Any, ...]) -> None:
-        """Append a row with values in the order of `given`."""
+        """Append a row to the file, with values in the order of the constructor's `given`."""
         self._buffer.append(row)
         self.rows += 1
         if len(self._buffer) >= self._limit:
             self._flush()
 
     def write(self, table: pa.Table) -> None:
-        """Append a table with the columns of the schema."""
+        """Append a table with the columns of the file's schema."""
         self._flush()
-        with naming(self.path):
+        with name_file_in_errors(self.path):
             self._open_writer().write_table(table)
         self.rows += table.num_rows
 
     def finish(self) -> Path:
-        """Write buffered rows, sync and rename the file, and return its path.
+        """Write buffered rows, sync and rename the file, and return its final path.
 
         Raises:
             OSError: The disk fails.
@@ -87,13 +88,13 @@ class Spool:
         return self.path
 
     def close(self) -> Path:
-        """Write buffered rows, and return the temporary path, which is kept.
+        """Write buffered rows, complete the file, and return its temporary path. It is not renamed.
 
         Raises:
             OSError: The disk fails.
         """
         self._flush()
-        with naming(self.path):
+        with name_file_in_errors(self.path):
             self._open_writer().close()
         self._writer = None
         return self._temporary
@@ -104,7 +105,7 @@ class Spool:
         return self._writer
 
     def abort(self) -> None:
-        """Delete an unfinished file. Does nothing after `finish`."""
+        """Delete the unfinished file. Does nothing after `finish`."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -119,12 +120,12 @@ class Spool:
         values = dict(zip(self._given, zip(*self._buffer, strict=True), strict=True))
         columns = [pa.array(values[field.name], field.type) for field in self._schema]
         self._buffer = []
-        with naming(self.path):
+        with name_file_in_errors(self.path):
             self._writer.write_table(pa.Table.from_arrays(columns, schema=self._schema))
 
 
 def write_row(path: Path, schema: pa.Schema, row: Mapping[str, Any]) -> Path:
-    """Write a table of one row atomically.
+    """Write a table of one row to a Parquet file atomically, and return its path.
 
     Raises:
         ValueError: The keys of the row are not exactly the columns.
@@ -144,14 +145,14 @@ def _cell(value: Any) -> Any:
 
 def sync_and_rename(temporary: Path, final: Path) -> None:
     """Rename a file durably: fsync the file, rename it, and fsync its folder."""
-    with naming(final):
+    with name_file_in_errors(final):
         _sync(temporary, os.O_RDWR)
         os.replace(temporary, final)
         _sync(final.parent, os.O_RDONLY)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Add the path to an OSError of the block, because errors of pyarrow and fsync do not name the file."""
     try:
         yield

@@ -12,7 +12,7 @@ from batchinfer.machine.datasheet import datasheet
 from batchinfer.machine.doctor import installed_version
 from batchinfer.machine.folders import make_folder
 from batchinfer.machine.hardware import Hardware, codes_of
-from batchinfer.report.tables.columns.declared import COLUMNS, RUN, SCHEMAS, completed
+from batchinfer.report.tables.columns.declared import COLUMNS, RUN, SCHEMAS, compute_formulas
 from batchinfer.report.tables.folder import prune, table_path
 from batchinfer.report.tables.meter import Measured
 from batchinfer.report.tables.spool import write_row
@@ -23,7 +23,7 @@ RunRow = dict[str, Any]  # a value, or None if unknown, for every name in COLUMN
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, batchinfer and the installed packages that can change results or speed."""
+    """Return the versions, by name, of Python, batchinfer and packages that can change results or speed."""
     found = {name: installed_version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), "batchinfer": __version__} | {
         k: v for k, v in found.items() if v is not None
@@ -33,10 +33,11 @@ def versions() -> dict[str, str]:
 def run_row(
     facts: RunRow, hardware: Hardware | None, measured: Measured | None, meaningless: Sequence[str] = ()
 ) -> RunRow:
-    """Return the row of the run table.
+    """Return the row of the run table, with the columns that formulas compute.
 
     Args:
-        facts: Values of the pipeline by column name: at least run_id, job, output, started_at and finished_at (with
+        facts: Values of the pipeline by column name: at least run_id, job, output, started_at and finished_at
+            (with
             time zones).
         hardware: The hardware, or None if no engine was started.
         measured: The figures of the meter, or None if no engine was started.
@@ -46,7 +47,7 @@ def run_row(
     row |= {"versions": versions()} | facts | (measured or {}) | dict.fromkeys(meaningless)
     if hardware is not None:
         row |= _hardware_columns(hardware, row)
-    return completed(row, COLUMNS[RUN])
+    return compute_formulas(row, COLUMNS[RUN])
 
 
 def _hardware_columns(hardware: Hardware, row: RunRow) -> RunRow:
@@ -71,7 +72,7 @@ def _times(value: float | None, times: int) -> float | None:
 
 
 def write_run(folder: Path, row: RunRow) -> Path:
-    """Write the run table atomically, and delete old tables of earlier runs.
+    """Write the run table of a run atomically, delete old tables of earlier runs, and return the path.
 
     Raises:
         OSError: The table cannot be written.

@@ -126,7 +126,7 @@ def _is_float(value: int) -> bool:
 
 @dataclass(slots=True)
 class _CommonTexts:
-    """What the texts of a field in all examples have in common.
+    """Finds the properties that the texts of a field have in common in all examples.
 
     Attributes:
         seen: Number of texts.

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchinfer.core.errors import BatchInferError
 from batchinfer.filesystem.parquet_rows import ParquetRows
-from batchinfer.filesystem.rebatch import cut
+from batchinfer.filesystem.rebatch import rebatch_to
 from batchinfer.store.index.index import DIMENSIONS, INPUT_ROW, LABELS, OPENING, SAMPLE, TOOLS, Index
 from batchinfer.store.outputs.frame import HEAD, TAIL
 
@@ -45,11 +45,11 @@ class IndexRows:
         Raises:
             InputCorrupt: A file is damaged.
         """
-        rows = cut(self._rows.batches(start, stop, max(sizes), self._columns), cycle(sizes))
+        rows = rebatch_to(self._rows.batches(start, stop, max(sizes), self._columns), cycle(sizes))
         if not self._carries:
             yield from ((table, table) for table in rows)
             return
-        values = cut(self._values.batches(start, stop, max(sizes)), cycle(sizes))
+        values = rebatch_to(self._values.batches(start, stop, max(sizes)), cycle(sizes))
         for row, value in zip(rows, values, strict=True):
             if not row.column("row_id").equals(value.column("row_id")):
                 raise BatchInferError("index and passthrough parts have different rows")

@@ -140,9 +140,7 @@ def join_answers(
         completion_parts: Parts of the store.
         spill: Folder for data that exceeds `memory_limit`.
         attempts: Maximum attempts per row. A row with an attempt still to be made has no completion.
-        reused: The first rows of the index, whose positions were recorded by an earlier run. Only their error
-            rows are
-            looked up.
+        reused: The first rows, with positions recorded by an earlier run. Only error rows are looked up.
         without: Parts of the store that have no completion for the rows that are not reused.
         memory_limit: Memory of DuckDB, in addition to the returned arrays.
         threads: Threads of DuckDB.

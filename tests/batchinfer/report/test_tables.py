@@ -254,10 +254,10 @@ def test_leftovers_of_a_killed_run_are_swept(tmp_path: Path) -> None:
 def test_who_writes_beside_another_run_sweeps_nothing(tmp_path: Path) -> None:
     """Runs of one job for two dates share the folder."""
     lock = tmp_path / "report.lock"
-    with folder.writing(tmp_path, lock):
+    with folder.lock_for_writing(tmp_path, lock):
         theirs = Spool(folder.table_path(tmp_path, "steps", folder.new_run_id()), SCHEMAS[RUN])
-        with folder.writing(tmp_path, lock):
+        with folder.lock_for_writing(tmp_path, lock):
             assert list(tmp_path.glob("steps-*"))
-    with folder.writing(tmp_path, lock):
+    with folder.lock_for_writing(tmp_path, lock):
         assert not list(tmp_path.glob("steps-*"))
     theirs.abort()

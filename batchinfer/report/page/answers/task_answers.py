@@ -43,7 +43,7 @@ WHERE most > least ORDER BY places.bar
 
 
 def task_answers(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about answers of `classify`, `score` and `rerank`, and none for other tasks."""
+    """Yield the sections about labels or scores for `classify`, `score` and `rerank`, else none."""
     row = run.row
     if row["mean_label_probability"] is not None:
         yield from _of_labels(run)
@@ -64,7 +64,7 @@ def _of_labels(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _labels(run: ReportedRun) -> PageSection:
-    """Draw a bar for each label."""
+    """Return the section with a bar for each label."""
     rows = run.fetch(_LABELS) if run.results else _counted(run)
     right = _right_text(run)
     text = f"{counted(sum(row[1] for row in rows), 'row')} by label.{right}"
@@ -83,7 +83,7 @@ def _right_text(run: ReportedRun) -> str:
 
 
 def _counted(run: ReportedRun) -> list[tuple[Any, ...]]:
-    """Return the rows of each label from the run table, for a run whose results were replaced."""
+    """Return the number and share of rows per label from the run table, for a run whose results were replaced."""
     labels = run.row["labels"]
     whole = sum(labels.values())
     ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))
@@ -98,7 +98,9 @@ def _histogram(
     value: str,
     axis: tuple[int, int, int] | None = None,
 ) -> Iterator[PageSection]:
-    """Yield a histogram of the values of rows, or nothing if all are equal or the results were replaced.
+    """Yield a section with a histogram of a value of rows.
+
+    It yields nothing if all values are equal or the results were replaced.
 
     Args:
         run: The run.

@@ -49,7 +49,7 @@ PROMPT_TOKENS = "prefill_tokens - recomputed_tokens"
 
 
 def schema_of(columns: Sequence[Column], table: str) -> pa.Schema:
-    """Return the Arrow schema of a table, with the format version in its metadata."""
+    """Return the Arrow schema of a report table, with the format version in its metadata."""
     metadata = {"batchinfer.table": table, "batchinfer.format": str(TABLE_FORMAT)}
     return pa.schema([pa.field(c.name, c.type) for c in columns], metadata=metadata)
 
@@ -72,14 +72,19 @@ COLUMNS = {
 SCHEMAS = {table: schema_of(columns, table) for table, columns in COLUMNS.items()}
 
 
-def sampled(columns: Sequence[Column], sample: type[StepSample | RequestSample]) -> tuple[str, ...]:
-    """Return the names of columns that samples of engines contain."""
+def sampled_columns(columns: Sequence[Column], sample: type[StepSample | RequestSample]) -> tuple[str, ...]:
+    """Return the names of a report table's columns that samples of engines contain, without the work key.
+
+    Args:
+        columns: The columns of the table.
+        sample: The class of samples.
+    """
     names = {field.name for field in fields(sample)}
     return tuple(column.name for column in columns if column.name in names and column.name != "key")
 
 
-def completed(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return a row with the columns that formulas compute.
+def compute_formulas(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
+    """Return a row of a report table with the columns that formulas compute.
 
     Args:
         row: All other columns, and further values that formulas need.

@@ -12,7 +12,10 @@ Row = Mapping[str, Any]
 
 
 def over(top: str, *bottom: str) -> Formula:
-    """Return a formula that divides a column by all others. It gives None if a value is None or a divisor is 0."""
+    """Return a formula that divides a column by all other columns.
+
+    It gives None if a value is None or a divisor is 0.
+    """
 
     def divided(row: Row) -> float | None:
         value: float | None = row[top]
@@ -29,7 +32,7 @@ def quotient(top: float | None, bottom: float | None) -> float | None:
 
 
 def known_sum(*names: str) -> Formula:
-    """Return a formula that adds the known columns. It gives None if all are None."""
+    """Return a formula that adds the columns whose value is not None. It gives None if all are None."""
 
     def added(row: Row) -> float | None:
         known = [row[name] for name in names if row[name] is not None]
@@ -39,13 +42,13 @@ def known_sum(*names: str) -> Formula:
 
 
 def while_computing(*names: str) -> Formula:
-    """Return a formula like `known_sum`, which gives None for a run that computed nothing."""
+    """Return a formula like `known_sum`, which gives None for a run without engine steps."""
     added = known_sum(*names)
     return lambda row: added(row) if row["steps"] else None
 
 
 def cost_of(seconds: str) -> Formula:
-    """Return a formula for the cost of the machine during the time in a column."""
+    """Return a formula for the cost of the machine during the time in the column `seconds`."""
 
     def cost(row: Row) -> float | None:
         price, took = row["price_per_hour"], row[seconds]
@@ -55,13 +58,16 @@ def cost_of(seconds: str) -> Formula:
 
 
 def wall_s(row: Row) -> float:
-    """Return the seconds from the start to the end of the run."""
+    """Return the seconds from the start to the end of a run, given its row."""
     took: float = (row["finished_at"] - row["started_at"]).total_seconds()
     return took
 
 
 def host_s(row: Row) -> float | None:
-    """Return the host's time: the engine's time without the device's and without waiting for rows, plus `other_s`."""
+    """Return the host's seconds in a run, or None if they are unknown.
+
+    They are the engine's time without the device's and without waiting for rows, plus `other_s`.
+    """
     rest = row["engine_s"]
     if rest is not None:
         rest -= (row["model_s"] or 0.0) + (row["waited_s"] or 0.0)
@@ -70,27 +76,30 @@ def host_s(row: Row) -> float | None:
 
 
 def energy_per_token(row: Row) -> float | None:
-    """Return the energy per computed token in joules."""
+    """Return a run's energy per computed token in joules, or None if it is unknown."""
     if row["energy_j"] is None:
         return None
     return quotient(row["energy_j"], row["prompt_tokens_run"] + (row["output_tokens"] or 0))
 
 
 def forecast_error(row: Row) -> float | None:
-    """Return the relative error of the forecast, which is negative for a run that was faster."""
+    """Return the relative error of a run's forecast time, or None. It is negative if the run was faster."""
     wall, forecast = row["engine_wall_s"], row["forecast_s"]
     return None if wall is None or forecast is None else quotient(wall - forecast, forecast)
 
 
 def deadline_met(row: Row) -> bool | None:
-    """Return True if the results were published by the deadline, or None without a deadline."""
+    """Return True if a run published its results by the deadline, or None without a deadline."""
     if row["deadline"] is None:
         return None
     return is_published(row["exit_status"]) and row["finished_at"] <= row["deadline"]
 
 
 def goodput(row: Row) -> float | None:
-    """Return the output tokens per second until the deadline or the end of the run."""
+    """Return the output tokens per second until the deadline or the earlier end of the run.
+
+    None without a deadline.
+    """
     if row["deadline"] is None:
         return None
     until = min(row["deadline"], row["finished_at"])

@@ -13,7 +13,7 @@ def _efficiency(engine_s: str, flops: str, read: str) -> Iterator[Column]:
     """Yield the columns of hardware efficiency.
 
     Args:
-        engine_s: The SQL of the engine's time.
+        engine_s: The SQL of the engine's seconds.
         flops: The SQL of the floating-point operations.
         read: The SQL of the moved bytes.
     """
