@@ -13,11 +13,12 @@ from tests.prose import BETTER, PATTERNS, hits
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("batchinfer", "docs", "jobs", "kernels", "tests")
 PATTERNS_THEMSELVES = {"prose.py", "test_prose.py"}
+# Sentences of the quickstart's orders, as people write them: another wording would change the model and its data
+ORDERS = {ROOT / "jobs" / "quickstart" / name for name in ("grammar.py", "held_out.py")}
 # Lower a number when you have rewritten lines. A room without a number may have no such line.
 CEILINGS = {
     "core": 2,
     "engine": 1,
-    "jobs": 13,
     "plan": 39,
     "tests": 1031,
 }
@@ -35,7 +36,7 @@ def test_no_room_gets_more_lines_that_are_hard_to_read() -> None:
     inside = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.[mp][dy]"))
     counts: Counter[str] = Counter()
     for path in (*inside, *ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md")):
-        if path.name not in PATTERNS_THEMSELVES:
+        if path.name not in PATTERNS_THEMSELVES and path not in ORDERS:
             counts[room(path)] += sum(1 for _ in hits(path))
     more = {name: count for name, count in counts.items() if count > CEILINGS.get(name, 0)}
     assert more == {}, (

@@ -2,7 +2,7 @@
 
     python jobs/quickstart/accuracy.py --dtype float32
 
-This is the number that an engine running job.yaml should reproduce.
+An engine that runs job.yaml should reproduce this accuracy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MAX_TOKENS = 96
 
 @dataclass(frozen=True)
 class Row:
-    """A held-out sentence and its right answer."""
+    """A held-out sentence and its expected answer."""
 
     text: str
     expected: str
 
 
 def clean_rows(path: Path = HERE / "data" / "orders.jsonl") -> list[Row]:
-    """The rows that have a right answer; broken lines are skipped."""
+    """Return the rows that have an expected answer. Broken lines are skipped."""
     rows = []
     for line in path.read_bytes().splitlines():
         try:
@@ -45,7 +45,14 @@ def clean_rows(path: Path = HERE / "data" / "orders.jsonl") -> list[Row]:
 def answers(
     texts: Sequence[str], folder: Path = HERE / "model", dtype: str = "float32", batch: int = 64
 ) -> list[str]:
-    """Greedy answers in input order; texts of similar length share a batch."""
+    """Return the greedy answer to each text. Texts of similar length share a batch.
+
+    Args:
+        texts: The sentences.
+        folder: The folder of the model.
+        dtype: The name of torch's data type.
+        batch: The number of texts per batch.
+    """
     system = YAML(typ="safe").load(HERE / "job.yaml")["prompt"]["system"]
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
@@ -68,7 +75,7 @@ def answers(
 
 
 def main() -> None:
-    """Print the mistakes, then one line of JSON with the accuracy."""
+    """Print the wrong answers, then a line of JSON with the accuracy."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

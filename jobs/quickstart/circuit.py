@@ -1,14 +1,14 @@
-"""Start the model with the one skill that is slow to learn: copying what came after this the last time.
+"""Write into a new model the one skill that is slow to learn: copying the token after the last same context.
 
-Two layers of attention that copy by matching ("induction heads") form late and suddenly in training. Their
-shape is known, so they are written into the fresh weights and training only has to learn when to use them:
+Two layers of attention that copy by matching ("induction heads") form late and suddenly in training. Their weights are
+known, so they are written into the new model, and training only has to learn when to use them:
 
-    layer 0   two heads look one and two tokens back and note who stands there
-    layer 1   one head looks for the place whose two predecessors are the present two tokens, and says what
-              stands there; another erases the present token, which would otherwise predict itself
+    layer 0   two heads look one and two tokens back, and store the tokens there
+    layer 1   one head looks for the position whose two predecessors are the current two tokens, and proposes
+              its token; another head subtracts the current token, which would otherwise predict itself
 
-The residual stream is cut into a constant, the token itself, its predecessor, the one before, and the rest.
-Everything stays trainable, and the architecture is a plain Llama.
+The residual stream is divided into a constant, the token, its predecessor, the token before that, and the rest. All
+weights stay trainable, and the architecture is a plain Llama.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLOW = 14  # rotary pairs from here on barely turn within a prompt: content is c
 
 
 def write_copying(model: LlamaForCausalLM) -> None:
-    """Write the circuit into freshly made weights; all that is not part of it starts silent."""
+    """Write the circuit into a new model. The outputs of all other parts become zero."""
     with torch.no_grad():
         _embed(model)
         for layer in model.model.layers:
@@ -48,19 +48,28 @@ def _embed(model: LlamaForCausalLM) -> None:
 
 
 def _norm(model: LlamaForCausalLM, parts: int) -> float:
-    """The length of the residual stream when that many parts hold a token."""
+    """Return the length of the residual stream if `parts` of its parts contain a token."""
     assert model.config.hidden_size > BEFORE_THAT.stop
     return math.sqrt(parts * WIDTH * TOKEN_SCALE**2 + CONSTANT_VALUE**2)
 
 
 def _turns(model: LlamaForCausalLM) -> torch.Tensor:
-    """The angle by which each rotary pair turns from one position to the next."""
+    """Return the angle by which each rotary pair turns from one position to the next."""
     turns: torch.Tensor = model.model.rotary_emb.inv_freq
     return turns
 
 
 def _aim(model: LlamaForCausalLM, layer: int, head: int, steps: int, parts: int, score: float) -> None:
-    """Make a head look a fixed number of positions back, whatever stands there."""
+    """Make a head look a fixed number of positions back, whatever token is there.
+
+    Args:
+        model: The model to change.
+        layer: The layer of the head.
+        head: The number of the head.
+        steps: The number of positions.
+        parts: The number of parts of the residual stream that contain a token.
+        score: The attention score of the position.
+    """
     attention, size = model.model.layers[layer].self_attn, model.config.head_dim
     queries = attention.q_proj.weight.view(-1, size, model.config.hidden_size)[head]
     keys = attention.k_proj.weight.view(-1, size, model.config.hidden_size)[head // 2]
@@ -75,7 +84,7 @@ def _aim(model: LlamaForCausalLM, layer: int, head: int, steps: int, parts: int,
 
 
 def _carry(model: LlamaForCausalLM, layer: int, head: int, into: slice, parts: int, gain: float) -> None:
-    """Make a head bring the token that it looks at into a part of the stream."""
+    """Make a head copy the token that it looks at into the part `into` of the stream, multiplied by `gain`."""
     attention, size = model.model.layers[layer].self_attn, model.config.head_dim
     values = attention.v_proj.weight.view(-1, size, model.config.hidden_size)[head // 2]
     outputs = attention.o_proj.weight.view(model.config.hidden_size, -1, size)[:, head]
@@ -91,7 +100,7 @@ def _look_back(model: LlamaForCausalLM, head: int, steps: int, into: slice) -> N
 
 
 def _match(model: LlamaForCausalLM) -> None:
-    """Layer 1, head 0: the two present tokens against the two predecessors of every earlier place."""
+    """Set head 0 of layer 1: it compares the two current tokens with the two predecessors of every earlier position."""
     attention, size = model.model.layers[1].self_attn, model.config.head_dim
     half = size // 2
     rows = [*range(SLOW, half), *range(half + SLOW, size)]
@@ -109,6 +118,6 @@ def _match(model: LlamaForCausalLM) -> None:
 
 
 def _erase(model: LlamaForCausalLM) -> None:
-    """Layer 1, head 2: look at oneself and take oneself away."""
+    """Set head 2 of layer 1: it looks at its own position and subtracts its token."""
     _aim(model, 1, 2, 0, parts=3, score=26.0)
     _carry(model, 1, 2, TOKEN, parts=3, gain=-1.0)

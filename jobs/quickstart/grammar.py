@@ -1,7 +1,7 @@
 """The training grammar: `<symbols>` expand at random, `{slots}` are filled by `sentences.py`.
 
-None of the held-out sentence templates can come out of it (a test looks), though most of their
-words do: the point is to meet known words in unknown sentences, around unknown names.
+A test checks that no held-out sentence template can be generated, although most of its words can: the model must see
+known words in unknown sentences, around unknown names.
 """
 
 from __future__ import annotations

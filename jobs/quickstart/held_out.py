@@ -1,7 +1,7 @@
-"""The held-out side: real-looking names, items and sentences that training never sees.
+"""The held-out side: realistic names, items and sentences that training never sees.
 
-`train.py` takes one thing from here, `forbidden_words()`, and only to throw away any made-up word that
-happens to be one of these. The sentences are used by `make_data.py` alone.
+`train.py` only uses `forbidden_words()`, to reject a made-up word that is equal to a held-out word. Only `make_data.py`
+uses the sentences.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SHARED_WORDS = frozenset(
 
 
 def forbidden_words() -> frozenset[str]:
-    """Every word of a held-out name or item: training may not contain one, in any casing."""
+    """Return every word of a held-out name or item. Training texts must not contain these words, in any case."""
     texts = (*FIRST_NAMES, *LAST_NAMES, *COMPOUND_NAMES, *ITEMS)
     words = frozenset(word for text in texts for word in words_of(text))
     return frozenset(word for word in words - SHARED_WORDS if len(word) > 2)

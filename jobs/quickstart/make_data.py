@@ -1,9 +1,9 @@
-"""Write data/orders.jsonl: held-out orders with their right answers, some duplicates, some broken rows.
+"""Write data/orders.jsonl: held-out orders with their expected answers, some duplicates, some broken rows.
 
     python jobs/quickstart/make_data.py
 
-The rows are what real tables are: the same message comes in twice under two numbers, and a few lines
-are broken, each in a way of its own. The engine must answer the first kind once and report the second.
+As in real tables, a message may occur twice under two numbers, and a few lines are broken, each in another way. The
+engine must compute the answer to a duplicate once, and report broken lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DUPLICATE_ROWS = 240
 
 
 def customer(rng: Random) -> str:
-    """A person or a firm from the held-out lists."""
+    """Return a person or a firm from the held-out lists."""
     draw = rng.random()
     if draw < 0.2:
         return rng.choice(COMPOUND_NAMES)
@@ -35,7 +35,7 @@ def customer(rng: Random) -> str:
 
 
 def sentence(rng: Random, order: Order, template: str) -> str:
-    """A held-out template around an order, with a fresh distraction in every other slot."""
+    """Return a held-out template filled with an order, and with random distractions in all other slots."""
     placed = order.due - timedelta(days=rng.randint(3, 120))
     text = template.format(
         name=order.customer,
@@ -55,7 +55,7 @@ def sentence(rng: Random, order: Order, template: str) -> str:
 
 
 def unique_rows(rng: Random) -> list[dict[str, str]]:
-    """Rows with different texts, every template and every item in turn."""
+    """Return rows with different texts, which use all templates and all items in turn."""
     rows: dict[str, str] = {}
     while len(rows) < UNIQUE_ROWS:
         template, item = TEMPLATES[len(rows) % len(TEMPLATES)], ITEMS[len(rows) * 7 % len(ITEMS)]
@@ -65,7 +65,7 @@ def unique_rows(rng: Random) -> list[dict[str, str]]:
 
 
 def clean_lines(rng: Random) -> list[bytes]:
-    """The good rows in random order, about a tenth of them repeated under another order_id."""
+    """Return the valid rows in random order. About a tenth of them is repeated under another order_id."""
     rows = unique_rows(rng)
     rows += rng.sample(rows, DUPLICATE_ROWS)
     rng.shuffle(rows)
@@ -74,7 +74,7 @@ def clean_lines(rng: Random) -> list[bytes]:
 
 
 def bad_lines() -> list[bytes]:
-    """One line for each way in which a row can be broken; none has a right answer."""
+    """Return a line for each way in which a row can be broken. None has an expected answer."""
     long_text = "We have a very long message about an order of lamps. " * 120
     nested = "[" * 100 + "]" * 100
     lines = [
@@ -95,7 +95,7 @@ def bad_lines() -> list[bytes]:
 
 
 def write(path: Path, seed: int = SEED) -> int:
-    """Write the table; the broken rows lie between the good ones. Returns the number of lines."""
+    """Write the table with the broken rows at random positions. Return the number of lines."""
     rng = Random(seed)
     lines = clean_lines(rng)
     for line in bad_lines():

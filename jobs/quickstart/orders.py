@@ -1,8 +1,8 @@
-"""What an order is, and how its closed-class parts are written: the answer line, numbers, dates.
+"""Orders, and the spellings of their closed-class parts: the answer line, numbers, dates.
 
-Training and the held-out data share this file and nothing else: there are only so many ways to
-write a date or a number, and the model must know them all. Names, items and sentences are open
-classes; those live apart, in `sentences.py` (training) and `held_out.py` (test).
+Training and held-out data share only this file, because the ways to write a date or a number are few, and the model
+must know them all. Names, items and sentences are open classes. They are in `sentences.py` (training) and `held_out.py`
+(test).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 
 
 def listed(words: str) -> tuple[str, ...]:
-    """A word list, written as plain text."""
+    """Split a plain text into its words."""
     return tuple(words.split())
 
 
@@ -40,7 +40,7 @@ _DAYS = (date(2029, 12, 31) - _FIRST_DAY).days
 
 @dataclass(frozen=True)
 class Order:
-    """One order: what the sentence says and what the answer must say."""
+    """An order: the content of a sentence and of its answer."""
 
     customer: str
     quantity: int
@@ -48,7 +48,7 @@ class Order:
     due: date
 
     def answer(self) -> str:
-        """The one line of JSON that is the right answer."""
+        """Return the expected answer: one line of JSON."""
         fields = {
             "customer": self.customer,
             "quantity": self.quantity,
@@ -59,7 +59,7 @@ class Order:
 
 
 def number_words(number: int) -> str:
-    """An integer from 0 to 100 in English words."""
+    """Return an integer from 0 to 100 in English words."""
     if number == 100:
         return "one hundred"
     if number < 20:
@@ -69,19 +69,19 @@ def number_words(number: int) -> str:
 
 
 def plain_number(rng: Random, number: int) -> str:
-    """Digits, or plain number words where they stay short."""
+    """Return a number as digits, or as words if they are short."""
     return number_words(number) if number <= 100 and rng.random() < 0.4 else str(number)
 
 
 def quantity_phrase(rng: Random, number: int) -> str:
-    """What can stand before an item: digits, words, or an idiom such as `a dozen`."""
+    """Return a text for a quantity before an item: digits, words, or an idiom such as `a dozen`."""
     if number in _IDIOMS and rng.random() < 0.6:
         return rng.choice(_IDIOMS[number])
     return plain_number(rng, number)
 
 
 def random_quantity(rng: Random) -> int:
-    """Mostly small, sometimes up to 2,000; idioms are common enough to be learned."""
+    """Return a quantity, mostly small, up to 2,000. Quantities with idioms are common enough to be learned."""
     draw = rng.random()
     if draw < 0.15:
         return rng.choice(tuple(_IDIOMS))
@@ -91,19 +91,19 @@ def random_quantity(rng: Random) -> int:
 
 
 def random_date(rng: Random) -> date:
-    """A day from 2025 to 2029."""
+    """Return a day from 2025 to 2029."""
     return _FIRST_DAY + timedelta(days=rng.randint(0, _DAYS))
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th, 11th, 21st ..."""
+    """Return a number as 1st, 2nd, 3rd, 4th, 11th, 21st …"""
     if 10 <= number % 100 <= 20:
         return f"{number}th"
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
 
 
 def written_date(rng: Random, day: date) -> str:
-    """One of the ways in which people write a date that cannot be misread."""
+    """Return a date in a random notation that people cannot misread."""
     month = calendar.month_name[day.month]
     forms = (
         f"{day.day} {month} {day.year}",

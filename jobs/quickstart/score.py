@@ -1,4 +1,4 @@
-"""Compare the answers of `batchinfer run jobs/quickstart/job.yaml` with the right ones.
+"""Compare the answers of `batchinfer run jobs/quickstart/job.yaml` with the expected answers.
 
 python jobs/quickstart/score.py
 """
@@ -18,7 +18,7 @@ QUERY = """
 
 
 def main() -> int:
-    """Print the share of exact answers; fail when there is nothing to compare."""
+    """Print the share of exact answers. Return exit code 1 if there is no answer to compare."""
     if not any(RESULTS.glob("*.parquet")):
         print("no results yet: batchinfer run jobs/quickstart/job.yaml", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
 """The training stream: made-up names and items in sentences from a small grammar.
 
-Copying is the hard part, so nothing here is a list of names that could be learned by heart: words
-are syllables, random letters or random pieces of the tokenizer's vocabulary, with accents, hyphens
-and odd capitals. Every made-up word passes `Words._allowed`, which refuses the held-out words.
+Copying is the hard part, so no list of names can be learned by heart: words are syllables, random letters or random
+tokens of the vocabulary, with accents, hyphens and odd capitals. `Words._allowed` checks every made-up word, and
+rejects held-out words.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Example:
-    """One training pair, and the sentence with its slots still open (for the proof of no leak)."""
+    """A training pair.
+
+    Attributes:
+        skeleton: The sentence with its slots unfilled, to prove that no held-out template leaks.
+        text: The sentence.
+        order: The order, which determines the answer.
+    """
 
     skeleton: str
     text: str
@@ -61,12 +67,18 @@ class Example:
 
 
 def words_of(text: str) -> list[str]:
-    """The runs of letters in a text, in lower case: the unit in which leaks are counted."""
+    """Return the runs of letters in a text, in lower case. Leaks are counted in these words."""
     return [run.lower() for run in _LETTER_RUN.findall(text)]
 
 
 class Words:
-    """Makes words, names and items, none of them containing a forbidden word."""
+    """Makes random words, names and items without forbidden words.
+
+    Args:
+        rng: The source of randomness.
+        forbidden: The words that must not occur.
+        pieces: Tokens that words are also built from.
+    """
 
     def __init__(self, rng: Random, forbidden: frozenset[str], pieces: Sequence[str] = ()) -> None:
         self._rng = rng
@@ -78,7 +90,7 @@ class Words:
         return self._forbidden.isdisjoint(words_of(text))
 
     def word(self) -> str:
-        """A lower-case word; drawn again until no part of it is forbidden."""
+        """Return a random lower-case word. It is drawn again until no part of it is forbidden."""
         while True:
             word = self._accented(self._raw_word())
             if self._allowed(word):
@@ -120,11 +132,11 @@ class Words:
         return prefix + word[:1].upper() + word[1:]
 
     def name(self) -> str:
-        """A customer: a person with one to four names, or a firm."""
+        """Return a random customer: a person with one to four names, or a firm."""
         return self._checked(self._draw_name)
 
     def item(self) -> str:
-        """A thing: one to four words, sometimes with a code, a size or a hyphen."""
+        """Return a random item: one to four words, sometimes with a code, a size or a hyphen."""
         return self._checked(self._draw_item)
 
     def _checked(self, draw: Callable[[], str]) -> str:
@@ -216,7 +228,7 @@ class Sentences:
             yield self.example()
 
     def example(self) -> Example:
-        """One sentence with its order."""
+        """Return a random sentence with its order."""
         rng, words = self._rng, self._words
         order = Order(words.name(), random_quantity(rng), words.item(), random_date(rng))
         skeleton = self._form() if rng.random() < 0.14 else self._expand("<message>")
@@ -232,7 +244,7 @@ class Sentences:
         return text
 
     def _form(self) -> str:
-        """A filled-in form: labelled fields in any order."""
+        """Return the skeleton of a filled-in form: labelled fields in random order."""
         rng = self._rng
         fields = [f"{rng.choice(keys)}<colon>{{{slot}}}" for slot, keys in FORM_KEYS.items()]
         fields += [self._rng.choice(GRAMMAR["extra_field"]) for _ in range(rng.choice((0, 0, 1, 2)))]
@@ -243,7 +255,7 @@ class Sentences:
         return self._expand(opening + joined.replace("<colon>", colon) + rng.choice(("", ".")))
 
     def _roughened(self, skeleton: str) -> str:
-        """Small accidents of real mail: no capital, no full stop, a stray sentence of unknown words."""
+        """Add small accidents of real mail: no capital, no full stop, a sentence of unknown words."""
         rng = self._rng
         if rng.random() < 0.06:
             skeleton = skeleton[:1].lower() + skeleton[1:]
@@ -260,12 +272,13 @@ class Sentences:
         return skeleton
 
     def _reworded(self, skeleton: str) -> str:
-        """Lose or replace a fixed word in ten, so that no single word is relied on."""
+        """Drop or replace one in ten fixed words, so that the model does not rely on any single word."""
         rng = self._rng
         words = skeleton.split(" ")
         for index, word in enumerate(words):
-            beside = words[max(0, index - 1) : index + 2]  # beside a slot it would blur where the name ends
-            if word.isalpha() and word.islower() and "{" not in "".join(beside) and rng.random() < 0.1:
+            # Next to a slot, the end of the name would become unclear
+            near = words[max(0, index - 1) : index + 2]
+            if word.isalpha() and word.islower() and "{" not in "".join(near) and rng.random() < 0.1:
                 words[index] = rng.choice(("", "{nonce}"))
         return " ".join(word for word in words if word)
 
@@ -290,7 +303,7 @@ class Sentences:
         return self._distraction(slot)
 
     def _distraction(self, slot: str) -> str:
-        """What a sentence may also say, and the answer must leave out."""
+        """Return a text for a slot that the answer must leave out, such as a price."""
         rng = self._rng
         if slot == "date2":
             return written_date(rng, random_date(rng))

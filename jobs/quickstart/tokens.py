@@ -1,8 +1,7 @@
-"""The tokenizer: a small byte-level BPE, shaped so that copying is easy.
+"""The tokenizer: a small byte-level BPE in which copying is easy.
 
-A word must become the same tokens wherever it stands, or copying would also mean re-spelling. So
-spaces are tokens of their own, every digit is one token, every mark is one token, and the fixed
-parts of the answer are cut out whole before the words are.
+A word must always become the same tokens, or copying would also mean re-spelling. So spaces are separate tokens, every
+digit and every mark is one token, and the fixed parts of the answer are cut out before the words are.
 """
 
 from __future__ import annotations
@@ -29,7 +28,12 @@ _CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
-    """Learn the merges; all 256 bytes are in the vocabulary, so no text is out of reach."""
+    """Train a tokenizer on texts. All 256 bytes are in the vocabulary, so it can encode every text.
+
+    Args:
+        texts: The texts.
+        size: The number of tokens.
+    """
     tokenizer = Tokenizer(BPE())
     cuts = [
         Split(_CUTS, "isolated"),
@@ -46,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json (which carries the chat template)."""
+    """Write tokenizer.json and tokenizer_config.json, which contains the chat template, into a folder."""
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -63,7 +67,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that must be there."""
+    """Return the id of a token. Raises ValueError if the tokenizer does not have the token."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the tokenizer has no {token}")
@@ -71,7 +75,10 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def letter_pieces(tokenizer: Tokenizer) -> list[str]:
-    """Vocabulary entries made of lower-case letters: names are also built from these, so each is copied often."""
+    """Return the tokens that consist of lower-case letters.
+
+    Names are also built from these tokens, so that each token is often copied.
+    """
     return sorted(
         piece for piece in tokenizer.get_vocab() if piece.isascii() and piece.isalpha() and piece.islower()
     )

@@ -1,10 +1,10 @@
-"""Train the quickstart model from nothing: tokenizer, a small Llama, about 20 minutes on two CPU cores.
+"""Train the quickstart model from scratch: tokenizer and a small Llama, about 20 minutes on two CPU cores.
 
     python jobs/quickstart/train.py            # writes jobs/quickstart/model/
 
-The run is seeded: the same machine and the same library versions give the same model. Two things
-keep it short. All prompts start with the same instruction, so its keys and values are computed once
-per step, not once per sentence; and Muon learns small matrices in fewer steps than AdamW does.
+The run is seeded: the same machine and the same library versions give the same model. Two things keep it short. All
+prompts start with the same instruction, so its keys and values are computed once per step, not once per sentence. And
+Muon needs fewer steps than AdamW for small matrices.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ POOL = 16  # batches drawn together and cut by length, so that padding stays bel
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to learn."""
+    """The length and the learning rates of training."""
 
     steps: int = 2200
     batch: int = 64  # 32 for each core: larger halves fall out of its cache and are slower per sentence
@@ -64,24 +64,24 @@ class Schedule:
 
 
 def instruction(job: Path = HERE / "job.yaml") -> str:
-    """The system prompt, read from the job file so that training and use cannot drift apart."""
+    """Return the system prompt of the job file, so that training and use always have the same prompt."""
     return str(YAML(typ="safe").load(job)["prompt"]["system"])
 
 
 def prefix_text(system: str) -> str:
-    """What the chat template writes before the sentence."""
+    """Return the text that the chat template writes before the sentence."""
     return f"{BOS}{SYSTEM}{system}{END}{USER}"
 
 
 def build_tokenizer(system: str) -> Tokenizer:
-    """Train the tokenizer on the training stream's own sentences and answers."""
+    """Train the tokenizer on sentences and answers of the training stream."""
     stream = islice(Sentences(SEED, forbidden_words()), TOKENIZER_EXAMPLES)
     texts = (part for example in stream for part in (example.text, example.order.answer(), system))
     return train_tokenizer(texts, VOCABULARY)
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """1.7 million parameters: 3.5 MB in bfloat16, small enough to live in the repository."""
+    """Return the configuration of the model: 1.7 million parameters, 3.5 MB in bfloat16."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,
@@ -110,7 +110,7 @@ class Batch:
 
 
 def encode(tokenizer: Tokenizer, examples: list[Example]) -> list[tuple[list[int], int]]:
-    """Token ids of `sentence<|end|><|assistant|>answer<|end|>` and where the answer starts."""
+    """Return per example the token ids of `sentence<|end|><|assistant|>answer<|end|>`, and where the answer starts."""
     questions = [f"{example.text}{END}{ASSISTANT}" for example in examples]
     answers = [f"{example.order.answer()}{END}" for example in examples]
     pairs = zip(tokenizer.encode_batch(questions), tokenizer.encode_batch(answers), strict=True)
@@ -118,7 +118,7 @@ def encode(tokenizer: Tokenizer, examples: list[Example]) -> list[tuple[list[int
 
 
 def collate(rows: list[tuple[list[int], int]], pad: int) -> Batch:
-    """Pad on the right: with a causal mask no real token ever sees the padding."""
+    """Pad rows of token ids on the right to a batch: with a causal mask, no real token attends to the padding."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.full((len(rows), width), pad)
     labels = torch.full((len(rows), width), -100)
@@ -129,12 +129,12 @@ def collate(rows: list[tuple[list[int], int]], pad: int) -> Batch:
 
 
 def training_stream(pieces: list[str]) -> Iterator[Example]:
-    """The sentences that the model learns from, in their order; the tests look at the same stream."""
+    """Return the sentences that the model learns from, in order. The tests check the same stream."""
     return iter(Sentences(SEED + 1, forbidden_words(), pieces))
 
 
 def batches(tokenizer: Tokenizer, schedule: Schedule) -> Iterator[Batch]:
-    """Batches of similar length in random order; while the model is young, only the shortest sentences."""
+    """Yield batches of sentences of similar length in random order; early in training, only the shortest sentences."""
     stream = training_stream(letter_pieces(tokenizer))
     shuffle = torch.Generator().manual_seed(SEED)
     pad = token_id(tokenizer, PAD)
@@ -147,7 +147,7 @@ def batches(tokenizer: Tokenizer, schedule: Schedule) -> Iterator[Batch]:
 
 
 def answer_loss(model: LlamaForCausalLM, prefix: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Summed cross-entropy of the answer tokens, the prefix being computed once for the whole batch."""
+    """Return the summed cross-entropy of the answer tokens. The prefix is computed once for the whole batch."""
     cache = DynamicCache(config=model.config)
     model.model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
     for layer in cache.layers:
@@ -161,8 +161,8 @@ def answer_loss(model: LlamaForCausalLM, prefix: torch.Tensor, batch: Batch) -> 
 class Learner:
     """Computes the gradient of a batch in two halves, one on each core.
 
-    A core of its own for each half beats two cores on every operator: nothing waits for the other core
-    until the step ends, which on a machine that also does other work made a step three times as fast.
+    This is faster than two cores per operator, because a core never waits for the other core until the step ends. On a
+    machine that also did other work, a step became three times as fast.
     """
 
     def __init__(self, model: LlamaForCausalLM, prefix: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ class Learner:
         self._pool = ThreadPoolExecutor(2, initializer=lambda: torch.set_num_threads(1))
 
     def backward(self, batch: Batch) -> float:
-        """Leave the gradient of the mean loss in the first model; return that loss."""
+        """Add the gradient of the mean loss to the first model, and return the loss."""
         tokens = int((batch.labels >= 0).sum())
         halves = [Batch(batch.ids[start::2], batch.labels[start::2]) for start in (0, 1)]
         losses = list(
@@ -193,7 +193,7 @@ class Learner:
 
 
 def optimizers(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices inside the layers, and AdamW for the embedding and the norms."""
     inner = {
         n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n
     }
@@ -205,7 +205,7 @@ def optimizers(model: LlamaForCausalLM, schedule: Schedule) -> list[torch.optim.
 
 
 def rate_at(step: int, schedule: Schedule) -> float:
-    """Warm up, hold for half of the run, then fall linearly to nothing."""
+    """Return the learning rate's factor at a step: warm-up, constant for half of the run, then linear to zero."""
     hold = schedule.steps // 2
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
@@ -213,7 +213,7 @@ def rate_at(step: int, schedule: Schedule) -> float:
 
 
 def train(model: LlamaForCausalLM, tokenizer: Tokenizer, system: str, schedule: Schedule) -> float:
-    """Run the schedule; return the mean loss of the last 50 steps."""
+    """Run the schedule. Return the mean loss of the last 50 steps."""
     prefix = torch.tensor(tokenizer.encode(prefix_text(system)).ids)
     learner = Learner(model, prefix)
     found = optimizers(model, schedule)
@@ -235,7 +235,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, system: str, schedule: 
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the folder that the job file names, in bfloat16."""
+    """Write the model folder that the job file names, in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
     start = token_id(tokenizer, BOS)
@@ -247,14 +247,14 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed pages: large tensors come and go, and clearing them cost a fifth of the time."""
+    """Configure glibc to keep freed pages: clearing new pages for large tensors took a fifth of the time."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large block
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: hand nothing back before the end
 
 
 def main() -> None:
-    """Train and save."""
+    """Train the model and save it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
