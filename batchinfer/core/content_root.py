@@ -20,34 +20,47 @@ _ROTATED_LATER = b"rotated from a later row"
 
 @dataclass(frozen=True, slots=True)
 class ContentRoots:
-    """The content roots of requests to one model."""
+    """Computes the content roots of requests to one model.
 
-    max_model_len: int  # maximum tokens of prompt and answer
-    # LongRoPE: requests that may exceed this length use rotary tables from row max_model_len on (long factors)
+    Two requests with equal roots have equal K and V for a common prefix of their tokens, and may share cached blocks.
+
+    Args:
+        max_model_len: The maximum number of tokens of prompt and answer.
+        long_rope_beyond: With LongRoPE, the length from which on requests that may exceed it use other rotary angles
+            (those for long sequences). None: there is no LongRoPE.
+        adapted: True if some requests have an adapter.
+    """
+
+    max_model_len: int
     long_rope_beyond: int | None = None
-    adapted: bool = False  # True if some requests have an adapter
+    adapted: bool = False
 
     def of(self, prompt_tokens: int, params: SamplingParams) -> bytes:
-        """Return the root of a request."""
+        """Return the content root of a request.
+
+        Args:
+            prompt_tokens: The number of tokens of its prompt.
+            params: Its sampling parameters.
+        """
         rotated = _ROTATED_LATER if self.rope_offset(prompt_tokens, params) else USUAL
         return rotated if not params.adapter else rotated + f" adapter {params.adapter}".encode()
 
     def of_all(self, prompt_tokens: Sequence[int], params: Sequence[SamplingParams]) -> list[bytes]:
-        """Return the root of each request."""
+        """Return the content root of each request, from the tokens of its prompt and its sampling parameters."""
         return [USUAL] * len(params) if self.is_single else [*map(self.of, prompt_tokens, params)]
 
     @property
     def is_single(self) -> bool:
-        """Return True if all requests have the root USUAL."""
+        """Return True if all requests to the model have the same content root."""
         near = self.long_rope_beyond is None or self.max_model_len <= self.long_rope_beyond
         return near and not self.adapted
 
     def longest(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the maximum tokens of prompt and answer together."""
+        """Return the maximum length of a request: the tokens of prompt and answer together."""
         return min(self.max_model_len, prompt_tokens + params.max_tokens)
 
     def rope_offset(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the row of the rotary tables for position 0 of a request.
+        """Return the row of the rotary tables that position 0 of a request uses: 0, or max_model_len for LongRoPE.
 
         It depends on the maximum length of the request, not on its current length, and so never changes.
         """
@@ -56,13 +69,18 @@ class ContentRoots:
 
 
 def shared_tokens(prompts: Sequence[TokenIds], roots: Sequence[bytes]) -> list[int]:
-    """Return for each prompt except the last how many tokens it shares with the next one; 0 if their roots differ."""
+    """Return for each prompt except the last how many first tokens it shares with the next prompt.
+
+    Args:
+        prompts: The tokens of each prompt.
+        roots: The content root of each prompt. Prompts with different roots share no tokens.
+    """
     pairs = zip(common_prefixes(prompts), pairwise(roots), strict=True)
     return [common if root == other else 0 for common, (root, other) in pairs]
 
 
 def shared_by(requests: Sequence[Request], roots: ContentRoots) -> list[int]:
-    """Return for each request except the last how many prompt tokens it shares with the next one."""
+    """Return for each request except the last how many first prompt tokens it shares with the next request."""
     prompts = [request.prompt for request in requests]
     return shared_tokens(
         prompts, roots.of_all([*map(len, prompts)], [request.params for request in requests])

@@ -13,17 +13,24 @@ from batchinfer.core.request import TokenIds, common_prefix
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """A path through the trie of continuations, which runs as one sequence.
+    """A path through the trie of a request's continuations, which an engine runs as one sequence.
 
     It shares the prefix of earlier branches, and requests logits only at positions that no earlier branch has. At
     position `first + i`, it scores the tokens `targets[starts[i]:starts[i + 1]]`.
+
+    Args:
+        tokens: (n,), the tokens to run: the context, then the path without its last token.
+        first: The first position whose logits are needed.
+        starts: (n - first + 1,), for each position from `first` on, where its targets start in `targets`.
+        targets: (m,), the tokens whose log-probabilities are computed.
+        slots: (m,), the index of each target among the tokens of all continuations of the request.
     """
 
-    tokens: TokenIds  # (n,): the context, then the path without its last token
-    first: int  # the first position whose logits are needed
-    starts: NDArray[np.int64]  # (n - first + 1,)
-    targets: TokenIds  # (m,)
-    slots: NDArray[np.int64]  # (m,): the index of each target among the tokens of all continuations
+    tokens: TokenIds
+    first: int
+    starts: NDArray[np.int64]
+    targets: TokenIds
+    slots: NDArray[np.int64]
 
     @classmethod
     def of_prompt(cls, prompt: TokenIds) -> Branch:
@@ -36,12 +43,12 @@ class Branch:
         return cls(prompt, 0, np.append(every, count), prompt[1:], every[:-1])
 
     def asked(self, start: int, end: int) -> slice:
-        """Return the slice of `targets` that are scored at the positions [start, end)."""
+        """Return the slice of `targets` that the logits of the positions [start, end) score."""
         low, high = (min(max(at, self.first), len(self.tokens)) - self.first for at in (start, end))
         return slice(int(self.starts[low]), int(self.starts[high]))
 
     def positions(self, start: int, end: int) -> TokenIds:
-        """Return the position of each target that is scored at the positions [start, end)."""
+        """Return the position of each target that the logits of the positions [start, end) score."""
         counts = np.diff(self.starts)
         every = np.repeat(np.arange(self.first, len(self.tokens), dtype=np.int32), counts)
         return every[self.asked(start, end)]
@@ -49,17 +56,29 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continuations:
-    """A context, and alternative continuations whose tokens are scored.
+    """A context, and alternative continuations whose tokens a scoring request scores.
 
     The prompt of the request is the context followed by all continuations; `SamplingParams.scored` has their lengths.
+
+    Args:
+        context: (n,), at least one token.
+        each: The continuations, of at least one token each.
     """
 
-    context: TokenIds  # (n,), n >= 1
-    each: tuple[TokenIds, ...]  # at least one token each
+    context: TokenIds
+    each: tuple[TokenIds, ...]
 
     @classmethod
     def of(cls, prompt: TokenIds, lengths: Sequence[int]) -> Continuations:
-        """Split the prompt of a request. Raises ValueError for a length below 1 or an empty context."""
+        """Split the prompt of a scoring request into context and continuations.
+
+        Args:
+            prompt: The context followed by all continuations.
+            lengths: The number of tokens of each continuation.
+
+        Raises:
+            ValueError: A length is below 1, or the context is empty.
+        """
         ends = np.cumsum([len(prompt) - sum(lengths), *lengths])
         if ends[0] < 1 or min(lengths) < 1:
             raise ValueError(
@@ -68,7 +87,7 @@ class Continuations:
         return cls(prompt[: ends[0]], tuple(np.split(prompt, ends)[1:-1]))
 
     def branches(self) -> list[Branch]:
-        """Return branches that score all continuations and compute each node of their trie once.
+        """Return branches that together score all continuations, and compute each node of their trie once.
 
         A node's logits are requested by the first continuation in lexical order that passes through the node.
         """
@@ -104,15 +123,20 @@ class Continuations:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The tokens that are scored at a node."""
+    """The tokens that the logits at a node of the trie score."""
 
     targets: list[int]
     slots: list[int]  # the index of each target among the tokens of all continuations
 
 
 def longest_sequence(prompt_tokens: int, lengths: Sequence[int]) -> int:
-    """Return the number of positions that a scoring request needs: the context and its longest continuation.
+    """Return the number of tokens of the longest sequence that a request needs for its prompt.
 
-    The last token of a continuation needs no position: only the logits before it are used.
+    For a scoring request, this is the context and the longest continuation without its last token, as only the logits
+    before that token are used.
+
+    Args:
+        prompt_tokens: The tokens of the prompt, continuations included.
+        lengths: The tokens of each continuation. Empty: it is no scoring request.
     """
     return prompt_tokens - sum(lengths) + max(lengths) - 1 if lengths else prompt_tokens

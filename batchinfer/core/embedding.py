@@ -13,37 +13,55 @@ DenseDtype = Literal["F32", "F16", "BF16"]  # as safetensors spells them
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer with an activation, applied to pooled vectors."""
+    """A linear layer with an activation, applied to pooled vectors.
+
+    Args:
+        file: The safetensors file with the weights.
+        digest: The sha256 of the file.
+        inputs: The dimensions of its input.
+        outputs: The dimensions of its output.
+        dtype: The dtype of the weights in the file.
+        weight: The byte of the file at which the weight starts, (outputs, inputs).
+        bias: The byte of the file at which the bias starts, (outputs,). None: there is no bias.
+        activation: The activation.
+    """
 
     file: str
-    digest: str  # sha256 of the file
+    digest: str
     inputs: int
     outputs: int
     dtype: DenseDtype
-    weight: int  # byte offset in the file, (outputs, inputs)
-    bias: int | None  # byte offset in the file, (outputs,)
+    weight: int
+    bias: int | None
     activation: DenseActivation
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """How a job computes its vectors. Engines pool; the other operations run on stored vectors.
+    """The way in which an embedding job computes its vectors.
 
-    The order is: dense layers, truncation, normalisation.
+    Engines pool. Dense layers, truncation and normalisation follow in this order, on stored vectors.
+
+    Args:
+        pooling: The pooling of hidden states.
+        normalize: True if vectors are scaled to length 1.
+        dimensions: Vectors are truncated to this many dimensions.
+        prompt: The text that is prepended to every input.
+        dense: The linear layers after the pooling.
     """
 
     pooling: Pooling
-    normalize: bool  # to length 1
-    dimensions: int  # truncate vectors to this many dimensions
-    prompt: str = ""  # prepended to every text
+    normalize: bool
+    dimensions: int
+    prompt: str = ""
     dense: tuple[Dense, ...] = ()
 
     def width(self, hidden: int) -> int:
-        """Return the dimensions of vectors before truncation, for hidden states of `hidden` dimensions."""
+        """Return the number of dimensions of vectors before truncation, for hidden states of size `hidden`."""
         return self.dense[-1].outputs if self.dense else hidden
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` reads. Without dense layers the key is omitted, as in older results."""
+        """Return the settings as JSON values, for `from_json`. `dense` is omitted if empty, as in older results."""
         value = asdict(self)
         if not self.dense:
             del value["dense"]
@@ -51,6 +69,6 @@ class Embedding:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Read the result of `to_json`."""
+        """Return the settings from the JSON that `to_json` returns."""
         dense = tuple(Dense(**each) for each in value.get("dense", ()))
         return cls(**{**value, "dense": dense})

@@ -33,7 +33,7 @@ from batchinfer.core.version import __version__
 
 
 class BatchInferError(Exception):
-    """The base class. `str(error)` is a message for the user: what happened and what to do."""
+    """The base class of batchinfer's errors. `str(error)` is a message for the user: what happened and what to do."""
 
     exit_code = 70
     status = "bug"  # the value of `exit_status` in the run table
@@ -113,9 +113,9 @@ class DamagedResult(StorageError):
 
         Args:
             message: The message for the user.
-            place: The damaged file.
+            place: The path of the damaged file.
             problem: The kind of damage.
-            job: The name of the job in a damaged manifest, if it can be read.
+            job: The name of the job in a damaged manifest. None: it cannot be read.
         """
         self.place, self.problem, self.job = place, problem, job
         super().__init__(message)
@@ -150,12 +150,19 @@ class SecurityRefusal(BatchInferError):
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake in a job file."""
+    """One mistake in a job file.
 
-    where: str  # dotted key, e.g. "sampling.max_tokens"
-    message: str  # one sentence: the wrong value and the possible values
-    line: int | None = None  # line of the job file, from 1
-    hint: str | None = None  # what to do, e.g. the nearest valid key
+    Args:
+        where: The dotted key, such as "sampling.max_tokens".
+        message: One sentence with the wrong value and the possible values.
+        line: The line of the job file, from 1. None: unknown.
+        hint: Advice for the user, such as the nearest valid key.
+    """
+
+    where: str
+    message: str
+    line: int | None = None
+    hint: str | None = None
 
 
 class JobFileError(BatchInferError):
@@ -216,7 +223,7 @@ _NO_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return True if the host ran out of memory: shown by the error, or by an error that led to it."""
+    """Return True if an error, or an error that led to it, shows that the host ran out of memory."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):

@@ -11,17 +11,17 @@ _SHORT = 16  # characters: 15 digits and a point are exact as a float, if there 
 
 
 class WrittenFloat(float):
-    """The float nearest to a number that a float cannot represent."""
+    """A float that is parsed from a JSON number and is not equal to it. `digits` is the exact number as JSON."""
 
-    digits: str  # the exact number as JSON
+    digits: str
 
 
 class RepeatedName(ValueError):
-    """A JSON object has a name twice, which parsers treat differently."""
+    """A parsed JSON object has the same name twice, which parsers treat differently."""
 
 
 def read_float(text: str) -> float:
-    """Return the float nearest to a number in text: a WrittenFloat if they differ."""
+    """Return the float nearest to a JSON number; a WrittenFloat with the exact digits if they differ."""
     number = float(text)
     if len(text) <= _SHORT and "e" not in text.lower():
         return number
@@ -41,7 +41,12 @@ def _exact(number: float, text: str) -> float:
 
 
 def read_exactly(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises ValueError (including RepeatedName) and RecursionError."""
+    """Parse a JSON text without losing digits of numbers: a float that is not exact is a WrittenFloat.
+
+    Raises:
+        ValueError: The text is not JSON, or an object has a name twice (RepeatedName).
+        RecursionError: The text is nested too deeply.
+    """
     return json.loads(text, parse_float=read_float, object_pairs_hook=_once_each)
 
 
@@ -64,7 +69,7 @@ def _written(value: Any) -> str:
 
 
 def repeated_name(pairs: list[tuple[str, Any]]) -> str | None:
-    """Return the first name of an object that repeats an earlier one, at most 100 characters of it, or None."""
+    """Return the first name in (name, value) pairs that repeats an earlier one, cut to 100 characters, or None."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:

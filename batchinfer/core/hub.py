@@ -22,7 +22,7 @@ _A_NAME = (
 
 
 class NoModel(LookupError):
-    """There is no model at a path or with a name. `hint` tells the user what to do."""
+    """No model is at a path, or has a name. `hint` is a text for the user about what to do."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -31,17 +31,22 @@ class NoModel(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """The name of a model on the Hugging Face hub."""
+    """The name of a model on the Hugging Face hub.
+
+    Args:
+        repo: The repository, "org/name".
+        revision: The branch, tag or commit.
+    """
 
     repo: str
-    revision: str = MAIN  # branch, tag or commit
+    revision: str = MAIN
 
     def __str__(self) -> str:
         return self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
 
     @classmethod
     def parse(cls, text: str) -> ModelName:
-        """Parse `org/name` or `org/name@revision`. Raises ValueError for any other text."""
+        """Parse the name of a model, `org/name` or `org/name@revision`. Raises ValueError for any other text."""
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
@@ -58,7 +63,7 @@ class ModelName:
 
 
 def _is_revision(text: str) -> bool:
-    """Return True if git allows the revision and it is safe as part of a path in the cache."""
+    """Return True if a text is a revision that git allows, and is safe in a path of the cache."""
     parts = text.split("/")
     plain = text.isascii() and text.isprintable() and not set(text) & set(' ~^:?*[\\"')
     return plain and all(part and not part.startswith((".", "-")) and ".." not in part for part in parts)
@@ -72,7 +77,7 @@ def locate_model(text: str, path: Path) -> Path:
 
     Args:
         text: The value of `model.path` in the job file.
-        path: The same as a path.
+        path: The same value as a path.
 
     Raises:
         NoModel: There is no such model, or its download is incomplete.
@@ -101,9 +106,13 @@ def locate_model(text: str, path: Path) -> Path:
 
 
 def locate_adapter(text: str, path: Path) -> Path:
-    """Return the folder of a job's adapter: `path`, or the folder in the cache if only that exists.
+    """Return the folder of a job's adapter: the folder in the Hugging Face cache if only that exists, else `path`.
 
     The folder is not checked here.
+
+    Args:
+        text: The path or name of the adapter in the job file.
+        path: The same value as a path.
     """
     if path.exists() or not _may_be_name(text):
         return path
@@ -118,20 +127,20 @@ def _pull(name: ModelName) -> str:
 
 
 def _may_be_name(text: str) -> bool:
-    """Return True if a text may be a model's name: a relative path with one slash, or a text with @."""
+    """Return True if a text may be the name of a model: a relative path with one slash, or a text with @."""
     repo, at, _ = text.partition("@")
     return not repo.startswith((".", "/", "~")) and (repo.count("/") == 1 or bool(at))
 
 
 def cache_folder() -> Path:
-    """Return the Hugging Face cache: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    """Return the folder of the Hugging Face cache: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE).expanduser()
 
 
 def find_snapshot(name: ModelName) -> Path | None:
-    """Return the model's folder in the cache, even if its download is incomplete, or None."""
+    """Return a model's folder in the Hugging Face cache, even if its download is incomplete; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
@@ -147,9 +156,9 @@ def find_snapshot(name: ModelName) -> Path | None:
 
 
 def missing_files(snapshot: Path) -> list[str]:
-    """Return the missing files of an interrupted download, judging by the existing files.
+    """Return the names of the files that are missing in a model's folder of the Hugging Face cache.
 
-    A GGUF file in a snapshot is always complete.
+    This detects interrupted downloads. A GGUF file in the cache is always complete.
     """
     weights = (WEIGHTS, WEIGHT_INDEX)
     others = any((snapshot / name).is_file() for name in weights)
@@ -167,7 +176,7 @@ def missing_files(snapshot: Path) -> list[str]:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the weight files listed in an index file, sorted; [] if it cannot be read.
+    """Return the names of the weight files that model.safetensors.index.json lists, sorted; [] if it is unreadable.
 
     Names with a path are left out: checking the checkpoint refuses them.
     """
@@ -182,13 +191,13 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def describe_model(folder: Path) -> str:
-    """Return a model's name for messages: `org/name@commit` for a folder of the cache, else the folder."""
+    """Return a model's name for messages: `org/name@commit` for a folder of the Hugging Face cache, else the path."""
     repo = _repo_of(folder)
     return str(folder) if repo is None else f"{repo}@{folder.name}"
 
 
 def short_name(folder: Path) -> str:
-    """Return a model's short name: `org/name` for a folder of the cache, else the folder's name without its path."""
+    """Return a model's short name: `org/name` for a folder of the Hugging Face cache, else the folder's own name."""
     return _repo_of(folder) or folder.name
 
 

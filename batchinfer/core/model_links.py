@@ -14,7 +14,7 @@ SHARED_BLOBS_MARKER = (
 
 
 def model_roots(folder: Path) -> list[Path]:
-    """Return the folders in which the files of a model may be.
+    """Return the folders in which the files of a model may be, the model's own folder first.
 
     In a Hugging Face cache, `models--org--name/snapshots/<revision>/` contains links into `models--org--name/blobs/`,
     and these may be links into a `blobs/` folder that all models of the cache share.
@@ -26,11 +26,11 @@ def model_roots(folder: Path) -> list[Path]:
 
 
 def resolve_inside(entry: Path, roots: list[Path]) -> Path:
-    """Resolve a path and check that the result is inside of one of the folders.
+    """Resolve all links in a path, and check that the result is inside of one of the allowed folders.
 
     Args:
         entry: A file of the model, possibly a link.
-        roots: The result of `model_roots`; the first is the model's folder.
+        roots: The allowed folders, from `model_roots`.
 
     Raises:
         SecurityRefusal: The path leads elsewhere, or nowhere.
@@ -47,7 +47,7 @@ def resolve_inside(entry: Path, roots: list[Path]) -> Path:
 
 
 def _hub_blobs(path: Path) -> list[Path]:
-    """Return the blob folders of a snapshot in a hub cache; [] if `path` is not a snapshot."""
+    """Return the folders with the blobs of a model in a Hugging Face cache; [] for a folder that is not in a cache."""
     snapshots = path.parent
     entry = snapshots.parent
     if snapshots.name != "snapshots" or not entry.name.startswith(HUB_PREFIX):
@@ -57,7 +57,7 @@ def _hub_blobs(path: Path) -> list[Path]:
 
 
 def _is_shared_blobs(folder: Path) -> bool:
-    """Return True if huggingface_hub created the folder. Without its marker, any user could have created it."""
+    """Return True if huggingface_hub's marker is in the folder. Without it, any user could have created the folder."""
     name, content = SHARED_BLOBS_MARKER
     marker = folder / name
     if folder.is_symlink() or marker.is_symlink() or not marker.is_file():

@@ -10,15 +10,15 @@ MAX_DEPTH = 64
 
 
 class NotPlain(ValueError):
-    """The value has no JSON form, is nested too deeply, or is too large. The message says which."""
+    """A value has no JSON form, is nested too deeply, or is too large. The message says which."""
 
 
 class TooLarge(NotPlain):
-    """The value has too many characters and items."""
+    """A value has more characters and items than allowed."""
 
 
 def plain_json(value: Any, most: int) -> Any:
-    """Return the value with plain types only: tuples become lists, other numbers become int or float.
+    """Return a copy of a value with JSON types only: tuples become lists, Decimals become int or float.
 
     Args:
         value: The value to convert.
@@ -31,7 +31,7 @@ def plain_json(value: Any, most: int) -> Any:
 
 
 class _Plain:
-    """Copies one value and counts its characters and items."""
+    """Copies one value with JSON types only, and counts its characters and items."""
 
     def __init__(self, most: int) -> None:
         self._left = most

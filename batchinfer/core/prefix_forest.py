@@ -21,39 +21,54 @@ ROOT = -1  # the parent of top-level nodes; not a node itself
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixForest:
-    """The nodes of the forest, parents before children. All arrays except `node_of` are indexed by node."""
+    """A forest of the prefixes that consecutive prompts share.
 
-    depth: Ints  # tokens of the prefix
-    first: Ints  # the first prompt with the prefix
-    users: Ints  # the number of prompts with the prefix: [first, first + users)
-    parent: Ints  # a node, or ROOT
-    node_of: Ints  # by prompt: its deepest node, or ROOT
+    A node is a prefix of two or more consecutive prompts. Parents come before children. All arrays except `node_of`
+    have an element per node.
+
+    Args:
+        depth: The tokens of the prefix.
+        first: The first prompt with the prefix.
+        users: The number of prompts with the prefix: [first, first + users).
+        parent: The node of the longest shorter prefix, or ROOT.
+        node_of: For each prompt, its deepest node, or ROOT.
+    """
+
+    depth: Ints
+    first: Ints
+    users: Ints
+    parent: Ints
+    node_of: Ints
 
     def __len__(self) -> int:
         return len(self.depth)
 
     @property
     def around(self) -> Ints:
-        """Return the enclosing node, or ROOT, of each item. Items are all prompts, then all nodes."""
+        """Return the deepest node of each prompt, followed by the parent of each node; ROOT if there is none."""
         return np.concatenate([self.node_of, self.parent])
 
     @property
     def firsts(self) -> Ints:
-        """Return the first prompt of each item. Items are all prompts, then all nodes."""
+        """Return the number of each prompt, followed by the first prompt of each node."""
         return np.concatenate([np.arange(len(self.node_of), dtype=np.int32), self.first])
 
     @property
     def own(self) -> Ints:
-        """Return the tokens of each node minus the tokens of its parent."""
+        """Return the number of tokens that each node has more than its parent."""
         return self.depth - np.where(self.parent == ROOT, 0, self.depth[self.parent]).astype(np.int32)
 
     @property
     def saved(self) -> NDArray[np.int64]:
-        """Return the prompt tokens saved if each node runs once: its own tokens for every user except the first."""
+        """Return the prompt tokens that each node saves if it runs once instead of once per prompt with the prefix."""
         return self.own.astype(np.int64) * (self.users - 1)
 
     def only(self, kept: NDArray[np.bool_]) -> PrefixForest:
-        """Return the forest with only the kept nodes. Children and prompts of others move to the next kept ancestor."""
+        """Return a forest with some of the nodes. Children and prompts of removed nodes move to the next kept ancestor.
+
+        Args:
+            kept: (nodes,), True for nodes to keep.
+        """
         # Index -1 (ROOT) is the last
         above = np.append(np.where(kept, np.arange(len(self)), self.parent), ROOT)
         while (above[above] != above).any():
@@ -68,17 +83,21 @@ class PrefixForest:
         )
 
     def from_root(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return for each node the sum of the values of the node and its ancestors, by pointer doubling."""
+        """Return for each node the sum of the values of the node and of all its ancestors.
+
+        Args:
+            values: (nodes,), a value for each node.
+        """
         sums, above = np.append(values, values.dtype.type(0)), np.append(self.parent, np.int32(ROOT))
         while (above != ROOT).any():
             sums, above = sums + sums[above], above[above]
         return sums[:-1]
 
     def largest(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return for each node the largest value of its prompts.
+        """Return for each node the largest value of the prompts with its prefix.
 
         Args:
-            values: A value for each prompt.
+            values: (prompts,), a value for each prompt.
         """
         ends = np.stack([self.first, self.first + self.users], 1).ravel()
         padded = np.append(values.astype(np.int64), 0)  # reduceat needs an index for the end of the last node
@@ -86,13 +105,13 @@ class PrefixForest:
 
 
 def prefix_forest(shared: Ints) -> PrefixForest:
-    """Build the forest of prompts.
+    """Build the forest of the prefixes that consecutive prompts share.
 
     A node is a maximal segment of prompts that each share at least `depth` tokens with their predecessor. Its borders
     are the nearest smaller values in `shared`, which are computed for all positions at once.
 
     Args:
-        shared: For each prompt, how many tokens it shares with the previous one; 0 for the first.
+        shared: (prompts,), how many first tokens each prompt shares with the previous prompt; 0 for the first.
     """
     if not len(shared):
         return PrefixForest(*(np.zeros(0, np.int32) for _ in range(5)))
@@ -130,15 +149,16 @@ def _less_before(depth: Ints) -> Ints:
 
 
 def _in_order(begins: Ints, depth: Ints) -> NDArray[np.int64]:
-    """Return the indices of positive depths, sorted by begin, then by depth. Indices of the same node are adjacent."""
+    """Return the indices of positive values of `depth`, sorted by `begins`, then by `depth`."""
     inner = np.flatnonzero(depth > 0)
     return inner[np.argsort(begins[inner].astype(np.int64) << 32 | depth[inner])]
 
 
 def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:
-    """Return the deepest node of each prompt, or ROOT.
+    """Return the deepest node of each of `count` prompts, or ROOT.
 
-    The node changes only where nodes begin or end; a prompt gets the node of the last such border before it.
+    The node changes only where nodes begin or end. A prompt has the node of the last such border before it. The other
+    arguments are fields of PrefixForest.
     """
     unset = ROOT - 1
     found = np.full(count + 1, unset, np.int32)

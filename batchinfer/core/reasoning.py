@@ -17,47 +17,62 @@ _VERSION = 2
 
 
 class ReasoningTokens(NamedTuple):
-    """The token ids of the markers around the reasoning of an answer."""
+    """The token ids of the markers around the reasoning of an answer.
 
-    begin: Ids  # empty if the prompt has begun the reasoning
+    Args:
+        begin: The marker before the reasoning. Empty if the prompt has begun the reasoning.
+        end: The marker after the reasoning.
+        answer: The marker that begins every final answer, with or without reasoning. If not empty, `end` ends with it.
+        gap: Tokens between the reasoning's end and the final answer, which are forced before a constraint.
+    """
+
+    begin: Ids
     end: Ids
-    answer: Ids = ()  # begins every final answer, with or without reasoning; if not empty, `end` ends with it
-    gap: Ids = ()  # tokens between the reasoning's end and the final answer; forced before a constraint
+    answer: Ids = ()
+    gap: Ids = ()
 
     @property
     def closing(self) -> Ids:
-        """Return the tokens that end the reasoning in any case."""
+        """Return the tokens whose first occurrence ends the reasoning: `answer`, or else `end`."""
         return self.answer or self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The markers around the reasoning of an answer as texts; see `ReasoningTokens`."""
+    """The markers around the reasoning of an answer, as texts.
+
+    Args:
+        begin: The marker before the reasoning.
+        end: The marker after the reasoning.
+        answer: The marker that begins every final answer, with or without reasoning. If not empty, `end` ends with it.
+        gap: The text between the reasoning's end and the final answer.
+        tokens: The markers as tokens. None: the texts have no fixed tokens.
+    """
 
     begin: str
     end: str
     answer: str = ""
     gap: str = ""
-    tokens: ReasoningTokens | None = None  # None: the texts have no fixed tokens
+    tokens: ReasoningTokens | None = None
 
     @property
     def closing(self) -> str:
-        """Return the text that ends the reasoning in any case."""
+        """Return the text whose first occurrence ends the reasoning: `answer`, or else `end`."""
         return self.answer or self.end
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` reads. It is part of the identity of an index and of a result."""
+        """Return the markers as JSON values, for `from_json`. They are part of the identity of a result."""
         return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read the result of `to_json`."""
+        """Return the markers from the JSON that `to_json` returns."""
         found = value["tokens"]
         tokens = None if found is None else ReasoningTokens(*map(tuple, found))
         return cls(value["begin"], value["end"], value["answer"], value["gap"], tokens)
 
     def tokens_after(self, opening: int) -> ReasoningTokens | None:
-        """Return the marker tokens of an answer, or None if the reasoning is over or the markers have no fixed tokens.
+        """Return the marker tokens of answers to a prompt; None if it ended the reasoning, or `tokens` is None.
 
         Args:
             opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
@@ -68,12 +83,19 @@ class Reasoning:
 
 
 class ReasoningCut(NamedTuple):
-    """The positions of the reasoning and of the final answer in the tokens of an answer."""
+    """The positions of the reasoning and of the final answer in the tokens of an answer.
 
-    start: int  # the reasoning is [start, end)
+    Args:
+        start: The first token of the reasoning.
+        end: The end of the reasoning (exclusive).
+        answer: The first token of the final answer. None: the answer ended inside of its reasoning.
+        reasons: False if there is no reasoning.
+    """
+
+    start: int
     end: int
-    answer: int | None  # the first token of the final answer; None: the answer ended inside of its reasoning
-    reasons: bool = True  # False: there is no reasoning
+    answer: int | None
+    reasons: bool = True
 
 
 NO_REASONING = ReasoningCut(0, 0, 0, False)
@@ -83,6 +105,10 @@ def cut(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningCut:
     """Find the reasoning in the tokens of an answer.
 
     Reasoning must begin with the first token: later markers are text, as a model may write about its own markers.
+
+    Args:
+        ids: The tokens of the answer.
+        marks: The markers.
     """
     first = _first_mark(ids, marks) if marks.begin else ()
     if first is None:
@@ -100,7 +126,7 @@ def cut(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningCut:
 
 
 def find(ids: Sequence[int], wanted: Ids, start: int = 0) -> int:
-    """Return the index of the first occurrence of `wanted` in `ids` from `start` on, or -1."""
+    """Return the index of the first occurrence of the tokens `wanted` in `ids` from `start` on; -1 without any."""
     first = wanted[0]
     while True:
         try:
@@ -113,7 +139,7 @@ def find(ids: Sequence[int], wanted: Ids, start: int = 0) -> int:
 
 
 def partial_marker_length(ids: Sequence[int], mark: Ids) -> int:
-    """Return how many of the last tokens may be the beginning of an incomplete marker."""
+    """Return how many of the last tokens in `ids` may be the beginning of an incomplete marker `mark`."""
     longest = min(len(ids), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if _is_at(ids, mark[:n], len(ids) - n)), 0)
 
@@ -123,12 +149,12 @@ def _is_at(ids: Sequence[int], wanted: Ids, at: int) -> bool:
 
 
 def _first_mark(ids: Sequence[int], marks: ReasoningTokens) -> Ids | None:
-    """Return the marker (`begin` or `answer`) that an answer begins with, or None. The shorter one has precedence."""
+    """Return the marker (`begin` or `answer`) with which an answer begins; None without any, the shorter of both."""
     shorter_first = sorted(filter(None, (marks.begin, marks.answer)), key=len)
     return next((mark for mark in shorter_first if _is_at(ids, mark, 0)), None)
 
 
 def _is_cut_short(ids: Sequence[int], marks: ReasoningTokens) -> bool:
-    """Return True if the answer ended inside of the marker that it begins with."""
+    """Return True if an answer consists only of the beginning of a marker (`begin` or `answer`)."""
     given = tuple(ids)
     return bool(given) and any(given == mark[: len(given)] for mark in (marks.begin, marks.answer))

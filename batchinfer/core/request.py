@@ -19,7 +19,7 @@ _HEAD = 16  # leading tokens of prompts that are compared in one numpy operation
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """Return the length of the common prefix of two token sequences."""
+    """Return how many first tokens two token sequences share."""
     length = min(len(a), len(b))
     if not length:
         return 0
@@ -29,7 +29,7 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def common_prefixes(prompts: Sequence[TokenIds]) -> list[int]:
-    """Return for each prompt except the last the length of its common prefix with the next one.
+    """Return for each prompt except the last how many first tokens it shares with the next prompt.
 
     The first tokens of all prompts are compared at once; only longer common prefixes are compared pair by pair.
     """
@@ -46,16 +46,23 @@ def common_prefixes(prompts: Sequence[TokenIds]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """The reason why a row is an error row."""
+    """The reason why a row is an error row.
 
-    code: str  # e.g. "bad_json", "prompt_too_long"
+    Args:
+        code: The error code, such as "bad_json" or "prompt_too_long".
+        error_class: What causes the error: the input, a policy, a lack of resources, or the engine.
+        message: The message for the user, at most 2 KiB, without text of the prompt.
+        retryable: True if another run may succeed.
+    """
+
+    code: str
     error_class: ErrorClass
-    message: str  # at most 2 KiB, without text of the prompt
+    message: str
     retryable: bool = False
 
 
 class ConstraintFailed(Exception):
-    """A constraint cannot be continued; carries the error of its row."""
+    """The constraint of a row cannot be continued. `error` is the error of the row."""
 
     def __init__(self, error: RowError) -> None:
         super().__init__(error.message)
@@ -64,24 +71,33 @@ class ConstraintFailed(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One call of the model. Duplicate rows share a request."""
+    """One call of the model. Duplicate rows share a request.
 
-    key: bytes  # the work key, 32 bytes
-    prompt: TokenIds  # (n,) int32, n >= 1
+    Args:
+        key: The work key, 32 bytes.
+        prompt: (n,) int32, the tokens of the prompt, at least one.
+        params: The sampling parameters.
+        shares_next: Tokens of the common prefix with the plan's next request. 0: none, or unknown.
+        draft: (m,) int32, a probable answer, which is used as draft tokens. None: unknown.
+        draws: The key of its random draws, at least 16 bytes. Empty: `key`.
+    """
+
+    key: bytes
+    prompt: TokenIds
     params: SamplingParams
-    shares_next: int = 0  # tokens of the common prefix with the plan's next request; 0: unknown
-    draft: TokenIds | None = None  # (m,) int32: a probable answer, as draft tokens; None: unknown
-    draws: bytes = b""  # at least 16 bytes: the key of its random draws; empty: `key`
+    shares_next: int = 0
+    draft: TokenIds | None = None
+    draws: bytes = b""
 
     def __reduce__(self) -> Pickled:
-        """Pickle only the values, several times faster than the default: processes exchange millions of requests."""
+        # Several times faster than the default, and processes exchange millions of requests
         draft = None if self.draft is None else _data(self.draft)
         more = (draft, self.draws) if self.draws else () if draft is None else (draft,)
         return _remade, (self.key, _data(self.prompt), self.params, self.shares_next, *more)
 
     @property
     def draw_key(self) -> bytes:
-        """Return the 16 bytes that, with the position of a token, determine its random draw."""
+        """Return the 16 bytes that determine the random draws of the request, together with the position of a token."""
         return (self.draws or self.key)[:16]
 
 
@@ -97,21 +113,26 @@ def _remade(
     draft: bytes | None = None,
     draws: bytes = b"",
 ) -> Request:
-    """Rebuild a pickled request. Its arrays are writable."""
+    """Return the request that was pickled. Its arrays are writable."""
     drafted = None if draft is None else np.frombuffer(bytearray(draft), np.int32)
     return Request(key, np.frombuffer(bytearray(token_ids), np.int32), params, shares_next, drafted, draws)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLogprobs:
-    """Log-probabilities of m tokens, and of the k likeliest tokens at each position.
+    """Log-probabilities of m tokens, and of the k likeliest tokens at each of their positions.
 
     They are computed from the model's logits before penalties, masks, temperature and filters.
+
+    Args:
+        chosen: (m,), the log-probabilities of the tokens.
+        top: (m, k), the log-probabilities of the likeliest tokens, descending.
+        top_ids: (m, k), the ids of the likeliest tokens.
     """
 
-    chosen: NDArray[np.float32]  # (m,)
-    top: NDArray[np.float32]  # (m, k), descending
-    top_ids: TokenIds  # (m, k)
+    chosen: NDArray[np.float32]
+    top: NDArray[np.float32]
+    top_ids: TokenIds
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -122,42 +143,53 @@ class Output(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of large arrays in bytes."""
+        """Return the memory of the output's large arrays in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """The log-probability of each prompt token, given the tokens before it."""
+    """The log-probability of each prompt token, given the tokens before it.
 
-    token_ids: TokenIds  # (n,) int32: the prompt
-    logprobs: TokenLogprobs  # (n - 1,): of all tokens except the first
+    Args:
+        token_ids: (n,) int32, the prompt.
+        logprobs: (n - 1,), of all prompt tokens except the first.
+    """
+
+    token_ids: TokenIds
+    logprobs: TokenLogprobs
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of the arrays in bytes."""
+        """Return the memory of all arrays in bytes."""
         found = self.logprobs
         return self.token_ids.nbytes + found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """A generated text."""
+    """The output of a request that generates text.
 
-    token_ids: TokenIds  # (m,) int32, including the EOS or stop token that ended it
-    text_length: int | None = None  # characters to keep if a stop string cut the text; None: all
-    logprobs: TokenLogprobs | None = None  # (m,), if requested
-    prompt: PromptLogprobs | None = None  # if requested
+    Args:
+        token_ids: (m,) int32, the generated tokens, including the EOS or stop token that ended the text.
+        text_length: Characters of the text to keep if a stop text cut it. None: all.
+        logprobs: (m,), the log-probabilities of the tokens. None: not requested.
+        prompt: The log-probabilities of the prompt. None: not requested.
+    """
+
+    token_ids: TokenIds
+    text_length: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt: PromptLogprobs | None = None
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of log-probabilities in bytes."""
+        """Return the memory of all log-probabilities in bytes."""
         found, before = self.logprobs, 0 if self.prompt is None else self.prompt.held_bytes
         return before + (
             0 if found is None else found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
         )
 
     def __reduce__(self) -> Pickled:
-        """Pickle only the values; see `Request.__reduce__`."""
         more = () if self.prompt is None else (self.prompt,)
         return _remade_tokens, (_data(self.token_ids), self.text_length, self.logprobs, *more)
 
@@ -168,17 +200,21 @@ def _remade_tokens(token_ids: bytes, *more: Any) -> Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vector:
-    """The pooled hidden states of a prompt (not normalised or truncated), or classification logits."""
+    """The output of a request for a vector or for classification logits.
 
-    values: NDArray[np.float32]  # (hidden,) or (labels,)
+    Args:
+        values: (hidden,), the pooled hidden states of the prompt, not normalised or truncated; or (labels,), the
+            logits.
+    """
+
+    values: NDArray[np.float32]
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of the values in bytes."""
+        """Return the memory of `values` in bytes."""
         return self.values.nbytes
 
     def __reduce__(self) -> Pickled:
-        """Pickle only the values; see `Request.__reduce__`."""
         return _remade_vector, (np.asarray(self.values, np.float32).tobytes(),)
 
 
@@ -188,19 +224,24 @@ def _remade_vector(values: bytes) -> Vector:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """The log-probabilities of the tokens of a request's continuations, concatenated."""
+    """The output of a scoring request: log-probabilities of its continuations' tokens, concatenated.
 
-    logprobs: NDArray[np.float32]  # (n,), natural logarithms
-    greedy: NDArray[np.bool_]  # (n,): True if the token is the argmax of its logits
-    lengths: tuple[int, ...]  # tokens of each continuation
+    Args:
+        logprobs: (n,), natural logarithms.
+        greedy: (n,), True if the token is the argmax of its logits.
+        lengths: The number of tokens of each continuation.
+    """
+
+    logprobs: NDArray[np.float32]
+    greedy: NDArray[np.bool_]
+    lengths: tuple[int, ...]
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of the arrays in bytes."""
+        """Return the memory of `logprobs` and `greedy` in bytes."""
         return self.logprobs.nbytes + self.greedy.nbytes
 
     def __reduce__(self) -> Pickled:
-        """Pickle only the values; see `Request.__reduce__`."""
         return _remade_scores, (self.logprobs.tobytes(), self.greedy.tobytes(), self.lengths)
 
 
@@ -211,20 +252,26 @@ def _remade_scores(logprobs: bytes, greedy: bytes, lengths: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The answer to a Request."""
+    """The answer to a request.
+
+    Args:
+        key: The work key of the request.
+        output: Tokens; a Vector if the request has a pooling; Scores of continuations. None: there is only an error.
+        finish_reason: Why the answer ended.
+        error: The error of the row. None: there is none.
+        engine_class: On a cluster, the machine class that computed the answer.
+    """
 
     key: bytes
-    # Tokens; a Vector if the request has a pooling; Scores of continuations; None: only an error
     output: Output | None
     finish_reason: FinishReason
     error: RowError | None = None
-    engine_class: str | None = None  # on a cluster, the machine class that computed the answer
+    engine_class: str | None = None
 
     @property
     def tokens(self) -> Tokens:
-        """Return the output if it is a text, else an empty Tokens."""
+        """Return the output if it is a Tokens, else a Tokens without tokens."""
         return self.output if isinstance(self.output, Tokens) else Tokens(np.empty(0, np.int32))
 
     def __reduce__(self) -> Pickled:
-        """Pickle only the values; see `Request.__reduce__`."""
         return Completion, (self.key, self.output, self.finish_reason, self.error, self.engine_class)

@@ -10,5 +10,5 @@ Rung = dict[str, int | float]  # sampling parameters by name
 
 
 def with_rung(params: SamplingParams, rung: Rung) -> SamplingParams:
-    """Return a row's parameters with the rung's values."""
+    """Return a copy of a row's sampling parameters with the values of a rung of the job's ladder (on_invalid)."""
     return replace(params, **rung)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ ExpertTokens = Mapping[int, list[int]]  # layer → tokens routed to each of its
 
 @dataclass(slots=True)
 class ConstraintWork:
-    """The time spent on constraints so far."""
+    """The seconds that an engine has spent on compiling constraints, and on filling their masks, so far."""
 
     compile_s: float = 0.0
     mask_s: float = 0.0
@@ -30,26 +30,46 @@ class ConstraintWork:
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """The cost of a request, with times since the start of the engine. It is never part of results."""
+    """The cost of one request in an engine, for reports. It is never part of results.
+
+    Times are seconds since the start of the engine.
+
+    Args:
+        key: The work key of the request.
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Generated tokens.
+        cached_tokens: Prompt tokens that were taken from the prefix cache.
+        preemptions: How often the request was preempted.
+        queued_s: When the engine received the request.
+        scheduled_s: When its first step began.
+        first_token_s: When the step ended that sampled its first token.
+        finished_s: When its last token was sampled.
+        constrained: True if the request has a constraint.
+        steered: True if the constraint forbade the most likely token at least once.
+        forced_tokens: Tokens that were not sampled because the constraint allowed only one.
+        unrun_tokens: The last tokens of the answer that the model never ran as input.
+        cut: True if max_tokens or the model's context ended the answer.
+        scored_positions: Prompt positions whose logits score the following tokens.
+    """
 
     key: bytes
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # prompt tokens taken from the prefix cache
+    cached_tokens: int
     preemptions: int
-    queued_s: float  # when the engine received the request
-    scheduled_s: float  # when its first step began
-    first_token_s: float  # when the step ended that sampled its first token
-    finished_s: float  # when its last token was sampled
+    queued_s: float
+    scheduled_s: float
+    first_token_s: float
+    finished_s: float
     constrained: bool = False
-    steered: bool = False  # the constraint forbade the most likely token at least once
-    forced_tokens: int = 0  # tokens that were not sampled because the constraint allowed only one
-    unrun_tokens: int = 1  # the last tokens of the completion, which the model never ran
-    cut: bool = False  # ended by max_tokens or the model's context
-    scored_positions: int = 0  # prompt positions whose logits score the following tokens
+    steered: bool = False
+    forced_tokens: int = 0
+    unrun_tokens: int = 1
+    cut: bool = False
+    scored_positions: int = 0
 
     def __reduce__(self) -> Pickled:
-        """Pickle only the values: processes send each other millions of samples."""
+        # Several times faster than the default, and processes exchange millions of samples
         return RequestSample, _SAMPLED(self)
 
 
@@ -58,40 +78,89 @@ _SAMPLED = attrgetter(*(field.name for field in fields(RequestSample)))
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """The tokens of one engine step, its time, and its FLOPs and bytes by the operators' cost models."""
+    """The tokens of one engine step, its time, and its FLOPs and bytes by the operators' cost models.
+
+    Args:
+        step: The number of the step.
+        started_s: When the step started, in seconds since the start of the engine.
+        duration_s: Seconds from start to end of the step.
+        model_s: The part of duration_s in the model and the sampler.
+        prefill_tokens: Prompt tokens and recomputed tokens.
+        decode_tokens: Generated tokens that run for the first time.
+        recomputed_tokens: The part of prefill_tokens that had run before a preemption.
+        cached_tokens: Prompt tokens that were not run because they were in the prefix cache.
+        sampled_tokens: Sampled tokens, scored positions included.
+        padded_tokens: Wasted query positions: padding, rows that had ended, rejected drafts.
+        running: Running sequences after scheduling.
+        waiting: Waiting requests after scheduling.
+        preemptions: Sequences that the step preempted.
+        blocks_used: Used blocks of the KV cache.
+        blocks_total: All blocks of the KV cache.
+        flops: Useful FLOPs, without padding and recomputation.
+        bytes: Bytes that must be moved.
+        roofline_s: The sum over operators of max(flops / peak, bytes / bandwidth). None: the peaks are unknown.
+        forced_tokens: Tokens that were appended after the step because constraints allowed only one token.
+        mask_s: Seconds of filling the masks of constrained rows.
+        compile_s: Seconds of compiling constraints since the previous step.
+        scheduled_s: When scheduling of the step began: before started_s if steps overlap.
+        pairs: Useful (query, key) pairs of attention, summed over layers.
+        kv_tokens: Distinct cached tokens that were read, summed over layers.
+        copied_tokens: The part of cached_tokens that was copied from partial blocks.
+        metering_s: Seconds of computing this sample.
+        launch: How the host launched the step on a GPU. None on a CPU.
+        capture_s: Seconds of capturing graphs for the step. None on a CPU.
+        graph_bytes: GPU memory of these graphs. None on a CPU.
+        drafted_tokens: Verified draft tokens.
+        accepted_tokens: Accepted draft tokens, part of sampled_tokens.
+        prompt_drafted: Verified draft tokens from the draft source "prompt".
+        prompt_accepted: Accepted draft tokens from the draft source "prompt".
+        answers_drafted: Verified draft tokens from "answers".
+        answers_accepted: Accepted draft tokens from "answers".
+        earlier_drafted: Verified draft tokens from "earlier".
+        earlier_accepted: Accepted draft tokens from "earlier".
+        model_drafted: Verified draft tokens from "model".
+        model_accepted: Accepted draft tokens from "model".
+        heads_drafted: Verified draft tokens from "heads".
+        heads_accepted: Accepted draft tokens from "heads".
+        proposing_s: The part of duration_s in the draft model or draft heads.
+        drafts_saved_s: Estimated time of the same tokens without drafts, minus the step's time. None: unknown.
+        collective_s: The part of model_s in collectives of the leading rank, waiting for other ranks included. None:
+            there are none, or they are not timed, as on a GPU.
+        launched_steps: Steps that the host launched together with this one, this one included.
+        scored_positions: The part of sampled_tokens that are positions whose logits score given tokens.
+    """
 
     step: int
-    started_s: float  # since the engine started
+    started_s: float
     duration_s: float
-    model_s: float  # part of duration_s: in the model and the sampler
-    prefill_tokens: int  # prompt tokens and recomputed tokens
-    decode_tokens: int  # generated tokens that run for the first time
-    recomputed_tokens: int  # part of prefill_tokens: tokens that had run before a preemption
-    cached_tokens: int  # prompt tokens not run because they were in the prefix cache
+    model_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    recomputed_tokens: int
+    cached_tokens: int
     sampled_tokens: int
-    padded_tokens: int  # wasted query positions: padding, rows that had ended, rejected drafts
-    running: int  # sequences after scheduling
+    padded_tokens: int
+    running: int
     waiting: int
     preemptions: int
     blocks_used: int
     blocks_total: int
-    flops: int  # useful FLOPs, without padding and recomputation
-    bytes: int  # bytes that must be moved
-    roofline_s: float | None  # sum over operators of max(flops/peak, bytes/bandwidth); None: peaks unknown
-    forced_tokens: int = 0  # appended after the step because constraints allowed only one token
-    mask_s: float = 0.0  # filling the masks of constrained rows
-    compile_s: float = 0.0  # compiling constraints since the previous step
-    scheduled_s: float = 0.0  # when its scheduling began: before `started_s` if steps overlap
-    pairs: int = 0  # useful (query, key) pairs of attention, summed over layers
-    kv_tokens: int = 0  # distinct cached tokens read, summed over layers
-    copied_tokens: int = 0  # part of cached_tokens: copied from partial blocks
-    metering_s: float = 0.0  # time spent computing this sample
-    launch: LaunchMode | None = None  # None on a CPU
-    capture_s: float | None = None  # capturing graphs for the step; None on a CPU
-    graph_bytes: int | None = None  # GPU memory of these graphs; None on a CPU
-    drafted_tokens: int = 0  # verified draft tokens
-    accepted_tokens: int = 0  # accepted draft tokens, part of sampled_tokens
-    # The same per draft source
+    flops: int
+    bytes: int
+    roofline_s: float | None
+    forced_tokens: int = 0
+    mask_s: float = 0.0
+    compile_s: float = 0.0
+    scheduled_s: float = 0.0
+    pairs: int = 0
+    kv_tokens: int = 0
+    copied_tokens: int = 0
+    metering_s: float = 0.0
+    launch: LaunchMode | None = None
+    capture_s: float | None = None
+    graph_bytes: int | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     prompt_drafted: int = 0
     prompt_accepted: int = 0
     answers_drafted: int = 0
@@ -102,36 +171,45 @@ class StepSample:
     model_accepted: int = 0
     heads_drafted: int = 0
     heads_accepted: int = 0
-    proposing_s: float = 0.0  # part of duration_s: the draft model or draft heads
-    # Estimated time of the same tokens without drafts, minus the step's time; None: unknown
+    proposing_s: float = 0.0
     drafts_saved_s: float | None = 0.0
-    # Part of model_s: collectives of the leading rank, including waiting for other ranks; None: there are none, or they
-    # are not timed, as on a GPU
     collective_s: float | None = None
-    launched_steps: int = 1  # steps that the host launched together with this one, this one included
-    scored_positions: int = 0  # part of sampled_tokens: positions whose logits score given tokens
+    launched_steps: int = 1
+    scored_positions: int = 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the prompt tokens that ran for the first time."""
+        """Return the number of prompt tokens that the step ran for the first time."""
         return self.prefill_tokens - self.recomputed_tokens
 
     @property
     def output_tokens(self) -> int:
-        """Return the tokens that the step appended to answers."""
+        """Return the number of tokens that the step appended to answers."""
         return self.sampled_tokens - self.scored_positions + self.forced_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RankUse:
-    """The memory and communication time of a rank, as measured by the rank."""
+    """The memory and communication time of a rank, as measured by the rank.
+
+    Args:
+        rank: The number of the rank.
+        stage: The number of its pipeline stage, from 0 in the order of the layers.
+        weight_bytes: Bytes of the loaded weights.
+        kv_bytes: Bytes of the KV cache.
+        read_bytes: Bytes that were read from the model's files.
+        before_rss_bytes: Resident memory before loading. None: unknown.
+        peak_rss_bytes: Peak resident memory.
+        collective_s: Seconds in collectives, waiting for other ranks included, over all steps. None: not timed.
+        stage_wait_s: Seconds of waiting for steps and for other stages. None: there is one stage, or it is not timed.
+    """
 
     rank: int
-    stage: int  # from 0, in the order of the layers
+    stage: int
     weight_bytes: int
     kv_bytes: int
-    read_bytes: int  # read from the model's files
-    before_rss_bytes: int | None  # resident memory before loading; None: unknown
+    read_bytes: int
+    before_rss_bytes: int | None
     peak_rss_bytes: int
-    collective_s: float | None  # see `StepSample`; the sum over all steps
-    stage_wait_s: float | None  # waiting for steps and for other stages; None: one stage, or not timed
+    collective_s: float | None
+    stage_wait_s: float | None

@@ -17,11 +17,11 @@ Pooling = Literal["last", "mean", "cls"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number."""
+    """The range of a number: from `low` to `high`, or above `low` if `above` is True."""
 
     low: float
     high: float
-    above: bool = False  # True: `low` itself is excluded
+    above: bool = False
 
 
 INT32_MAX = 2**31 - 1
@@ -76,13 +76,54 @@ DERIVED = (
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling parameters of a request. `temperature == 0` means greedy."""
+    """The sampling parameters of a request. Parameters that vLLM has, too, have the same name and meaning.
+
+    Args:
+        max_tokens: The maximum number of generated tokens.
+        min_tokens: The minimum number of generated tokens.
+        temperature: The temperature. 0 means greedy.
+        top_p: The probability mass of the tokens that may be drawn.
+        top_k: The number of likeliest tokens that may be drawn. 0: off.
+        min_p: The least probability of a token that may be drawn, relative to the likeliest token.
+        seed: The seed of random draws.
+        stop: Texts that end the answer.
+        stop_token_ids: Tokens that end the answer.
+        ignore_eos: If True, EOS tokens do not end the answer.
+        repetition_penalty: The factor of logits of tokens in prompt and answer.
+        presence_penalty: Subtracted from the logits of tokens in the answer.
+        frequency_penalty: Subtracted from the logits of tokens in the answer, per occurrence.
+        logprobs: Return the log-probability of each token, and of this many likeliest tokens. None: return none.
+        repetition_stop: End an answer whose last n tokens repeat a short cycle. 0: off.
+        include_stop: Keep the stop text that ends an answer in its text.
+        logit_bias: Pairs of token id and value that is added to its logit.
+        allowed_token_ids: The only tokens that an answer may have. (): all.
+        bad_words: Texts that must not occur in an answer; see `bad_tokens`.
+        json_schema: Constraint: the JSON text of a JSON Schema. At most one constraint is set.
+        json_object: Constraint: the answer is a JSON object.
+        regex: Constraint: a regular expression.
+        choice: Constraint: the possible answers.
+        grammar: Constraint: a grammar in Lark or GBNF.
+        thinking_budget: The maximum number of reasoning tokens, after which the end of reasoning is forced.
+        after_reasoning: The fields of ReasoningTokens if a budget limits the reasoning or a constraint begins after it.
+        pooling: Compute a vector of the prompt with this pooling instead of generating tokens.
+        tool_call: Constraint: a grammar of tool calls (see `batchinfer.input.tool_calls.call_grammar`).
+        scored: Compute log-probabilities of continuations instead of generating tokens: the lengths of the
+            continuations, which are concatenated at the end of the prompt (see `Continuations`).
+        classified: The answer is not the vector but the logits of the checkpoint's classification head.
+        second_segment: Prompt tokens from this position on have the token type 1. 0: all have type 0.
+        bad_tokens: The tokens of `bad_words`: the last token of a sequence is forbidden after the other ones.
+        confidence: Return the log-probability of each token among the tokens that its constraint allows, instead of
+            `logprobs`.
+        adapter: The fingerprint of the adapter. Empty: none.
+        prompt_logprobs: Return the log-probabilities of prompt tokens except the first, and of this many likeliest
+            tokens at each position. None: return none.
+    """
 
     max_tokens: int = 256
     min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: off
+    top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
@@ -91,48 +132,42 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logprobs: int | None = None  # log-probabilities of each token and of the n likeliest tokens; None: none
-    repetition_stop: int = 0  # end an answer whose last n tokens repeat a short cycle; 0: off
-    include_stop: bool = False  # keep the stop string that ends an answer in its text
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
-    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that an answer may have; (): all
-    bad_words: tuple[str, ...] = ()  # texts that must not occur in an answer; see `bad_tokens`
-    # Constraints; at most one is set
-    json_schema: str | None = None  # JSON text of a JSON Schema
+    logprobs: int | None = None
+    repetition_stop: int = 0
+    include_stop: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    json_schema: str | None = None
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] = ()
-    grammar: str | None = None  # Lark, or GBNF
-    thinking_budget: int | None = None  # maximum tokens of reasoning, after which its end is forced
-    # The fields of ReasoningTokens, if a budget limits the reasoning or a constraint begins after it; else ()
+    grammar: str | None = None
+    thinking_budget: int | None = None
     after_reasoning: tuple[tuple[int, ...], ...] = ()
-    # Compute a vector of the prompt instead of generating tokens
     pooling: Pooling | None = None
-    # A grammar of tool calls with the schemas of their arguments; see `batchinfer.input.tool_calls.call_grammar`
     tool_call: str | None = None
-    # Compute log-probabilities of continuations instead of generating tokens: the lengths of the continuations, which
-    # are concatenated at the end of the prompt; see `Continuations`
     scored: tuple[int, ...] = ()
-    # The answer is not the vector but the logits that the checkpoint's classification head computes from it
     classified: bool = False
-    # Prompt tokens from this position on have the token type 1, earlier ones 0; 0: all have type 0
     second_segment: int = 0
-    # The tokens of `bad_words`: the last token of a sequence is forbidden after the others
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    # Return the log-probability of each token among the tokens that its constraint allows, instead of `logprobs`
     confidence: bool = False
-    adapter: str = ""  # fingerprint of the adapter; "": none
-    # Log-probabilities of prompt tokens except the first, and of the n likeliest tokens at each position; None: none
+    adapter: str = ""
     prompt_logprobs: int | None = None
 
     @classmethod
     def vector(cls, pooling: Pooling) -> Self:
-        """Return the parameters of a request for a vector."""
+        """Return the parameters of a request for a vector of the prompt with this pooling."""
         return cls(max_tokens=0, pooling=pooling)
 
     @classmethod
     def logits(cls, pooling: Pooling, second_segment: int = 0) -> Self:
-        """Return the parameters of a request for classification logits."""
+        """Return the parameters of a request for the logits of the checkpoint's classification head.
+
+        Args:
+            pooling: The pooling of hidden states.
+            second_segment: Prompt tokens from this position on have the token type 1. 0: all have type 0.
+        """
         return cls(max_tokens=0, pooling=pooling, classified=True, second_segment=second_segment)
 
     @classmethod
@@ -142,12 +177,12 @@ class SamplingParams:
 
     @property
     def reasoning(self) -> ReasoningTokens | None:
-        """Return the reasoning markers, if a budget limits the reasoning or a constraint begins after it."""
+        """Return the reasoning markers; None if no budget limits the reasoning and no constraint begins after it."""
         return ReasoningTokens(*self.after_reasoning) if self.after_reasoning else None
 
     @property
     def constraint(self) -> str | None:
-        """Return the name of the constraint, or None."""
+        """Return the name of the constraint, such as "regex"; None if there is none."""
         return next((name for name in CONSTRAINTS if getattr(self, name)), None)
 
     @property
@@ -169,7 +204,7 @@ class SamplingParams:
 
     @property
     def for_simulation(self) -> SamplingParams:
-        """Return only the parameters that affect the engine's schedule, for the simulator."""
+        """Return a copy with only the parameters that affect the engine's schedule, for the simulator."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             ignore_eos=self.has_known_length,
@@ -181,7 +216,7 @@ class SamplingParams:
 
     @property
     def constraint_digest(self) -> bytes:
-        """Return a digest of the constraint, which may itself take a megabyte."""
+        """Return the sha256 of the constraint's name and value, which may itself have a megabyte."""
         name = self.constraint
         named = (name, None if name is None else getattr(self, name))
         return sha256(repr(named).encode()).digest()
@@ -203,7 +238,7 @@ class SamplingParams:
 
     @property
     def forbids_tokens(self) -> bool:
-        """Return True if some tokens are forbidden independently of a constraint."""
+        """Return True if `allowed_token_ids` or `bad_words` forbid tokens, independently of a constraint."""
         return bool(self.allowed_token_ids or self.bad_tokens)
 
     @property
@@ -235,7 +270,7 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read the result of `to_json`."""
+        """Parse the text that `to_json` returns."""
         values: dict[str, Any] = json.loads(text)
         return cls(**{name: _frozen(value) for name, value in values.items()})
 

@@ -13,43 +13,58 @@ ScoreActivation = Literal["sigmoid", "identity"]  # applied to a logit
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The log-probabilities that a job computes for its rows, and their form in the result."""
+    """The log-probabilities that a scoring job computes for its rows, and their form in the result.
 
-    # Labels of all rows, all different; (): each row has a continuation or its own labels
+    Args:
+        choices: The labels of all rows, all different. (): each row has a continuation or its own labels.
+        own_labels: True if each row has its own labels.
+        length_normalized: True if labels are compared by the mean of their tokens' log-probabilities.
+        per_token: True if the result includes the log-probability of each token.
+        content_free: The text that replaces all values of a row in the content-free prompt, which calibrates labels.
+            None: no calibration.
+        prior: The log-probability of each of `choices` after the content-free prompt, once it is computed.
+    """
+
     choices: tuple[str, ...] = ()
-    own_labels: bool = False  # each row has its own labels
-    length_normalized: bool = False  # compare labels by the mean of their tokens' log-probabilities
-    per_token: bool = False  # include the log-probability of each token in the result
-    # Replaces all values of a row in the content-free prompt that calibrates labels; None: no calibration
+    own_labels: bool = False
+    length_normalized: bool = False
+    per_token: bool = False
     content_free: str | None = None
-    # The log-probability of each of `choices` after the content-free prompt, once it is computed
     prior: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` reads. Unused keys that older results do not have are omitted."""
+        """Return the settings as JSON values, for `from_json`. Unused keys that older results lack are omitted."""
         value = asdict(self)
         return {name: one for name, one in value.items() if one or name not in ("content_free", "prior")}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Read the result of `to_json`."""
+        """Return the settings from the JSON that `to_json` returns."""
         lists = {name: tuple(value.get(name, ())) for name in ("choices", "prior")}
         return cls(**{**value, **lists})
 
 
 @dataclass(frozen=True, slots=True)
 class PairScoring:
-    """How a cross-encoder scores a pair of query and document: one classification logit of the pooled states."""
+    """The way in which a cross-encoder scores a pair of query and document.
+
+    The score is one logit of the classification head, from pooled hidden states.
+
+    Args:
+        pooling: The pooling of hidden states.
+        activation: The function of the logit that is the score.
+        typed: True if tokens of the document have the token type 1. False: all tokens have type 0.
+    """
 
     pooling: Pooling
     activation: ScoreActivation
-    typed: bool  # True: tokens of the document have the token type 1; False: all have type 0
+    typed: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` reads."""
+        """Return the settings as JSON values, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Read the result of `to_json`."""
+        """Return the settings from the JSON that `to_json` returns."""
         return cls(**value)

@@ -16,7 +16,10 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    """Escape control characters and bytes that are not UTF-8, as escapes of Python. Tabs and newlines are kept."""
+    """Return text for a terminal: control characters and invalid bytes become escapes.
+
+    Tabs and newlines are kept.
+    """
     return _UNSAFE.sub(lambda found: _escaped(found.group()), text)
 
 
@@ -26,12 +29,12 @@ _OVERRIDE = re.compile(r"--set '?[\w.]+=$")  # paths in overrides are relative t
 
 
 def on_one_line(text: str) -> str:
-    """Return the printable text with line ends and tabs written as escapes."""
+    """Return text for one line of a terminal: control characters, newlines and tabs become escapes."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def with_near_paths(text: str) -> str:
-    """Make paths below the current folder relative, as users type them."""
+    """Replace absolute paths below the current folder in a message by relative ones, as users type them."""
     try:
         here = os.getcwd()
     except OSError:  # the folder was deleted
@@ -43,7 +46,7 @@ def with_near_paths(text: str) -> str:
 
 
 def without_markup(text: str) -> str:
-    """Return Markdown with each link replaced by its text, and without backticks."""
+    """Return a Markdown text with each link replaced by its text, and without backticks."""
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
 
 
@@ -55,7 +58,12 @@ def _escaped(char: str) -> str:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """Return one line of JSON with times in ISO 8601. Raises TypeError or ValueError for values without a JSON form."""
+    """Return a mapping as one line of JSON that is safe to show in a terminal, with times in ISO 8601.
+
+    Raises:
+        TypeError: A value has no JSON form.
+        ValueError: A number is not finite.
+    """
     text = json.dumps(dict(value), default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 

@@ -16,16 +16,26 @@ _VERSION = 2
 
 
 class Call(NamedTuple):
-    """A call of one tool."""
+    """A call of one tool in an answer.
+
+    Args:
+        name: The name of the tool.
+        arguments: The JSON text of an object with the arguments.
+    """
 
     name: str
-    arguments: str  # JSON text of an object
+    arguments: str
 
 
 class FoundCalls(NamedTuple):
-    """The calls in an answer, and its remaining text."""
+    """The tool calls in an answer, and its remaining text.
 
-    text: str | None  # None: the answer contains only calls
+    Args:
+        text: The text without calls. None: the answer contains only calls.
+        calls: The calls in order.
+    """
+
+    text: str | None
     calls: list[Call]
 
 
@@ -33,9 +43,9 @@ class FoundCalls(NamedTuple):
 class CallStyle:
     """The format in which a checkpoint writes tool calls.
 
-    Attributes:
-        name: Name of the format.
-        shown: Ids and texts of the special tokens in calls, which texts of answers omit.
+    Args:
+        name: The name of the format.
+        shown: Ids and texts of the special tokens that calls contain. Texts of answers usually omit special tokens.
         of_all: True if the job sets the format. Then calls are also parsed in rows without a list of tools.
     """
 
@@ -44,11 +54,11 @@ class CallStyle:
     of_all: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` reads. It is part of the identity of an index and of a result."""
+        """Return the format as JSON values, for `from_json`. They are part of the identity of a result."""
         return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Read the result of `to_json`."""
+        """Return the format from the JSON that `to_json` returns."""
         shown = tuple((int(token), str(text)) for token, text in value["shown"])
         return cls(value["name"], shown, value["of_all"])

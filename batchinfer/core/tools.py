@@ -15,11 +15,11 @@ _RIGHT = "{type: function, function: {name: …, description: …, parameters: {
 
 
 class BadTools(ValueError):
-    """A list of tools is invalid. The message contains the position and the reason."""
+    """A row's or job's list of tools is invalid. The message contains the position of the tool and the reason."""
 
 
 def check_tools(value: Any, most: int) -> list[dict[str, Any]]:
-    """Check a list of tools and return it as plain JSON values.
+    """Check a list of function tools in the form of OpenAI's API, and return it with JSON types only.
 
     Args:
         value: The tools.
@@ -44,12 +44,12 @@ def check_tools(value: Any, most: int) -> list[dict[str, Any]]:
 
 
 def is_tool_name(name: str) -> bool:
-    """Return True if a tool may have this name."""
+    """Return True if OpenAI's API allows this name for a tool."""
     return _NAME.fullmatch(name) is not None
 
 
 def _checked_name(number: int, tool: Any) -> str:
-    """Check a tool and return its name. Raises BadTools."""
+    """Check a tool, and return its name. Raises BadTools with the position `number`."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise BadTools(f"[{number}] must be a function tool, as in {_RIGHT}")

@@ -15,17 +15,17 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0,
 
 
 def count(value: float | None) -> str:
-    """Format an exact count with thousands separators: 2,388."""
+    """Format a count with thousands separators: 2,388. None becomes a dash."""
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 
 def counted(number: float | None, noun: str) -> str:
-    """Format a count with a noun whose plural ends in s: 1 error row, 2,388 error rows."""
+    """Format a count with a singular noun, whose plural ends in s: 1 error row, 2,388 error rows."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def short(value: float | None) -> str:
-    """Format a number with three digits and a suffix: 950, 12.3k, 1.20M."""
+    """Format a number with three digits and a suffix: 950, 12.3k, 1.20M. None becomes a dash."""
     if value is None:
         return UNKNOWN
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -41,14 +41,14 @@ def _three(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a share (0 … 1) as 41%, or below ten percent with one decimal as 0.5%."""
+    """Format a share, 0 to 1, as 41%; below ten percent with one decimal, as 0.5%. None becomes a dash."""
     if share is None:
         return UNKNOWN
     return f"{share:.0%}" if share == 0 or abs(share) >= 0.0995 else f"{share:.1%}"
 
 
 def seconds(value: float | None) -> str:
-    """Format a measured duration: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min."""
+    """Format a measured duration in seconds: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min. None becomes a dash."""
     if value is None:
         return UNKNOWN
     if value < 0.9995:
@@ -57,7 +57,7 @@ def seconds(value: float | None) -> str:
 
 
 def about(value: float | None) -> str:
-    """Format an estimated duration in whole seconds, minutes or hours."""
+    """Format an estimated duration in seconds without decimals: 4 s, 3 min, 2 h 5 min. None becomes a dash."""
     if value is None:
         return UNKNOWN
     if value < 59.5:
@@ -72,12 +72,12 @@ def _long(value: int) -> str:
 
 
 def size(value: float) -> str:
-    """Format bytes with three digits: 512 bytes, 1.50 KiB, 310 MiB, 1.25 GiB."""
+    """Format a number of bytes with three digits: 512 bytes, 1.50 KiB, 310 MiB, 1.25 GiB."""
     return _written(value, 3)
 
 
 def sizes(one: float, other: float) -> tuple[str, str]:
-    """Format two sizes with enough digits to differ, as in "needs 1.001 GiB, but 1.000 GiB are free"."""
+    """Format two numbers of bytes with enough digits to differ: "1.001 GiB" and "1.000 GiB"."""
     for digits in range(3, _MOST_DIGITS):
         texts = _written(one, digits), _written(other, digits)
         if texts[0] != texts[1] or one == other:
@@ -102,7 +102,7 @@ def _written(value: float, digits: int) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """Format a number with `digits` digits; a whole number, and digits before the point, are shown in full."""
+    """Format a number with `digits` digits. Whole numbers and digits before the point are not cut."""
     if value == int(value):
         return f"{value:,.0f}"
     before = len(str(round(abs(value))))
@@ -115,7 +115,12 @@ def is_number(value: Any) -> bool:
 
 
 def shown(value: Any, unit: str = "") -> str:
-    """Format a value of any type with the unit of its column in the report's tables."""
+    """Format a value of any type for the report's tables.
+
+    Args:
+        value: The value. None becomes a dash.
+        unit: The unit of its column, such as "s", "bytes" or "0…1" for shares. Empty: no unit.
+    """
     if value is None:
         return UNKNOWN
     if isinstance(value, bool):
@@ -142,13 +147,13 @@ def _number(value: float, unit: str) -> str:
 
 
 def _share(value: float) -> str:
-    """Format a share; one that is not zero is never shown as 0.0%."""
+    """Format a share, 0 to 1, as a percentage. A share that is not zero never becomes 0.0%."""
     if value == 0 or abs(value) >= _LEAST_SHARE:
         return percent(value).replace("-", "−")
     return "< 0.1%" if value > 0 else "> −0.1%"
 
 
 def prefixed(value: float, unit: str) -> str:
-    """Format a number with a metric prefix before its unit: 180 GFLOP/s."""
+    """Format a number with a unit from PREFIXED and a metric prefix: 180 GFLOP/s."""
     one_unit, letter = next((one for one in _PREFIXES if abs(value) >= one[0] * 0.9995), (1.0, ""))
     return f"{short(value / one_unit)} {letter}{PREFIXED[unit]}"

@@ -15,13 +15,13 @@ _ABSENT = "pandas"
 
 
 class _WithoutPandas(PathFinder):
-    """Python's path finder, which does not find pandas."""
+    """Python's finder of modules on sys.path, except that it never finds pandas."""
 
     @classmethod
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module, or None for pandas."""
+        """Return the spec of a module; None for pandas. See importlib for the arguments."""
         return None if fullname == _ABSENT else super().find_spec(fullname, path, target)
 
 

@@ -13,23 +13,23 @@ _CONTINUES = "run the same command again"
 
 
 class Died(Exception):
-    """Two processes died at the same call, but not because of memory or CPU limits: the arguments cause it."""
+    """Two child processes died in the same call, but not by limits on memory or CPU time: the arguments cause it."""
 
     def __init__(self, ended: Ended | None) -> None:
         super().__init__("closed its connection" if ended is None else str(ended))
 
 
 def ask_child(what: str, target: str, *arguments: object, within_s: float) -> Any:
-    """Run a function in a child process and return the value that it sends.
+    """Run a function in a child process, and return the value that the function sends. Retry once if it dies.
 
     Args:
         what: The name of the process for messages.
-        target: The function, as for `Child`.
-        arguments: The arguments of the function.
-        within_s: The time limit in seconds.
+        target: The function, "module:function". Its last argument is its end of the pipe, for the value.
+        arguments: The other arguments of the function.
+        within_s: The time limit in seconds, of each try.
 
     Raises:
-        Died: The arguments make the process die.
+        Died: The process died twice.
         Unavailable: The process did not answer in time, or reached its limit on CPU time.
         OutOfMemory: The process was killed, most likely because memory ran out.
     """

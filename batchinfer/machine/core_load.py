@@ -13,7 +13,7 @@ _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; not idle, iowait an
 
 
 class CoreLoad:
-    """Measures the load by other processes between two calls of `look`."""
+    """Measures how much other processes use the CPU cores that this process may use, between calls of `look`."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class CoreLoad:
 
     @property
     def cores(self) -> int:
-        """Return the number of cores that this process may use, ignoring the container's quota."""
+        """Return the number of cores in this process's affinity, ignoring a container's CPU quota."""
         return len(self._cores)
 
     def look(self) -> float | None:
-        """Return how many cores other processes used on average since the last call, e.g. 1.5, or None if unknown."""
+        """Return how many cores other processes used on average since the last call, such as 1.5; None if unknown."""
         now, others = self._clock(), self._others()
         elapsed, before = now - self._at, self._before
         self._at, self._before = now, others
@@ -40,7 +40,7 @@ class CoreLoad:
         return min(max(0.0, (others - before) / elapsed), float(len(self._cores)))
 
     def _others(self) -> float | None:
-        """Return the CPU seconds of other processes on these cores since boot, or None if unknown."""
+        """Return the CPU seconds of other processes since boot, on this process's cores; None if unknown."""
         if not self._stat.exists():
             return None
         wanted = {f"cpu{core}" for core in self._cores}

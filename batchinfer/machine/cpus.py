@@ -16,16 +16,26 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """Return the number of cores by affinity (taskset, cpusets) or by quota (`docker --cpus`, systemd's CPUQuota)."""
+    """Return how many CPU cores this process may use, by affinity and by cgroup quota (such as `docker --cpus`).
+
+    Args:
+        root: The folder in which cgroups are mounted.
+        membership: The file that names the cgroups of this process.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [cpus for cpus in _quotas(root, membership) if cpus is not None]
     return max(1, min(cores, *quotas) if quotas else cores)
 
 
 def split_cores(parts: int, nodes: Path = _NODES, topology: Path = _TOPOLOGY) -> list[tuple[int, ...]]:
-    """Divide the usable cores into parts of equal size, or of sizes that differ by one.
+    """Divide the CPU cores that this process may use into parts whose sizes differ by at most one.
 
-    Cores of a NUMA node, and cores that share a physical core, are adjacent in the parts.
+    Cores of a NUMA node, and hyper-threads of a physical core, are adjacent in the parts.
+
+    Args:
+        parts: The number of parts.
+        nodes: The folder of the system with the NUMA nodes.
+        topology: The folder of the system with the topology of cores.
 
     Returns:
         The core numbers of each part; empty parts if the system has no CPU affinity.
@@ -47,14 +57,14 @@ def _number(path: Path) -> int:
 
 
 def _cores(path: Path) -> list[int]:
-    """Read a file with a list such as `0-3,8`; return [] if it does not exist."""
+    """Return the numbers in a file with a list such as `0-3,8`; [] if the file does not exist."""
     parts = path.read_text().strip().split(",") if path.exists() else []
     ranges = [part.partition("-") for part in parts if part]
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[int | None]:
-    """Yield the CPU quotas of this process's cgroup and of its ancestors, which also apply; None: no quota."""
+    """Yield the CPU quota in cores of this process's cgroup, and of each ancestor; None if a cgroup has none."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines or ["0::/"]:
         _, controllers, path = line.split(":", 2)
@@ -66,7 +76,7 @@ def _quotas(root: Path, membership: Path) -> Iterator[int | None]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folders of a cgroup and its ancestors. In a container, some may exist only on the host."""
+    """Yield the folders of a cgroup and of its ancestors. In a container, some may exist only on the host."""
     inside = Path(path.lstrip("/"))
     yield from (root / folder for folder in (inside, *inside.parents))
 

@@ -15,10 +15,16 @@ _T = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """The vendor's figures of a GPU."""
+    """The vendor's figures of a GPU.
 
-    peak_flops: Mapping[str, float]  # FLOP/s by dtype, including "int8" and "fp8"
-    bandwidth: float  # bytes/s
+    Args:
+        peak_flops: FLOP/s by dtype, including "int8" and "fp8".
+        bandwidth: Bytes/s of its memory.
+        memory_bytes: The size of its memory.
+    """
+
+    peak_flops: Mapping[str, float]
+    bandwidth: float
     memory_bytes: int
 
 
@@ -32,9 +38,18 @@ def _gpu(
     bfloat16: bool = True,
     fp8: bool = False,
 ) -> Datasheet:
-    """Create a datasheet from figures in TFLOP/s, TB/s and GB.
+    """Create a datasheet.
 
     Tensor cores support int8 from Turing, bfloat16 from Ampere, and fp8 from Ada and Hopper, with the peak of int8.
+
+    Args:
+        half: TFLOP/s in float16.
+        single: TFLOP/s in float32.
+        int8: TOP/s in int8. None: not supported.
+        terabytes: TB/s of the memory.
+        gigabytes: GB of the memory.
+        bfloat16: True if bfloat16 has the peak of float16. False: it is not supported.
+        fp8: True if fp8 has the peak of int8. False: it is not supported.
     """
     flops = {"float16": half * _T, "float32": single * _T}
     if int8 is not None:
@@ -83,7 +98,7 @@ _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
 
 
 def datasheet(name: str) -> Datasheet | None:
-    """Return the datasheet of a GPU by nvidia-smi's name, or None if it is not in the table."""
+    """Return the datasheet of a GPU by its name in nvidia-smi; None for an unknown GPU."""
     return _DATASHEETS.get(name)
 
 
@@ -112,6 +127,6 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def full_name(name: str) -> str | None:
-    """Return nvidia-smi's name of a GPU by its short or full name, ignoring case of short names, or None."""
+    """Return the name of a GPU in nvidia-smi, given this name or a short name such as "h100"; None if unknown."""
     full = NAMES.get(name.casefold(), name)
     return full if full in _DATASHEETS else None

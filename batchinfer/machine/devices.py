@@ -16,17 +16,25 @@ _SEVERAL = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<name>.+)", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Equal devices in one or several machines."""
+    """Equal devices in one machine, or in several equal machines.
 
-    hardware: Hardware  # of each device
-    link: DeviceLink  # between devices of one machine
-    network: DeviceLink  # between machines
-    in_node: int = 1  # devices per machine
-    nodes: int = 1  # machines
+    Args:
+        hardware: The model and the peaks of each device.
+        link: The link between devices of one machine.
+        network: The link between machines.
+        in_node: The number of devices per machine.
+        nodes: The number of machines.
+    """
+
+    hardware: Hardware
+    link: DeviceLink
+    network: DeviceLink
+    in_node: int = 1
+    nodes: int = 1
 
     @property
     def count(self) -> int:
-        """Return the number of devices."""
+        """Return the number of devices in all machines."""
         return self.in_node * self.nodes
 
     @property
@@ -37,7 +45,7 @@ class Devices:
 
     @property
     def links(self) -> str:
-        """Return the names of the links."""
+        """Return the names of the links between these devices, for people."""
         return f"{self.link.name}, {self.network.name}" if self.nodes > 1 else self.link.name
 
     def in_one_node(self, ranks: int) -> bool:
@@ -50,17 +58,17 @@ class Devices:
 
 
 def devices_of(hardware: Hardware, count: int = 1) -> Devices:
-    """Return `count` equal devices in one machine."""
+    """Return `count` devices of this kind in one machine, with the links that such a machine usually has."""
     link = LOOPBACK if hardware.device == "cpu" else link_between(hardware.name)
     return Devices(hardware, link, network_between(hardware.name), count)
 
 
 def devices_by_name(name: str, cache: Path | None = None) -> Devices:
-    """Return GPUs by name, which this machine need not have.
+    """Return GPUs by name, which this machine need not have, for a forecast.
 
     Args:
         name: A GPU such as `h100`, several in one machine such as `8xh100`, or in several machines such as `4x8xh100`.
-        cache: The file of measured peaks; None: the default.
+        cache: The file of measured peaks. None: the default file.
 
     Raises:
         UsageError: The name is unknown, or there are more than MAX_DEVICES devices.

@@ -26,20 +26,31 @@ _FLAGS = (*_X86, "asimddp", "i8mm", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of the doctor's report."""
+    """One line of the report that `batchinfer doctor` prints.
+
+    Args:
+        name: The subject of the line, such as "cpu".
+        value: The text after the name.
+    """
 
     name: str
     value: str
 
 
 def doctor(cache: Path | None = None) -> list[Fact]:
-    """Return versions, CPU, memory, GPUs and known peaks. Does not import the packages whose versions it returns."""
+    """Return the facts that `batchinfer doctor` prints: versions, CPU, memory, GPUs and known peaks.
+
+    It does not import the packages whose versions it returns.
+
+    Args:
+        cache: The file of measured peaks. None: the default file.
+    """
     path = cache or hardware.cache_path()
     return [*_versions(), *_cpu(path), *_gpus(path), _cache(path)]
 
 
 def installed_version(package: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
+    """Return the installed version of a Python package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -98,7 +109,7 @@ def peaks_text(here: Hardware) -> str:
 
 
 def tiles_text(grant: Grant) -> str:
-    """Describe in one line whether the CPU's matrix tiles are used, or why not."""
+    """Describe in one line if the CPU's matrix tiles (AMX) are used, or why not."""
     if grant.given:
         return "AMX, granted by the system"
     return f"not used: {grant.refusal}" if grant.refusal else "none known for this CPU"

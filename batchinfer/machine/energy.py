@@ -24,32 +24,43 @@ MAX_WATTS = 1000.0  # of a CPU package
 
 @dataclass(frozen=True, slots=True)
 class EnergyUse:
-    """Energy in joules; None if a counter cannot be read."""
+    """The energy that a machine used in an interval. None means unknown: a counter cannot be read.
+
+    Args:
+        cpu_j: Joules of the CPUs.
+        gpu_j: Joules of the GPUs.
+    """
 
     cpu_j: float | None = None
     gpu_j: float | None = None
 
     @property
     def total_j(self) -> float | None:
-        """Return the sum of the known values, or None if both are unknown."""
+        """Return the joules of CPUs and GPUs together, without an unknown value; None if both are unknown."""
         known = [value for value in (self.cpu_j, self.gpu_j) if value is not None]
         return sum(known) if known else None
 
 
 @dataclass(slots=True)
 class Counter:
-    """An energy counter."""
+    """Adds up the energy that a hardware counter measures, across its overflows.
 
-    read: Callable[[], float]  # returns joules
-    range_j: float | None = None  # the value at which it overflows to 0; None: never
-    spent_j: float = 0.0  # joules since the object was created
+    Args:
+        read: Returns the value of the hardware counter in joules.
+        range_j: The value at which the hardware counter overflows to 0. None: it never overflows.
+        spent_j: The joules since this object was created, up to the last `poll`.
+    """
+
+    read: Callable[[], float]
+    range_j: float | None = None
+    spent_j: float = 0.0
     _last: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._last = self.read()
 
     def poll(self) -> None:
-        """Add the energy since the last call to `spent_j`. Raises OSError if the counter cannot be read."""
+        """Add the energy since the last call to `spent_j`. Raises OSError if the hardware counter cannot be read."""
         now = self.read()
         rise = now - self._last
         self.spent_j += rise if rise >= 0 or self.range_j is None else rise + self.range_j
@@ -57,7 +68,7 @@ class Counter:
 
 
 class EnergyMeter:
-    """Measures the energy since its creation. Call `poll` at least every minute to notice overflows."""
+    """Measures the energy of this machine since its creation. Call `poll` at least every minute to notice overflows."""
 
     def __init__(
         self, cpu: Sequence[Counter], gpu: Sequence[Counter], clock: Callable[[], float] = time.monotonic
@@ -67,7 +78,7 @@ class EnergyMeter:
 
     @classmethod
     def of(cls, gpus: Sequence[str]) -> EnergyMeter:
-        """Return a meter of this machine's CPUs and of the GPUs with these UUIDs."""
+        """Create a meter of this machine's CPUs, and of its GPUs with these UUIDs."""
         return cls(rapl_counters(), nvml_counters(gpus) if gpus else ())
 
     def poll(self) -> None:
@@ -76,7 +87,7 @@ class EnergyMeter:
             self.read()
 
     def read(self) -> EnergyUse:
-        """Return the energy since the meter was created."""
+        """Read the counters, and return the energy since the meter was created."""
         gap_s, self._polled = self._clock() - self._polled, self._clock()
         self._cpu, cpu = _read(self._cpu, gap_s)
         self._gpu, gpu = _read(self._gpu, gap_s)
@@ -84,10 +95,13 @@ class EnergyMeter:
 
 
 def _read(counters: Sequence[Counter], gap_s: float) -> tuple[Sequence[Counter], float | None]:
-    """Poll the counters and return them with their sum in joules.
+    """Poll the counters, and return them with their sum in joules.
 
-    If one fails, or may have overflowed more than once in `gap_s` seconds, return no counters and None: the energy is
-    unknown from then on.
+    If a counter fails, or may have overflowed twice, return no counters and None: the energy is unknown from then on.
+
+    Args:
+        counters: The counters of all CPUs, or of all GPUs.
+        gap_s: The seconds since they were last polled.
     """
     if any(counter.range_j is not None and gap_s * MAX_WATTS > counter.range_j for counter in counters):
         return (), None
@@ -100,7 +114,7 @@ def _read(counters: Sequence[Counter], gap_s: float) -> tuple[Sequence[Counter],
 
 
 def rapl_counters(folder: Path = POWERCAP) -> list[Counter]:
-    """Return a counter for each CPU package, or [] if any of them cannot be read."""
+    """Return an energy counter (RAPL) per CPU package of this machine; [] if any of them cannot be read."""
     packages = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
     try:
         wanted = [zone for zone in packages if (zone / "name").read_text().startswith("package")]
@@ -117,7 +131,7 @@ def _microjoules(path: Path) -> float:
 
 
 def nvml_counters(gpus: Sequence[str]) -> list[Counter]:
-    """Return a counter for each GPU, or [] if one has none or the package `nvidia-ml-py` is not installed.
+    """Return an energy counter (NVML) per GPU; [] if a GPU has none, or the package `nvidia-ml-py` is not installed.
 
     Args:
         gpus: UUIDs of GPUs. Numbers are ambiguous: CUDA and the driver order GPUs differently.

@@ -30,29 +30,43 @@ class MachineFacts:
 
     All fields are plain values: one machine can send its description to another. None means unknown, and an unknown
     fact limits nothing: a job gets all the cores and GPUs that it needs.
+
+    Args:
+        hardware: The device that engines use: the CPU, or each GPU.
+        cores: The number of CPU cores that this process may use.
+        free_memory: The bytes of memory that were free before the first engine started.
+        torch_has_cuda: True if the installed torch supports CUDA.
+        has_gpu: True if the machine has a GPU. In a container, nvidia-smi may list none.
+        gpus: The GPUs that CUDA may use, by their names for CUDA_VISIBLE_DEVICES.
+        several_kinds: True if `gpus` may be different models.
+        capability: The lowest compute capability of `gpus`, such as (9, 0).
+        fast_bf16: True if the CPU multiplies bfloat16 in hardware.
+        tiles: True if the CPU's matrix tiles (AMX) may be used.
+        arm: True if the CPU is an Arm CPU.
+        engines: The number of engines for which a cluster has room. The other fields describe the share of each.
     """
 
-    hardware: Hardware  # the device that engines use: the CPU, or each GPU
-    cores: int | None = None  # CPU cores that this process may use
-    free_memory: int | None = None  # bytes that were free before the first engine started
+    hardware: Hardware
+    cores: int | None = None
+    free_memory: int | None = None
     torch_has_cuda: bool | None = None
-    has_gpu: bool | None = None  # in a container, nvidia-smi may list none
-    gpus: tuple[str, ...] | None = None  # that CUDA may use, as CUDA_VISIBLE_DEVICES names them
-    several_kinds: bool = False  # True if `gpus` may be different models
-    capability: tuple[int, ...] | None = None  # the lowest compute capability of `gpus`
-    fast_bf16: bool = False  # True if the CPU multiplies bfloat16 in hardware
-    tiles: bool = False  # True if the CPU's matrix tiles (AMX) may be used
+    has_gpu: bool | None = None
+    gpus: tuple[str, ...] | None = None
+    several_kinds: bool = False
+    capability: tuple[int, ...] | None = None
+    fast_bf16: bool = False
+    tiles: bool = False
     arm: bool = False
-    engines: int = 1  # for which a cluster has room; each gets what the other fields describe
+    engines: int = 1
 
     @property
     def device(self) -> Device:
-        """Return the device that engines use."""
+        """Return the kind of device that engines use: "cpu" or "cuda"."""
         return self.hardware.device
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Return True if all GPUs multiply float8. Their peaks decide if the driver reports no capability."""
+        """Return True if engines use GPUs, and all of them multiply float8 in hardware."""
         if self.device != "cuda":
             return False
         if self.capability is not None:
@@ -61,14 +75,17 @@ class MachineFacts:
 
     @property
     def devices(self) -> int:
-        """Return the number of devices. A CPU counts as one, even if several processes share it."""
+        """Return the number of GPUs that engines may use; 1 if they use the CPU."""
         return max(1, len(self.gpus or ())) if self.device == "cuda" else 1
 
     def arm_sums(self, dtype: str) -> str:
-        """Return the name of the order in which the compiled operators of an Arm CPU add, or "" on other devices.
+        """Return a name of the order in which an Arm CPU's compiled operators add numbers; "" on other devices.
 
-        Arm vectors are shorter than x86-64 vectors, so sums have another order. BFDOT (and BFMMLA, which the same CPUs
-        have) also rounds bfloat16 sums differently.
+        Arm vectors are shorter than x86-64 vectors, so sums have another order, and answers may differ. BFDOT (and
+        BFMMLA, which the same CPUs have) also rounds bfloat16 sums differently.
+
+        Args:
+            dtype: The dtype of activations.
         """
         if self.device != "cpu" or not self.arm:
             return ""
@@ -79,7 +96,7 @@ def this_machine(asked: Device | Literal["auto"]) -> MachineFacts:
     """Describe this machine for a job.
 
     Args:
-        asked: The job's `engine.device`. With `cpu`, GPUs are not detected. With `auto`, a GPU is used only if the
+        asked: The job's `engine.device`. With "cpu", GPUs are not detected. With "auto", a GPU is used only if the
             installed torch supports it.
     """
     # The version of torch's CPU build ends with +cpu

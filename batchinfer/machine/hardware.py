@@ -44,7 +44,14 @@ _log = logging.getLogger(__name__)
 def arithmetic_text(
     dtype: str, quantization: str | None, kv_cache: str | None, deterministic: bool | None
 ) -> str:
-    """Describe an arithmetic for people: `bfloat16 with int8 weights, deterministic`."""
+    """Describe the arithmetic of a run for people: `bfloat16 with int8 weights, deterministic`.
+
+    Args:
+        dtype: The dtype of activations.
+        quantization: The value of model.quantization. None or "none": weights are not quantised.
+        kv_cache: The dtype of the KV cache. None or "auto": it is not quantised.
+        deterministic: True if the run is deterministic.
+    """
     coded = {"weights": coded_text(quantization), "KV cache": kv_cache}
     parts = [f"{how} {what}" for what, how in coded.items() if how not in (None, "none", "auto")]
     found = f"{dtype} with {' and '.join(parts)}" if parts else dtype
@@ -52,21 +59,25 @@ def arithmetic_text(
 
 
 def coded_text(quantization: str | None) -> str | None:
-    """Describe a quantization for people: `int8`, `stored fp8`."""
+    """Describe a value of model.quantization for people, such as `int8` or `stored fp8`. None stays None."""
     return "stored fp8" if quantization == "stored" else quantization and quantization.replace("-", " ")
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
-    """Return the key for the step times of an arithmetic, such as `bfloat16+int8`."""
+    """Return the key of an arithmetic in `Hardware.step_times`, such as `bfloat16+int8`."""
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
 def codes_of(quantization: str, device: Device) -> str | None:
-    """Return the type in which products of quantised weights are computed, as a key of peaks.
+    """Return the type in which matrix products of quantised weights are computed, as a key of `Hardware.peak_flops`.
+
+    Args:
+        quantization: The value of model.quantization.
+        device: The device that computes.
 
     Returns:
-        None if products are computed in the run's dtype: GPUs dequantise int4, and all devices dequantise MXFP4. Sparse
-        weights need half the products, in the run's dtype.
+        "int8" or "fp8"; None if products are computed in the run's dtype: GPUs dequantise int4, all devices dequantise
+        MXFP4, and sparse weights are not quantised.
     """
     codes = "fp8" if quantization == "stored" else quantization.removeprefix("stored-")
     if codes in ("none", "mxfp4", "sparse") or (codes == "int4" and device == "cuda"):
@@ -76,26 +87,36 @@ def codes_of(quantization: str, device: Device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and the peak speeds of the whole device. A dtype that is not in `peak_flops` is unknown."""
+    """A device, and the peak speeds of it that are known.
 
-    name: str  # e.g. "AMD EPYC 9B14" or "NVIDIA H200"
+    Args:
+        name: The model, such as "AMD EPYC 9B14" or "NVIDIA H200".
+        device: "cpu" or "cuda".
+        cores: The number of CPU cores that this process may use. None for a GPU.
+        memory_bytes: The size of the device's memory. None: unknown.
+        peak_flops: FLOP/s by dtype, including "int8" and "fp8". A missing dtype is unknown.
+        bandwidth: Bytes/s of the memory. None: unknown.
+        source: Where the peaks are from.
+        step_times: Measured times of the parts of a step, by arithmetic (see batchinfer.plan.simulation.step_parts).
+        peak_by: The library that reached a measured peak, by dtype: "torch" or "compiled" (the CPU operators). May be
+            incomplete.
+        products: Measured FLOP/s of matrix products, by dtype, size and library. May be incomplete.
+    """
+
+    name: str
     device: Device
-    cores: int | None  # CPU cores that this process may use; None on a GPU
+    cores: int | None
     memory_bytes: int | None
-    # FLOP/s by dtype name, `int8` and `fp8` included
     peak_flops: Mapping[str, float] = field(default_factory=dict)
-    bandwidth: float | None = None  # bytes/s
+    bandwidth: float | None = None
     source: Source = "unknown"
-    # Measured times of the parts of a step, by arithmetic; see batchinfer.plan.simulation.step_parts
     step_times: PartTimes = field(default_factory=dict)
-    # Which library reached a measured peak, by dtype: `torch` or `compiled` (the CPU operators); may be incomplete
     peak_by: Mapping[str, str] = field(default_factory=dict)
-    # The speed of each library; may be incomplete
     products: ProductRates = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        """Return the key for measured peaks. A CPU's key contains the number of usable cores."""
+        """Return the key of the device in the file of measured peaks. For a CPU, it contains the number of cores."""
         return f"{self.device}:{self.name}" + (f":{self.cores}" if self.device == "cpu" else "")
 
     def measured(
@@ -106,7 +127,7 @@ class Hardware:
         peak_by: Mapping[str, str] | None = None,
         products: ProductRates | None = None,
     ) -> Hardware:
-        """Return the same device with the given measurements."""
+        """Return a copy of the device with measured peaks; see the class for the arguments."""
         return replace(
             self,
             peak_flops=dict(peak_flops),
@@ -118,11 +139,21 @@ class Hardware:
         )
 
     def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
-        """Return the times of a step's parts in an arithmetic, or None if they are not measured."""
+        """Return the measured times of a step's parts in an arithmetic, by name of the part; None if not measured.
+
+        Args:
+            dtype: The dtype of activations.
+            quantization: The value of model.quantization.
+        """
         return self.step_times.get(arithmetic_name(dtype, quantization))
 
     def peaks(self, dtype: str, quantization: str = "none") -> Peaks | None:
-        """Return FLOP/s (of `dtype` and of quantised layers) and bytes/s, or None if any of them is unknown."""
+        """Return the peak FLOP/s and bytes/s of a run on this device; None if any of them is unknown.
+
+        Args:
+            dtype: The dtype of activations.
+            quantization: The value of model.quantization, which determines the peak of quantised layers.
+        """
         flops = self.peak_flops.get(dtype)
         if flops is None or self.bandwidth is None:
             return None
@@ -135,19 +166,24 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as listed by the driver."""
+    """A GPU in the list of the driver.
+
+    Args:
+        name: The name in nvidia-smi, such as "NVIDIA H200".
+        memory_bytes: The size of its memory. None: unknown.
+    """
 
     name: str
     memory_bytes: int | None
 
 
 def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) -> Hardware:
-    """Return a device of this machine with its peaks: measured, from the datasheet, or unknown.
+    """Return a device of this machine with its peaks, which are measured, from the datasheet, or unknown.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
-        gpu: The GPU, if the caller knows it better than nvidia-smi, e.g. because of CUDA_VISIBLE_DEVICES.
-        cache: The file of measured peaks; None: the default.
+        gpu: The GPU. None: the one that nvidia-smi lists at N, which CUDA_VISIBLE_DEVICES may contradict.
+        cache: The file of measured peaks. None: the default file.
 
     Raises:
         ValueError: `device` is something else.
@@ -162,7 +198,11 @@ def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) ->
 
 
 def hardware_by_name(name: str, cache: Path | None = None) -> Hardware:
-    """Return a GPU by name, which this machine need not have, with measured or datasheet peaks.
+    """Return a GPU, which this machine need not have, with measured peaks, or the peaks of its datasheet.
+
+    Args:
+        name: The name in nvidia-smi, or a short name such as "h100".
+        cache: The file of measured peaks. None: the default file.
 
     Raises:
         UsageError: The name is unknown.
@@ -208,23 +248,31 @@ def _with_peaks(bare: Hardware, cache: Path) -> Hardware:
 
 
 def cache_path(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the peaks file: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/hardware.json`."""
+    """Return the path of the file of measured peaks: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/hardware.json`."""
     base = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
     return Path(base) / "batchinfer" / "hardware.json"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPeaks:
-    """The stored measurements of a device; see `Hardware`."""
+    """The measurements of a device in the file of measured peaks.
 
-    peak_flops: dict[str, float]  # FLOP/s by dtype
-    bandwidth: float  # bytes/s
-    step_times: dict[str, dict[str, float]]  # by arithmetic; empty: not measured
-    peak_by: dict[str, str]  # library by dtype; empty in files of older versions
-    products: dict[str, dict[str, dict[str, float]]]  # empty in files of older versions
+    Args:
+        peak_flops: FLOP/s by dtype.
+        bandwidth: Bytes/s of the memory.
+        step_times: Times of the parts of a step, by arithmetic. Empty: not measured.
+        peak_by: The library that reached a peak, by dtype. Empty in files of older versions.
+        products: FLOP/s of matrix products, by dtype, size and library. Empty in files of older versions.
+    """
+
+    peak_flops: dict[str, float]
+    bandwidth: float
+    step_times: dict[str, dict[str, float]]
+    peak_by: dict[str, str]
+    products: dict[str, dict[str, dict[str, float]]]
 
     def to_json(self) -> dict[str, object]:
-        """Return the entry of the peaks file."""
+        """Return the JSON object of the device in the file of measured peaks."""
         return {
             "peak_flops": self.peak_flops,
             "bandwidth": self.bandwidth,
@@ -235,7 +283,7 @@ class KeptPeaks:
 
 
 def read_cache(path: Path) -> dict[str, KeptPeaks]:
-    """Return the stored measurements by `Hardware.key`. If the file is unusable, log a warning and return {}."""
+    """Read the file of measured peaks, by `Hardware.key`. If it is unusable, log a warning and return {}."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return _parse_cache(raw)
@@ -302,8 +350,8 @@ def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | No
 
     Args:
         hardware: The device with its measurements.
-        path: The file of measured peaks; None: the default.
-        now: The time of the measurement; None: the current time.
+        path: The file of measured peaks. None: the default file.
+        now: The time of the measurement. None: the current time.
 
     Returns:
         The path of the file.
@@ -335,19 +383,19 @@ def remember(hardware: Hardware, path: Path | None = None, *, now: datetime | No
 
 
 def cpu_name(cpuinfo: Path = _CPUINFO) -> str:
-    """Return the CPU's model name, or the architecture if the system reports no name."""
+    """Return the model name of this machine's CPU, or the architecture if the system reports no name."""
     if sys.platform == "darwin":
         return _output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
     return _cpuinfo_field("model name", cpuinfo) or platform.machine() or "unknown CPU"
 
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """Return the instruction set flags of the first core, or an empty set without /proc/cpuinfo."""
+    """Return the CPU's instruction set flags, such as "avx2"; an empty set without /proc/cpuinfo."""
     return frozenset((_cpuinfo_field("flags", cpuinfo) or _cpuinfo_field("Features", cpuinfo)).split())
 
 
 def has_fast_bf16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Return True if the CPU multiplies bfloat16 in hardware; False also if unknown, as on macOS."""
+    """Return True if the CPU multiplies bfloat16 in hardware; False if not, or if unknown as on macOS."""
     return not FAST_BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
@@ -363,16 +411,16 @@ def _cpuinfo_field(name: str, cpuinfo: Path) -> str:
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """Return the NVIDIA GPUs in the order of the driver; [] without a driver."""
+    """Return this machine's NVIDIA GPUs in the order of nvidia-smi; [] without a driver."""
     text = _output(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"])
     return [_parse_gpu(line) for line in text.splitlines() if line.strip()]
 
 
 def min_capability(names: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the lowest compute capability of GPUs, or None if the driver reports none.
+    """Return the lowest compute capability of some GPUs, such as (9, 0); None if the driver reports none.
 
     Args:
-        names: Numbers or UUIDs of GPUs. If the driver does not know all of them, all GPUs are considered.
+        names: Numbers or UUIDs of the GPUs. If the driver does not know all of them, all GPUs are considered.
     """
     text = _output(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"])
     found = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
@@ -382,7 +430,7 @@ def min_capability(names: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _capability(text: str) -> tuple[int, ...]:
-    """Parse a version such as `8.9`; return (), which is lower than any version, if it is invalid."""
+    """Parse a version such as `8.9`. An invalid one yields (), which is lower than any version."""
     parts = text.split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
@@ -419,7 +467,7 @@ def _parse_gpu(line: str) -> Gpu:
 
 
 def _output(command: list[str]) -> str:
-    """Return the output of a system command, or "" if it does not exist or fails."""
+    """Return the output of a system command; "" if it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

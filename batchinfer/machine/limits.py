@@ -24,7 +24,11 @@ _MANY = 4096  # higher limits on processes are not checked
 
 
 def check_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
-    """Check the limits on memory, processes and threads.
+    """Check that the system's limits on this process suffice for a small job.
+
+    Args:
+        root: The folder in which cgroups are mounted.
+        proc: The folder of process information.
 
     Raises:
         OutOfMemory: The limit on address space or data is too low.
@@ -44,7 +48,14 @@ def check_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 
 
 def _check_space(limit: int, what: str, mib: int, cores: int) -> None:
-    """Raise OutOfMemory if a limit is below `mib` MiB plus SPACE_OF_A_CORE_MIB per core."""
+    """Raise OutOfMemory if a limit is below `mib` MiB plus SPACE_OF_A_CORE_MIB per core.
+
+    Args:
+        limit: The number of the limit, such as resource.RLIMIT_AS.
+        what: The name of the limit, for the message.
+        mib: The needed MiB without those per core.
+        cores: The number of usable cores.
+    """
     allowed, needed = resource.getrlimit(limit)[0], (mib + SPACE_OF_A_CORE_MIB * cores) * _MIB
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise OutOfMemory(
@@ -54,7 +65,7 @@ def _check_space(limit: int, what: str, mib: int, cores: int) -> None:
 
 
 def _processes_left(root: Path, proc: Path) -> int | None:
-    """Return how many processes and threads may still be started, or None if there is no low limit."""
+    """Return how many processes and threads may still be started; None if there is no limit, or only a high one."""
     if not sys.platform.startswith("linux"):
         return None
     found = [limit - used for limit, used in _groups(root, proc / "self/cgroup")]
@@ -65,7 +76,7 @@ def _processes_left(root: Path, proc: Path) -> int | None:
 
 
 def _groups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Yield the process limit and the current number of processes of this process's cgroup and its ancestors."""
+    """Yield limit and current number of processes of this process's cgroup, and of each ancestor with a limit."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "pids" not in controllers.split(","):
@@ -79,7 +90,7 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
 
 
 def _of_this_user(proc: Path) -> int:
-    """Return the number of threads that this user runs now."""
+    """Return the number of threads of this user's processes."""
     user, count = os.getuid(), 0
     for folder in proc.glob("[0-9]*"):
         try:

@@ -14,12 +14,19 @@ DECLARED_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class DeviceLink:
-    """A link between two devices. Collectives are modelled as ring algorithms."""
+    """A link between two devices, and the time of messages and collectives over it.
 
-    name: str  # for people
-    bytes_per_s: float  # per direction, from the datasheet
-    latency_s: float  # per message
-    share: float = DECLARED_SHARE  # share of the speed that messages reach
+    Args:
+        name: The name for people, such as "NVLink at 450 GB/s".
+        bytes_per_s: The speed per direction, from the datasheet.
+        latency_s: The latency of a message.
+        share: The share of the speed that messages reach.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    share: float = DECLARED_SHARE
 
     def send_s(self, size: float) -> float:
         """Return the seconds to send a message of `size` bytes."""
@@ -73,10 +80,10 @@ LOOPBACK = DeviceLink("this machine's memory", 2 * _G, 1e-4)
 
 
 def link_between(gpu: str) -> DeviceLink:
-    """Return the link between GPUs of one machine, by nvidia-smi's name of the GPU."""
+    """Return the usual link between GPUs of one machine, by the GPU's name in nvidia-smi; PCIe 4.0 if unknown."""
     return _LINKS.get(gpu, _PCIE_4)
 
 
 def network_between(gpu: str) -> DeviceLink:
-    """Return the network between machines with such GPUs, by nvidia-smi's name of the GPU."""
+    """Return the usual network between machines, by the GPU's name in nvidia-smi; 100 Gbit/s if unknown."""
     return _NETWORKS.get(gpu, _ETHERNET)

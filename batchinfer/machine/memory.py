@@ -13,23 +13,28 @@ _UNLIMITED = 1 << 62
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
-    """Return the available bytes of the machine or of the container, whichever is less."""
+    """Return the bytes of memory that are available in the machine, or in this process's container if that is less.
+
+    Args:
+        meminfo: The system's file with the available memory.
+        cgroup: The folder in which cgroups are mounted.
+    """
     return min(_machine(meminfo), _container(cgroup))
 
 
 def total_memory(cgroup: Path = _CGROUP) -> int:
-    """Return the memory of the machine in bytes, or the container's limit if it is lower."""
+    """Return the memory of the machine in bytes, or the limit of this process's container if it is lower."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _limit(cgroup))
 
 
 def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes."""
+    """Return the peak resident memory (RSS) of this process in bytes."""
     # ru_maxrss is in kilobytes on Linux, in bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_memory() -> int | None:
-    """Return the resident memory of this process and its children in bytes, or None without /proc."""
+    """Return the resident memory (RSS) of this process and its child processes in bytes; None without /proc."""
     own = own_resident_memory()
     if own is None:
         return None
@@ -43,7 +48,7 @@ def resident_memory() -> int | None:
 
 
 def own_resident_memory() -> int | None:
-    """Return the resident memory of this process in bytes, or None without /proc."""
+    """Return the resident memory (RSS) of this process in bytes; None without /proc."""
     if not Path("/proc/self/statm").exists():
         return None
     return _pages("self") * resource.getpagesize()
@@ -65,7 +70,7 @@ def _machine(path: Path) -> int:
 
 
 def _container(folder: Path) -> int:
-    """Return the bytes that the container's limit leaves. Inactive page cache counts as available."""
+    """Return the bytes that the container's memory limit still leaves. Inactive page cache counts as available."""
     limit = _limit(folder)
     if limit == _UNLIMITED:
         return _UNLIMITED
@@ -83,7 +88,7 @@ _USED = (
 
 
 def _limit(folder: Path) -> int:
-    """Return the container's memory limit in bytes, by cgroup v2 or v1."""
+    """Return the container's memory limit in bytes, by cgroup v2 or v1; _UNLIMITED if there is none."""
     limit = _number(folder / "memory.max") or _number(folder / "memory/memory.limit_in_bytes")
     return _UNLIMITED if limit is None else min(limit, _UNLIMITED)
 
@@ -103,7 +108,7 @@ def _file_pages(path: Path) -> int:
 
 
 def limit_memory(extra: int) -> None:
-    """Limit the address space of this process to its current size plus `extra` bytes, or to an existing hard limit.
+    """Limit the address space of this process to its current size plus `extra` bytes, or a lower hard limit.
 
     Only the soft limit is set, so child processes can lift it. Has an effect on Linux only.
     """
@@ -117,7 +122,7 @@ def limit_memory(extra: int) -> None:
 
 
 def lift_memory_limit() -> None:
-    """Undo `limit_memory` of the parent process, whose soft limit is inherited."""
+    """Raise the inherited soft limit on this process's address space to the hard limit, to undo `limit_memory`."""
     if sys.platform != "linux":
         return
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

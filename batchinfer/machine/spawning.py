@@ -46,10 +46,15 @@ run_child(int(sys.argv[2]), sys.argv[3], sys.argv[4])
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child process ended."""
+    """The end of a child process.
 
-    code: int | None  # exit status, or minus the number of the signal; None: unknown
-    cpu_s: float = 0.0  # CPU time that it used
+    Args:
+        code: Its exit status, or minus the number of the signal that ended it. None: unknown.
+        cpu_s: The CPU time that it used, in seconds.
+    """
+
+    code: int | None
+    cpu_s: float = 0.0
 
     @property
     def out_of_cpu_time(self) -> bool:
@@ -80,14 +85,17 @@ class Ended:
 
 
 def cpu_limit_s() -> int | None:
-    """Return the limit on CPU seconds of a process, or None if there is none."""
+    """Return the system's limit on the CPU time of a process, in seconds; None if there is none."""
     limits = [limit for limit in resource.getrlimit(resource.RLIMIT_CPU) if limit != resource.RLIM_INFINITY]
     return min(limits) if limits else None
 
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    """Convert the OSErrors of `recv` and `recv_bytes` to EOFError: the other process may end within a message."""
+    """Return a context manager that converts OSErrors of receiving to EOFError.
+
+    The other process may end within a message.
+    """
     try:
         yield
     except OSError as error:
@@ -95,7 +103,7 @@ def receiving() -> Iterator[None]:
 
 
 class Child:
-    """A Python process that calls a function with arguments and its end of `connection`.
+    """A child process of this Python process that runs one function. `connection` is a pipe between both.
 
     On Linux the child is killed when the *thread* that started it ends. On other systems it must exit when its
     connection is closed.
@@ -105,7 +113,7 @@ class Child:
         """Start the process.
 
         Args:
-            target: The function, "module:function". Its last argument is the child's connection.
+            target: The function, "module:function". Its last argument is the child's end of the pipe.
             arguments: The other arguments.
             files: File descriptors that the child inherits with the same numbers.
         """
@@ -114,7 +122,12 @@ class Child:
 
     @classmethod
     def standing_by(cls, target: str, imports: Sequence[str]) -> Child:
-        """Start a standby process: it imports modules and waits for the arguments from `begin`."""
+        """Start a standby process, which imports modules and waits until `begin` sends the arguments.
+
+        Args:
+            target: The function, "module:function". Its last argument is the child's end of the pipe.
+            imports: The names of the modules.
+        """
         child = cls.__new__(cls)
         child._start(target, (), imports)
         return child
@@ -126,7 +139,7 @@ class Child:
             self.pid = _spawn(target, theirs.fileno(), files, imports)
 
     def begin(self, *arguments: object) -> None:
-        """Send the arguments, with which the child calls its function. Call this once."""
+        """Send the arguments of the child's function, which starts it. Call this once."""
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # it died; `wait` returns how
                 self.connection.send(arguments)
@@ -143,7 +156,7 @@ class Child:
         self.close()
 
     def wait(self, within_s: float) -> Ended | None:
-        """Wait for the child at most `within_s` seconds. Returns None if it is still running."""
+        """Wait up to `within_s` seconds for the end of the child. Return None if it is still running."""
         deadline = time.monotonic() + within_s
         while self._ended is None:
             try:
@@ -171,15 +184,19 @@ class Child:
             self.wait(1.0)
 
     def close(self) -> None:
-        """Kill the child if it is running, and close the connection. May be called twice."""
+        """Kill the child if it is running, and close the pipe. May be called twice."""
         self.kill()
         self.connection.close()
 
 
 def _spawn(target: str, connection: int, files: Sequence[int], imports: Sequence[str]) -> int:
-    """Start a Python interpreter with the same options as this one and return its pid.
+    """Start a Python interpreter with the same options as this one that calls `run_child`, and return its pid.
 
-    The child inherits only the descriptors `connection` and `files`.
+    Args:
+        target: The function, "module:function".
+        connection: The file descriptor of the child's end of the pipe.
+        files: Further file descriptors that the child inherits.
+        imports: Names of modules that the child imports before it receives arguments.
     """
     options = ["-P", *(["-I"] if sys.flags.isolated else []), *(["-B"] if sys.dont_write_bytecode else [])]
     options += [f"-W{warning}" for warning in sys.warnoptions]
@@ -202,7 +219,7 @@ def run_child(connection: int, target: str, imports: str) -> None:
     """Run the function of a child process. This is the child's entry point.
 
     Args:
-        connection: The descriptor of its connection.
+        connection: The file descriptor of the child's end of the pipe, from which the arguments are received.
         target: The function, "module:function".
         imports: Modules to import before the arguments arrive, separated by commas.
     """
@@ -221,9 +238,13 @@ def run_child(connection: int, target: str, imports: str) -> None:
 
 
 def _imported(module: str, more: str) -> ModuleType:
-    """Import a module, and more modules separated by commas, without garbage collection.
+    """Import modules without garbage collection, and return the first one.
 
     Collections would take a third of torch's import and free nothing. The objects of the modules are frozen afterwards.
+
+    Args:
+        module: The module to return.
+        more: Further modules, separated by commas. Those that cannot be imported are skipped.
     """
     with pause_garbage_collector():
         imported = importlib.import_module(module)

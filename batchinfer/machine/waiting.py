@@ -11,10 +11,10 @@ LOOK_S = 0.25
 
 
 class WaitTimer:
-    """Adds up the time between calls of `look`.
+    """Measures how long this process has waited for another process, without the time in which it was stopped.
 
-    Each call counts at most `most_s` seconds: if this process was stopped for longer (by a terminal, container or
-    virtual machine), the other process was probably stopped, too.
+    Each call of `look` counts at most `most_s` seconds since the last call: if this process was stopped for longer (by
+    a terminal, container or virtual machine), the other process was probably stopped, too.
     """
 
     def __init__(self, most_s: float = 2 * LOOK_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,7 +22,7 @@ class WaitTimer:
         self.seconds, self._looked_at = 0.0, clock()
 
     def look(self) -> float:
-        """Update and return the seconds of waiting so far."""
+        """Add the time since the last call, and return the seconds of waiting so far."""
         now = self._clock()
         self.seconds += min(now - self._looked_at, self._most_s)
         self._looked_at = now
@@ -34,7 +34,10 @@ class WaitTimer:
 
 
 def wait_for_message(pipe: Connection[Any, Any], within_s: float) -> bool:
-    """Wait for a message at most `within_s` seconds (see `WaitTimer`) and return True if there is one."""
+    """Wait up to `within_s` seconds for a message in a pipe, and return True if there is one.
+
+    Time in which this process is stopped does not count (see `WaitTimer`).
+    """
     timer = WaitTimer()
     while not pipe.poll(LOOK_S):
         if timer.look() >= within_s:

@@ -19,21 +19,28 @@ _NAMED = 5  # maximum number of files in a message
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """A model in GGUF."""
+    """The headers of a model in GGUF.
 
-    path: Path  # the value of model.path
+    Args:
+        path: The value of model.path: a file or a folder.
+        files: The files of the model in order.
+        metadata: The metadata of the first file by key.
+        tensors: The tensors of all files by name.
+    """
+
+    path: Path
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]  # by their names in the files
+    tensors: Mapping[str, GgufTensor]
 
     @property
     def name(self) -> str:
-        """Return the name of the first file, for messages."""
+        """Return the name of the model's first file, for messages."""
         return self.files[0].name
 
 
 def gguf_files(path: Path) -> tuple[Path, ...]:
-    """Return the files of a GGUF model in order, or () if it is not a GGUF model.
+    """Return the files of the GGUF model at a path, in order; () if there is none.
 
     Args:
         path: A file or a folder. A folder with safetensors is not a GGUF model.
@@ -59,12 +66,12 @@ def gguf_files(path: Path) -> tuple[Path, ...]:
 
 
 def is_model(name: str) -> bool:
-    """Return True if a file of this name may be a model or a part of one."""
+    """Return True if a GGUF file with this name may be a model or a part of one, not an image projector."""
     return not name.startswith(_PROJECTOR)
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of all parts of a model, given the name of one part, in order."""
+    """Return the names of all files of a GGUF model in order, given the name of any of these files."""
     named = _PART.fullmatch(name)
     if named is None:
         return [name]
@@ -73,14 +80,12 @@ def parts_of(name: str) -> list[str]:
 
 
 def _parts(file: Path) -> tuple[Path, ...]:
-    """Return all parts of a model, given one part. Raises JobFileError if parts are missing."""
+    """Return all files of a GGUF model, given any of its files. Raises JobFileError if a file is missing."""
     parts = [file.with_name(name) for name in parts_of(file.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        text = (
-            f"{file.name} is one of {len(parts)} files of a model, and {missing[0]}{more} missing beside it"
-        )
+        text = f"{file.name} is one of {len(parts)} files of a model, and {missing[0]}{more} missing in its folder"
         raise wrong_gguf(file, text, hint="the download may be incomplete")
     roots = model_roots(file.parent.resolve())
     for part in parts:
@@ -90,7 +95,10 @@ def _parts(file: Path) -> tuple[Path, ...]:
 
 
 def read_gguf(path: Path) -> GgufModel | None:
-    """Read the headers of a GGUF model, or return None if it is not a GGUF model; see `gguf_files`.
+    """Read the headers of the GGUF model at a path; None if there is none.
+
+    Args:
+        path: A file or a folder. A folder with safetensors is not a GGUF model.
 
     Raises:
         JobFileError: A file is damaged, or the files do not form a model.
@@ -112,7 +120,13 @@ def read_gguf(path: Path) -> GgufModel | None:
 
 
 def _check_parts(path: Path, files: tuple[Path, ...], metadata: Mapping[str, Any]) -> None:
-    """Raise JobFileError if the file is not a model, or is a renamed part of one."""
+    """Raise JobFileError if the metadata says that the files are not a model, or only some of its parts.
+
+    Args:
+        path: The value of model.path, for messages.
+        files: The files that were found.
+        metadata: The metadata of the first file.
+    """
     kind, count = metadata.get("general.type", "model"), metadata.get("split.count", 0)
     if kind != "model":
         text = f"{files[0].name} is not a model: its general.type is {kind!r}"

@@ -30,11 +30,17 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 
 class GgmlType(NamedTuple):
-    """The storage format of a tensor."""
+    """A storage format of tensors in GGUF files, which store blocks of values.
+
+    Args:
+        name: The name, such as "Q4_K".
+        values: Consecutive values of a row per block.
+        size: Bytes per block.
+    """
 
     name: str
-    values: int  # consecutive values of a row per block
-    size: int  # bytes per block
+    values: int
+    size: int
 
 
 TYPES: Mapping[int, GgmlType] = {
@@ -58,30 +64,49 @@ TYPES: Mapping[int, GgmlType] = {
 
 
 class GgufTensor(NamedTuple):
-    """A tensor in a file."""
+    """The location of a tensor in a GGUF file.
+
+    Args:
+        file: The file.
+        type: The storage format.
+        shape: The shape, with the fastest-varying dimension last, as in PyTorch.
+        start: The first byte, counted from the start of the file.
+        end: The end (exclusive).
+    """
 
     file: Path
     type: GgmlType
-    shape: tuple[int, ...]  # rows first
-    start: int  # first byte
-    end: int  # last byte + 1
+    shape: tuple[int, ...]
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata and tensors of a file, by name."""
+    """The header of a GGUF file.
 
-    metadata: Mapping[str, Any]  # arrays are lists
+    Args:
+        metadata: The metadata by key. Arrays are lists.
+        tensors: The tensors by name.
+    """
+
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
 
 def wrong_gguf(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
-    """Return the error for a GGUF file that cannot be used."""
+    """Return the error of a GGUF file that cannot be used; its messages refer to model.path of the job file.
+
+    Args:
+        path: The file or folder.
+        messages: The mistakes.
+        hint: Advice for the user about each mistake.
+    """
     return JobFileError(str(path), [Mistake("model.path", message, hint=hint) for message in messages])
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's header. Raises JobFileError if the header is invalid or the file is truncated."""
+    """Read and check the header of a GGUF file. Raises JobFileError if it is invalid or the file is truncated."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if size < len(MAGIC):
@@ -91,7 +116,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _HeaderReader:
-    """Reads the values of a header sequentially."""
+    """Reads the values of a GGUF header one by one from a mapped file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -131,7 +156,7 @@ class _HeaderReader:
             raise self._wrong(f"ends after {len(self._data)} bytes, inside its header")
 
     def _count(self, what: str, least: int) -> int:
-        """Read a number of items that take at least `least` bytes each."""
+        """Read a count of items, and check that the file is large enough for items of at least `least` bytes each."""
         count = self._number("Q")
         if count > MAX_ENTRIES:
             raise self._wrong(f"states {count} {what}; at most {MAX_ENTRIES} are read")
@@ -196,7 +221,7 @@ class _HeaderReader:
         if found is None:
             known = ", ".join(each.name for each in TYPES.values())
             problem = f"stores the tensor {name[:_SHOWN]} as ggml type {kind}, which is not supported"
-            hint = f"supported are {known}; use a file with one of them, such as Q4_K_M or Q8_0"
+            hint = f"supported are {known}; use a file with such a type, for example Q4_K_M or Q8_0"
             raise wrong_gguf(self._path, f"{self._path.name} {problem}", hint=hint)
         if shape[-1] % found.values:
             raise self._wrong(

@@ -25,24 +25,34 @@ _CHANNELS = frozenset(["<|return|>", "<|call|>"])
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The vocabulary of a model."""
+    """The vocabulary in the metadata of a GGUF model.
 
-    kind: str  # tokenizer.ggml.model
-    pre: str | None  # tokenizer.ggml.pre: how texts are split before merging
-    tokens: list[str]  # by token id
+    Args:
+        kind: The kind of tokenizer (tokenizer.ggml.model).
+        pre: The rule by which texts are split before merging (tokenizer.ggml.pre). None: not stated.
+        tokens: The text of each token by id.
+        types: The type of each token by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED or others.
+        scores: The score of each token by id; [] if not stated.
+        merges: The merges of a BPE tokenizer; [] if not stated.
+        stated: The values of all keys that begin with "tokenizer.ggml.", by key without this prefix.
+    """
+
+    kind: str
+    pre: str | None
+    tokens: list[str]
     types: list[int]
     scores: list[float]
     merges: list[str]
-    stated: Mapping[str, Any]  # all keys that begin with tokenizer.ggml., without this prefix
+    stated: Mapping[str, Any]
 
     def token(self, key: str) -> str | None:
-        """Return the text of the token whose id is the value of `key`, or None."""
+        """Return the text of the token whose id is the value of "tokenizer.ggml." + `key`; None if there is none."""
         number = self.stated.get(key)
         return self.tokens[number] if type(number) is int and 0 <= number < len(self.tokens) else None
 
     @property
     def ends(self) -> list[int]:
-        """Return the ids of the end-of-generation tokens; declared tokens come first."""
+        """Return the ids of the end-of-generation tokens: first declared ones, then tokens that llama.cpp knows."""
         stated = [self.stated.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         found = [each for each in stated if type(each) is int and 0 <= each < len(self.tokens)]
         special = {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == CONTROL}
@@ -54,7 +64,7 @@ class Vocabulary:
 
 
 def vocabulary_of(model: GgufModel) -> Vocabulary | None:
-    """Return the vocabulary of a model, or None if it has none. Raises JobFileError for inconsistent keys."""
+    """Return the vocabulary in the metadata of a model; None if it has none. Raises JobFileError if it is invalid."""
     start = f"{PREFIX}ggml."
     stated = {k.removeprefix(start): value for k, value in model.metadata.items() if k.startswith(start)}
     if "tokens" not in stated:

@@ -10,11 +10,11 @@ TOLERANCE = 1e-10  # gradients below this count as zero
 
 
 def nonnegative(columns: Floats, wanted: Floats) -> Floats:
-    """Return the x ≥ 0 that minimises |columns @ x - wanted|.
+    """Return the coefficients x ≥ 0 that minimise |columns @ x - wanted|, (n,).
 
     Args:
         columns: (m, n). A column of zeros gets the coefficient 0.
-        wanted: (m,).
+        wanted: (m,), the values to approximate.
     """
     number = columns.shape[1]
     found, free = np.zeros(number), np.zeros(number, bool)
@@ -31,7 +31,14 @@ def nonnegative(columns: Floats, wanted: Floats) -> Floats:
 
 
 def _solve_free(columns: Floats, wanted: Floats, found: Floats, free: NDArray[np.bool_]) -> Floats:
-    """Optimise the free coefficients. Coefficients that would become negative are set to 0 and removed from `free`."""
+    """Return coefficients that minimise |columns @ x - wanted|, in which only the free ones are not 0.
+
+    Args:
+        columns: (m, n).
+        wanted: (m,).
+        found: (n,), the previous coefficients.
+        free: (n,), True for free coefficients. Those that would become negative are set to False.
+    """
     while True:
         best = np.zeros(len(found))
         best[free] = np.linalg.lstsq(columns[:, free], wanted, rcond=None)[0]

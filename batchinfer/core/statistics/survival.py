@@ -28,11 +28,11 @@ class SurvivalCurve:
 
     @classmethod
     def of(cls, lengths: Ints, cut: NDArray[np.bool_]) -> SurvivalCurve | None:
-        """Estimate the curve, or return None if every answer was cut.
+        """Estimate the curve from a sample of answers. Return None if every answer was cut.
 
         Args:
             lengths: (n,), tokens of each answer.
-            cut: (n,), True if the answer was cut.
+            cut: (n,), True if the answer was cut or still runs.
         """
         return cls.of_counts(
             *np.unique(lengths[~cut], return_counts=True), *np.unique(lengths[cut], return_counts=True)
@@ -40,13 +40,13 @@ class SurvivalCurve:
 
     @classmethod
     def of_counts(cls, ended: Ints, times: Ints, cut: Ints, cut_times: Ints) -> SurvivalCurve | None:
-        """Estimate the curve from histograms, or return None if every answer was cut.
+        """Estimate the curve from histograms of lengths. Return None if every answer was cut.
 
         Args:
             ended: Ascending lengths of answers that were not cut.
-            times: The number of answers of each length.
+            times: The number of answers that ended, for each length in `ended`.
             cut: Ascending lengths of cut answers.
-            cut_times: The number of answers of each length.
+            cut_times: The number of cut answers, for each length in `cut`.
         """
         if not len(ended):
             return None
@@ -56,7 +56,12 @@ class SurvivalCurve:
         return cls(ended, longer, int(max(ended[-1], cut[-1] if len(cut) else 0)))
 
     def length(self, share: float, most: int) -> int:
-        """Return the quantile: the length that a share (0 … 1) of the answers does not exceed, at most `most`."""
+        """Return a quantile: the length in tokens that a share of the answers does not exceed.
+
+        Args:
+            share: The share of the answers, 0 to 1.
+            most: The maximum of the result.
+        """
         left = 1 - share
         at = int(np.searchsorted(-self._longer, -left))
         if at < len(self._lengths):
@@ -65,7 +70,7 @@ class SurvivalCurve:
         return min(most, max(self._last + 1, math.ceil(-math.log(left) / rate))) if left else most
 
     def mean(self, most: int) -> float:
-        """Return the mean length of answers that are limited to `most` tokens."""
+        """Return the mean length in tokens of answers that are cut at `most` tokens."""
         observed = min(most, self._last)
         ends = np.concatenate([[0], self._lengths[self._lengths < observed], [observed]])
         longer = np.concatenate([[1.0], self._longer[: len(ends) - 2]])
@@ -78,14 +83,19 @@ class SurvivalCurve:
 
 
 def _at_least(lengths: Ints, cut: Ints, times: Ints) -> Ints:
-    """Return how many answers were cut at each of the lengths or later."""
+    """Return for each length how many answers were cut there or later; `times` of them at each length in `cut`."""
     sums = np.concatenate([[0], np.cumsum(times)]).astype(np.int64)
     found: Ints = sums[-1] - sums[np.searchsorted(cut, lengths)]
     return found
 
 
 def estimate_survival(ended: Mapping[int, int], cut: Mapping[int, int]) -> SurvivalCurve | None:
-    """Estimate the curve from histograms (tokens → number of answers) of complete and of cut answers."""
+    """Estimate the share of answers that are longer than n tokens. Return None if every answer was cut.
+
+    Args:
+        ended: The number of complete answers, by their length in tokens.
+        cut: The number of cut answers, by their length in tokens.
+    """
     return SurvivalCurve.of_counts(*_ascending(ended), *_ascending(cut))
 
 

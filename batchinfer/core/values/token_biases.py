@@ -15,12 +15,12 @@ _ID = re.compile(r"[0-9]{1,10}")
 
 
 def token_biases(value: object) -> tuple[tuple[int, float], ...]:
-    """Return (token id, bias) pairs in the order of the mapping.
+    """Parse a `logit_bias`, and return its (token id, bias) pairs in the order of the mapping.
 
     Token ids may be texts, as in JSON. Tokens with a null bias are left out.
 
     Args:
-        value: A mapping, or a list of pairs (a map of Parquet).
+        value: A mapping from token ids to numbers, or a list of pairs (a map of Parquet).
 
     Raises:
         ValueError: The value is no such mapping, or a number is out of bounds.
