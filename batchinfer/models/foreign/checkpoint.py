@@ -73,7 +73,7 @@ class ForeignCheckpoint(WeightFiles):
 
     @property
     def modelling(self) -> str:
-        """Return "transformers" and its version, as a part of the model's work keys."""
+        """Return "transformers" and its version, which become a part of the model's work keys."""
         return f"transformers {self.spec.version}"
 
     @property

@@ -115,8 +115,7 @@ def config_of(raw: Mapping[str, Any]) -> Any:
 
     Raises:
         CannotRun: If transformers does not know the model type or rejects a value, or the rotary embedding depends on
-            the
-            longest row of a batch.
+            the longest row of a batch.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

@@ -149,7 +149,7 @@ def window_of(mask_function: MaskFunction, positions: int) -> int | None:
 
 
 def _seen(mask_function: MaskFunction, query: int, positions: int) -> Tensor:
-    """Return, for each position, True if the query attends to it, (positions,) bool."""
+    """Return True for each position that the query attends to, (positions,) bool."""
     zero = torch.zeros((), dtype=torch.long)
     try:
         found = mask_function(zero, zero, torch.tensor(query), torch.arange(positions))

@@ -81,7 +81,7 @@ class ForeignSource:
         return choose_ops(arithmetic.device, arithmetic.dtype, group, head_dim, kv_heads=kv_heads)
 
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], TransformersModel]:
-        """Load and check the model, and return a function that returns it and ignores its arguments.
+        """Load and check the model, and return a function that returns the model and ignores its arguments.
 
         Args:
             ops: The operators that compute attention.

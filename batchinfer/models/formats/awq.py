@@ -99,7 +99,7 @@ class AwqTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None if operators lack groups of this size."""
+        """Return the form for operators: int4 in groups, or None (dequantised) if they lack groups of this size."""
         return int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
@@ -112,7 +112,7 @@ class AwqTensor(PackedTensor):
         )
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
+        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
         values, scales, zeros = self.stored
         words, columns = slice_of(outputs, HELD, "outputs"), slice(*outputs)
         group, groups, lines = cut_inputs(inputs, self.shape[1], self.group, 1)

@@ -131,8 +131,7 @@ class Bits4Tensor(PackedTensor):
     """A tensor stored as 4-bit indices into a table of 16 floats, with a scale per block.
 
     The flattened values are stored two per byte, the first in the upper bits. Nested scales are bytes: indices into a
-    table
-    of 256 floats, which have scales of their own.
+    table of 256 floats, which have scales of their own.
 
     Attributes:
         block: Number of values that share a scale.

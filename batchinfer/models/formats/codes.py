@@ -23,8 +23,7 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
         words: (..., W) int32.
         bits: Bits of a value, a divisor of 8.
         order: If given, value i of a word is at position `order[i]`, counted in values from the lowest bits. By
-            default,
-            value i is at position i.
+            default, value i is at position i.
 
     Returns:
         (..., W * 32 / bits) uint8.

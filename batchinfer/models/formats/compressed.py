@@ -41,8 +41,7 @@ class CompressedFormat(StoredFormat):
         block: Rows and columns that share an FP8 scale, or None if no layer has block scales.
         alone: True if activations must not be quantised for some of the weights with 8 bits.
         dense_but: The modules without 2:4 sparsity, if the float weights of all others are stored densely with two
-            zeros
-            per four inputs; None if weights are not stored so.
+            zeros per four inputs; None if weights are not stored so.
     """
 
     bits: tuple[int, ...]

@@ -152,8 +152,7 @@ class Fp8Tensor(PackedTensor):
         """Return the form for operators: fp8 per output or per block, or None if the values must be dequantised.
 
         They must be if they are E5M2, not a matrix, or in blocks of other than 128 columns, or if activations must not
-        be
-        quantised.
+        be quantised.
         """
         if self.dtype != DTYPES[0] or len(self.shape) != 2 or self.alone:
             return None
@@ -162,12 +161,12 @@ class Fp8Tensor(PackedTensor):
         return WeightForm("fp8", "block", stored=True) if self.block[1] == PRODUCT_GROUP else None
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32, or its matrix `index`."""
+        """Read the weight, or matrix `index` of a stack, and dequantise it to float32."""
         values, scales = map(read, self.stored)
         return fp8_values(values if index is None else values[index], scales, self.block)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
+        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
         of_matrix = (slice(*outputs), slice(*inputs))
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         values, scales = self.stored

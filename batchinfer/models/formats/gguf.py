@@ -42,7 +42,7 @@ class GgufWeight(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups of 32, or None except for Q4_0, Q4_1 and Q4_K."""
+        """Return the form for operators: int4 for Q4_0, Q4_1 and Q4_K, or None (dequantised) for other types."""
         offset = _INT4.get(self.type.name)
         return None if offset is None or self.less else int4_form(_GROUP, whole_zeros=not offset)
 
@@ -108,11 +108,11 @@ class GgufExperts(PackedTensor):
 
     @property
     def matrices(self) -> bool:
-        """Return True: each expert's matrix can be read by itself."""
+        """Return True: the weight is a stack with a matrix per expert, which can be read one at a time."""
         return True
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Return the matrices as float32 (experts, inputs, outputs), or that of expert `index`, (inputs, outputs)."""
+        """Read all matrices as float32 (experts, inputs, outputs), or one of expert `index`, (inputs, outputs)."""
         import torch
 
         if index is None:

@@ -153,8 +153,7 @@ class GptqTensor(PackedTensor):
     """A weight matrix (N outputs, K inputs) in the layout of GPTQ.
 
     The tensors in `stored` are int32 words of values (words of inputs, N), scales (groups, N), zero points (groups,
-    words of
-    outputs), and optionally the group of each input.
+    words of outputs), and optionally the group of each input.
 
     Attributes:
         bits: Bits of a value.
@@ -178,7 +177,7 @@ class GptqTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None if operators lack these bits or groups."""
+        """Return the form for operators: int4 in groups, or None (dequantised) if they lack these bits or groups."""
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
@@ -198,7 +197,7 @@ class GptqTensor(PackedTensor):
         return unpack_words(restored, self.bits)[:, : self.shape[0]]
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`.
+        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`.
 
         Raises:
             CannotSplit: Also if the weight has ordered groups and the range has not all inputs.

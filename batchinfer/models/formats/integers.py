@@ -112,7 +112,7 @@ class PackedIntegers(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None if operators lack these bits or groups."""
+        """Return the form for operators: int4 in groups, or None (dequantised) if they lack these bits or groups."""
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
@@ -128,7 +128,7 @@ class PackedIntegers(PackedTensor):
         return int4_codes(codes, _lines(scales, outputs).t(), found)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`.
+        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`.
 
         Raises:
             CannotSplit: Also if the weight has ordered groups and the range has not all inputs.
@@ -205,7 +205,7 @@ class Int8Tensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int8, or None for zero points, scales not per output, or `alone`."""
+        """Return the form for operators: int8, or None (dequantised) for zero points, `alone`, or other scales."""
         by_channel = self.scales in ((self.shape[0],), (self.shape[0], 1))
         if self.alone or not by_channel or len(self.stored) > 2:
             return None
@@ -217,7 +217,7 @@ class Int8Tensor(PackedTensor):
         return Codes(values, scales.float().reshape(-1))
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
+        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
         rows, shape = slice(*outputs), (outputs[1] - outputs[0], inputs[1] - inputs[0])
         if math.prod(self.scales) == 1:
             return replace(self, shape=shape), {self.stored[0]: (rows, slice(*inputs))}

@@ -62,8 +62,7 @@ class Mxfp4Experts(PackedTensor):
     """Matrices of experts (..., inputs, outputs), stored transposed in MXFP4.
 
     The tensors in `stored` are values (..., outputs, groups, 16), with two values per byte, and exponents of scales
-    (...,
-    outputs, groups).
+    (..., outputs, groups).
     """
 
     format: ClassVar[str] = "mxfp4"
@@ -72,7 +71,7 @@ class Mxfp4Experts(PackedTensor):
 
     @property
     def matrices(self) -> bool:
-        """Return True: each expert's matrix can be read by itself."""
+        """Return True: the weight is a stack with a matrix per expert, which can be read one at a time."""
         return True
 
     @property
@@ -93,14 +92,14 @@ class Mxfp4Experts(PackedTensor):
         return Codes(values.flatten(-2), scales)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
+        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
         one = () if index is None else (slice(index, index + 1),)
         part = (*one, slice(*outputs), slice_of(inputs, GROUP, "inputs"))
         shape = (*(1 for _ in one), inputs[1] - inputs[0], outputs[1] - outputs[0])
         return replace(self, shape=shape), dict.fromkeys(self.stored, part)
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Return the matrices as float32 (..., inputs, outputs), or that of expert `index`, (inputs, outputs)."""
+        """Read all matrices as float32 (..., inputs, outputs), or one of expert `index`, (inputs, outputs)."""
         values, scales = map(read, self.stored)
         if index is not None:
             values, scales = values[index], scales[index]

@@ -60,7 +60,7 @@ class PackedMxfp4(PackedTensor):
         return Codes(values, scales)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs; see `PackedTensor.cut`."""
+        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
         values, scales = self.stored
         rows, groups = slice(*outputs), slice_of(inputs, GROUP, "inputs")
         held = slice(groups.start * GROUP_BYTES, groups.stop * GROUP_BYTES)

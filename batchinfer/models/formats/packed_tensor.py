@@ -136,12 +136,12 @@ class PackedTensors:
 
     @property
     def stored(self) -> set[str]:
-        """The names of all tensors that store the weights."""
+        """The names of all stored tensors that the found weights consist of."""
         return {name for each in self.found.values() for name in each.stored}
 
     @property
     def mistake_lines(self) -> Iterator[str]:
-        """Yield the first messages of `mistakes`, and the number of the others. Layers often have the same mistake."""
+        """Yield the first messages of `mistakes`, and the number of further ones. Layers often repeat a mistake."""
         yield from self.mistakes[:NAMED]
         if more := len(self.mistakes[NAMED:]):
             yield f"{more} more quantised weights are as wrong"

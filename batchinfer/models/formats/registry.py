@@ -65,7 +65,7 @@ def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 
 def _of_compression(found: object) -> object:
-    """Return a `compression_config`, as compressed-tensors wrote until 2024, with its `quant_method`."""
+    """Return the `compression_config` of compressed-tensors before 2024 with the missing `quant_method` added."""
     return (
         {"quant_method": compressed.NAME, STATED_IN: _COMPRESSION, **found}
         if isinstance(found, Mapping)

@@ -78,7 +78,7 @@ def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight
 
 @dataclass(frozen=True, slots=True)
 class MaskedWeight:
-    """A weight stored as its non-zero values and a bit mask (outputs, inputs / 8), with the first input lowest.
+    """A weight stored as its non-zero values and a bit mask of their positions (outputs, inputs / 8).
 
     Attributes:
         shape: (outputs, inputs).
@@ -155,7 +155,7 @@ class SparseCodes(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form of the dense quantised values, or None if they must be dequantised."""
+        """Return the form for operators of the values with zeros added, or None if they must be dequantised."""
         return self.inner.form
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
@@ -195,7 +195,7 @@ class DenseHalf(PackedTensor):
 
 
 def sparse_form(shape: Shape) -> WeightForm | None:
-    """Return the form of a 2:4 sparse weight, or None if its outputs or inputs do not fit the products of GPUs.
+    """Return the form of a 2:4 sparse weight, or None if GPUs have no products for its shape.
 
     Args:
         shape: (outputs, inputs).

@@ -140,11 +140,10 @@ def _add_intx(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors
 
 
 def _parts(name: str, tensors: Stored) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """Return the stored names of an int8 weight, the shape of its scales, and True if all of its tensors fit.
+    """Return the stored names of an int8 weight, the shape of its scales, and True if its tensors fit.
 
     The names are values, scales and optionally zero points. torchao also stores zero points of symmetric weights; if
-    they
-    are per output and all 0, they are left out.
+    they are per output and all 0, they are left out.
     """
     values, scales, zeros = (_start(name) + part for part in (_VALUES, _SCALES, _ZEROS))
     info, lines = tensors[values].info, tensors[scales].info.shape
@@ -197,7 +196,7 @@ class IntxTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None if operators lack these bits or groups."""
+        """Return the form for operators: int4 in groups, or None (dequantised) if they lack these bits or groups."""
         return int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
@@ -218,8 +217,7 @@ class TorchaoInt4(PackedTensor):
     """A weight matrix (N outputs, K inputs) of 4-bit values from -8 to 7: weights are value * scale + offset.
 
     The tensors in `stored` are values (N, K / 2), two per byte, the first in the lower bits, and scales and offsets
-    (groups,
-    N).
+    (groups, N).
 
     Attributes:
         group: Number of inputs that share a scale and an offset.
@@ -231,7 +229,7 @@ class TorchaoInt4(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 with fractional zero points, or None if operators lack these groups."""
+        """Return the form for operators: int4 with fractional zero points, or None (dequantised)."""
         return int4_form(self.group, whole_zeros=False)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:

@@ -43,11 +43,11 @@ class ZeroLayout:
         )
 
     def subtracted(self, bits: int) -> int:
-        """Return the number that a packer subtracted from each word of zero points with this number of bits."""
+        """Return the number that the layout's packers subtract from each int32 word of zero points of `bits` bits."""
         return LAYOUTS[self.name] * _ones(bits)
 
     def detect(self, zeros: StoredTensor, bits: int) -> ZeroLayout:
-        """Return this layout, with the name that a symmetric checkpoint's first zero point shows.
+        """Return the layout of a checkpoint's zero points, which the first one shows if they are symmetric.
 
         Args:
             zeros: The `qzeros` of any module.
@@ -60,7 +60,7 @@ class ZeroLayout:
         return replace(self, name=names[0]) if names else self
 
     def first_wrong_value(self, words: Words, bits: int, outputs: int) -> int | None:
-        """Return the first stored value that no symmetric zero point of this layout has, or None if all values fit.
+        """Return the first stored zero point that is not symmetric, though the configuration says so, or None.
 
         Args:
             words: The `qzeros`, (groups, words of outputs).
@@ -87,8 +87,7 @@ class ZeroLayout:
         """Return True if older versions of batchinfer read another zero point from these words.
 
         They always read the stated layout, and added 1 to each value without a carry: a zero point of 0, which is
-        stored as the
-        highest value, was read as the number above that.
+        stored as the highest value, was read as the number above that.
 
         Args:
             words: The `qzeros`, (groups, words of outputs).

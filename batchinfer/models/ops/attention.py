@@ -45,7 +45,7 @@ class LayerCache:
 
     @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs of K and V tensors, and of their scales, to copy with a token, each with 4 dimensions."""
+        """Yield (K, V), and for a quantised cache (K scales, V scales), each with 4 dimensions, to copy tokens."""
         yield self.k, self.v
         if self.scales is not None:
             k_scale, v_scale = self.scales
@@ -107,7 +107,7 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """The rotation of a layer's heads, and the RMSNorms of q and k before it.
+    """The rotation of a layer's heads, and the RMSNorms of q and k before the rotation.
 
     Attributes:
         rope: The table of the rotation.

@@ -59,7 +59,7 @@ class ProductOps(Protocol):
 
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
-        """Return these layers packed so far, or None if results must not depend on measured times."""
+        """Return the layers packed so far that a library can compute too, or None if timing must not matter."""
 
 
 def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
@@ -86,7 +86,7 @@ class ProductContest:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create the contest.
+        """Create a comparison of batchinfer's kernels with a library.
 
         Args:
             layers: The layers that the library can compute too.
@@ -100,9 +100,9 @@ class ProductContest:
         self._tried = False
 
     def decide(self) -> Chosen:
-        """Time one layer of each shape and return, by shape, the minimum number of rows for the library, or None.
+        """Time one layer of each form, and return the minimum number of rows for the library by form, or None.
 
-        If the library fails at a shape, a warning is logged and batchinfer's kernel computes it.
+        None means that batchinfer's kernel computes all rows, as when the library fails, which is logged.
         """
         self._tried = True
         return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}

@@ -33,7 +33,7 @@ class ItemPlan(AttentionPlan):
     padded_tokens = 0
 
     def __init__(self, inputs: AttentionInputs, items: Items, beside: ItemPlan | None = None) -> None:
-        """Create the plan.
+        """Create the attention plan of a step.
 
         Args:
             inputs: The inputs of the step.
@@ -58,7 +58,7 @@ class CompiledLayer(DecoderLayer):
     """
 
     def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
-        """Create a layer that `covers` accepts.
+        """Create a decoder layer that `covers` accepts.
 
         Args:
             compiled: The compiled operators.

@@ -49,7 +49,7 @@ class CompiledAdapters(Adapters):
     def __init__(
         self, compiled: CompiledOperators, factors: Sequence[Factors | None], places: int | None = None
     ) -> None:
-        """Pack the factors.
+        """Pack the factors of adapters for a product.
 
         Args:
             compiled: The compiled operators.

@@ -70,7 +70,7 @@ class CpuOps(TorchOps):
         dtype: torch.dtype = torch.float32,
         causal: bool = True,
     ) -> None:
-        """Create the operators of a model.
+        """Create the compiled operators of a model.
 
         Args:
             compiled: The compiled operators.
@@ -111,11 +111,11 @@ class CpuOps(TorchOps):
         return super().round_weight(weight, form)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        """Return the weight as a RoundedWeight if it can be quantised while it is packed, or else quantised."""
+        """Quantise a weight (outputs, inputs) to a form, or return it to be quantised by `pack_linear`."""
         return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantize(weight, form)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        """Return the weights with their `form` if they can be quantised while they are packed, or else quantised."""
+        """Quantise the weights of experts to a form, or return them to be quantised by `pack_experts`."""
         if self._rounds(weights.weight, form):
             return replace(weights, form=form)
         return super().quantize_experts(weights, form)
@@ -163,7 +163,7 @@ class CpuOps(TorchOps):
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
-        """Pack a weight; `kind` states what is computed with the sums."""
+        """Pack a weight (outputs, inputs) for the compiled product, with `kind` applied to the sums."""
         if isinstance(weight, RoundedWeight):
             if weight.form.codes == "int8":
                 return self._compiled.pack_rounded_int8(weight.values, bias, kind)
@@ -208,7 +208,7 @@ class CpuOps(TorchOps):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Rotate q and k, write k and v to the cache, and return q, by a compiled kernel; see `Ops.rope_store`."""
+        """Normalise and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
         return self._compiled.rope_store(
             q,
             k,
@@ -242,7 +242,7 @@ class CpuOps(TorchOps):
         )
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy K and V of the first tokens of blocks to other blocks; see `Ops.copy_parts`."""
+        """Copy K and V between blocks of the cache; `parts` (n, 4) as in batchinfer_kernels.copy_parts."""
         if self._latent:
             super().copy_parts(cache, parts)
         else:
@@ -254,7 +254,7 @@ class CpuOps(TorchOps):
         return self._causal and not self._latent
 
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
-        """Move K and V of tokens within the cache, for moves (n, 2) of source and target slots."""
+        """Move K and V of tokens within the cache; `moves` (n, 2) are source and target slots."""
         self._compiled.move_slots(cache.k, cache.v, cache.block_size, moves, cache.scales, self._dtype)
 
     def plan_attention(
@@ -348,7 +348,7 @@ class CpuOps(TorchOps):
         return logits
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Set the logits of forbidden tokens in some rows to -inf, in place; see `Ops.mask`."""
+        """Set the logits of tokens whose bit is 0 to -inf, in rows (n,), with bits (n, ceil(vocab / 32))."""
         self._compiled.mask(logits, rows, bits)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> Choic
 
 
 class CodedExperts(Experts):
-    """Experts with weights in MXFP4 or int4, which kernels widen in registers. A graph can replay them."""
+    """Experts with weights in MXFP4 or int4, which kernels widen in registers. A graph can replay the kernels."""
 
     skips = True
 
@@ -41,7 +41,7 @@ class CodedExperts(Experts):
         deterministic: bool,
         dtype: torch.dtype,
     ) -> None:
-        """Pack the weights.
+        """Pack the quantised weights of experts.
 
         Args:
             gate_up: The weights of the first products, with gate before up.
@@ -90,7 +90,7 @@ class TritonExperts(Experts):
         deterministic: bool,
         library: LibraryGrouped | None = None,
     ) -> None:
-        """Create the experts.
+        """Create the experts of a layer.
 
         Args:
             gate_up: The weights of the first products, with gate before up.
@@ -174,7 +174,7 @@ class TritonHeads(HeadsLinear):
 
     @property
     def values(self) -> Tensor | None:
-        """Return the weights (heads, outputs, inputs), or None if they are quantised."""
+        """Return the float weights (heads, outputs, inputs), or None if the weights are quantised."""
         return self._weight if self._scales is None else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class LatentPlan(AttentionPlan):
     def __init__(
         self, inputs: AttentionInputs, block_size: int, plan: Callable[[AttentionInputs], AttentionPlan]
     ) -> None:
-        """Create the plan.
+        """Create the plan of a step's attention over latents.
 
         Args:
             inputs: The inputs of the step.
@@ -91,7 +91,12 @@ class LatentPlan(AttentionPlan):
         self._work: dict[LatentSizes | None, LatentWork] = {}
 
     def work(self, q: Tensor, heads: LatentHeads) -> LatentWork:
-        """Return the division of the step's sequences for a layer with these queries and heads."""
+        """Return which sequences attend to latents and which are decompressed, in a layer with these heads.
+
+        Args:
+            q: (tokens, heads, plain + rotated values).
+            heads: The projections of K and V.
+        """
         sizes = decompressed_sizes(q, heads)
         if sizes not in self._work:
             self._work[sizes] = self._divide(sizes, q.dtype)

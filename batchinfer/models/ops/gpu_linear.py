@@ -91,7 +91,7 @@ class KernelLinear(Linear):
     """A linear layer computed by a kernel that can also apply a gated activation."""
 
     def __init__(self, shape: torch.Size | tuple[int, int], activation: Activation | None) -> None:
-        """Create the layer.
+        """Create a linear layer with an optional gated activation.
 
         Args:
             shape: The shape of the weight, (outputs, inputs).
@@ -119,14 +119,13 @@ class TritonAdapters(Adapters):
     """The packed factors of adapters for one product, multiplied as grouped products.
 
     All tokens are sorted by adapter, and tokens without an adapter have factors of 0, so that the launches depend only
-    on
-    the number of tokens. Factors are padded to the largest rank.
+    on the number of tokens. Factors are padded to the largest rank.
     """
 
     def __init__(
         self, factors: Sequence[Factors | None], deterministic: bool, room: AdapterRoom | None = None
     ) -> None:
-        """Pack the factors.
+        """Pack the factors of adapters for a product.
 
         Args:
             factors: The factors of each adapter, or None for an adapter that does not change the product.
@@ -248,7 +247,7 @@ class Fp8Linear(KernelLinear):
         deterministic: bool,
         library: LibraryFp8 | None = None,
     ) -> None:
-        """Create the layer.
+        """Create a linear layer with a float8 weight.
 
         Args:
             weight: (outputs, inputs).
@@ -319,9 +318,9 @@ class WeightPanel:
         self._values: Tensor | None = None
 
     def reserve(self, weight: Int4Weight | Mxfp4Weight, dtype: torch.dtype) -> None:
-        """Enlarge the buffer, if necessary, for a weight's values in `dtype`.
+        """Enlarge the panel, if necessary, for a weight's values in `dtype`.
 
-        The buffer then holds the whole weight, or PANEL_BYTES of it, but at least one output.
+        The panel then has room for the whole weight, or for PANEL_BYTES of it, and for one output at least.
         """
         outputs = weight.outputs
         most = max(1, PANEL_BYTES // dtype.itemsize // max(1, weight.inputs))
@@ -332,7 +331,7 @@ class WeightPanel:
 
     @property
     def values(self) -> Tensor:
-        """Return the buffer, one-dimensional. A weight must have been packed before."""
+        """Return the panel's memory as a one-dimensional tensor. `reserve` must have been called before."""
         assert self._values is not None, "no weight was packed"
         return self._values
 
@@ -341,8 +340,7 @@ class WidenedLinear(KernelLinear):
     """A linear layer with a 4-bit weight, int4 or MXFP4, whose input is not quantised.
 
     For few rows, a kernel widens the values in registers. For many rows, they are widened to a panel in memory, which
-    the
-    vendor's library multiplies. A deterministic layer never uses the panel.
+    the vendor's library multiplies. A deterministic layer never uses the panel.
 
     Attributes:
         many: The minimum number of rows for the panel.
@@ -357,7 +355,7 @@ class WidenedLinear(KernelLinear):
         panel: WeightPanel | None,
         peaks: Peaks,
     ) -> None:
-        """Pack the weight.
+        """Pack the 4-bit weight of a linear layer.
 
         Args:
             weight: (outputs, inputs).

@@ -59,7 +59,7 @@ class SparseLinear(Linear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Compress the weight.
+        """Compress the weight of a 2:4 sparse linear layer.
 
         Args:
             weight: (outputs, inputs) with a dtype of DTYPES, sizes that are multiples of SPARSE_SIZES, and 2:4

@@ -124,7 +124,7 @@ class Ops(ABC):
 
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return a linear layer, with its weight packed once.
+        """Return a linear layer with this weight, packed for its matrix product.
 
         Args:
             weight: (outputs, inputs).
@@ -239,11 +239,11 @@ class Ops(ABC):
         return cache.heads, block_size, cache.dim
 
     def supports_cache(self, cache: CacheSpec) -> bool:
-        """Return True if these operators read and write a cache of this kind."""
+        """Return True if these operators can read and write a KV cache with this dtype and shape."""
         return cache.dtype is None
 
     def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
-        """Return the bytes of one block of all these layers, padding included.
+        """Return the bytes that one block takes in the caches of all layers, padding included.
 
         Args:
             caches: The cache of each layer.
@@ -361,7 +361,7 @@ class Ops(ABC):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Rotate q and k, after their norms if `turn` has any, write k and v to the cache, and return q.
+        """Normalise and rotate q and k, write k and v to the cache, and return rotated q.
 
         See batchinfer_kernels.rope_store.
 
@@ -497,7 +497,7 @@ class Ops(ABC):
         inputs: AttentionInputs,
         cache: LayerCache,
     ) -> Tensor:
-        """Rotate q and k, write latents and k to the cache next to each other, and return q.
+        """Rotate q and k, write each token's latent followed by k to the cache, and return rotated q.
 
         See batchinfer_kernels.latent_attention.
 

@@ -44,13 +44,13 @@ class AddedValues:
     rows: AdaptedRows
 
     def spread(self) -> Tensor:
-        """Return the values in the order of the step's tokens, (tokens, outputs), with 0 for all other tokens."""
+        """Return the adapters' values of all tokens in order, (tokens, outputs), with 0 for tokens without any."""
         missing = len(self.rows.order) - len(self.values)
         whole = torch.nn.functional.pad(self.values, (0, 0, missing, 0)) if missing else self.values
         return whole[self.rows.places]
 
     def add_to(self, results: Tensor) -> Tensor:
-        """Return the results of a product (tokens, outputs) plus these values, in the dtype of the results."""
+        """Return the results of a product (tokens, outputs) plus the adapters' values, in the results' dtype."""
         return (results.float() + self.spread()).to(results.dtype)
 
 
@@ -373,7 +373,7 @@ class ActivatedLinear(Linear):
         operator: Callable[[Tensor, Activation], Tensor],
         name: Activation,
     ) -> None:
-        """Create the layer from a linear layer and an activation operator.
+        """Create a layer from a linear layer and an activation operator.
 
         Args:
             inner: The linear layer.

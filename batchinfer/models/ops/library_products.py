@@ -1,9 +1,8 @@
 """Matrix products by libraries that are faster than batchinfer's kernels for some numbers of rows.
 
 torch's `scaled_mm` (cuBLASLt and CUTLASS) multiplies float8 weights, and its `grouped_mm` (CUTLASS) experts in
-bfloat16.
-The optional package quack-kernels (Dao-AILab, CuTe DSL) computes gate and up with their activation in one launch.
-cuBLAS would write gate and up to memory, since its epilogue cannot multiply one column with another.
+bfloat16. The optional package quack-kernels (Dao-AILab, CuTe DSL) computes gate and up with their activation in one
+launch. cuBLAS would write gate and up to memory, since its epilogue cannot multiply one column with another.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ class LibraryFp8:
     """The product of torch's `scaled_mm` with a float8 weight.
 
     torch 2.11 to 2.13 check these layouts (aten/src/ATen/native/cuda/ScaledBlas.cpp): x by rows and the weight by
-    columns,
-    both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On compute capability
-    9,
-    they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups rounded up to a
-    multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8 rows for scales of
-    groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple of 16.
+    columns, both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On compute
+    capability 9, they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups rounded
+    up to a multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8 rows for
+    scales of groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple of 16.
 
     Attributes:
         dtype: The dtype of activations.
@@ -56,7 +53,7 @@ class LibraryFp8:
     def __init__(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, blocks: bool
     ) -> None:
-        """Create the product.
+        """Create the product of torch's `scaled_mm` with a float8 weight.
 
         Args:
             codes: The values, (outputs, inputs).
@@ -70,7 +67,7 @@ class LibraryFp8:
 
     @classmethod
     def of(cls, weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype) -> LibraryFp8 | None:
-        """Return the product for activations of `dtype`, or None if the library or the GPU does not support it.
+        """Return torch's product with a float8 weight, or None if torch or the GPU does not support it.
 
         Args:
             weight: (outputs, inputs).
@@ -120,7 +117,7 @@ class LibraryFp8:
 
 
 def _by_columns(scales: Tensor) -> Tensor:
-    """Return scales (blocks, groups) as (padded groups, blocks), stored by columns."""
+    """Return scales (output blocks, groups) as float32 (padded groups, output blocks), stored by columns."""
     blocks, groups = scales.shape
     padded = scales.new_zeros(blocks, -(-groups // SCALE_UNIT) * SCALE_UNIT, dtype=torch.float32)
     padded[:, :groups] = scales
@@ -128,10 +125,10 @@ def _by_columns(scales: Tensor) -> Tensor:
 
 
 class LibraryGated:
-    """The product of quack-kernels with the weight of gate and up, with the gated activation in its epilogue."""
+    """The product of quack-kernels with the weight of gate and up, including the gated activation."""
 
     def __init__(self, weight: Tensor, activation: str) -> None:
-        """Create the product.
+        """Create the product of quack-kernels with a weight of gate and up.
 
         Args:
             weight: (2 * outputs, inputs), gate before up.
@@ -142,7 +139,7 @@ class LibraryGated:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, activation: Activation) -> LibraryGated | None:
-        """Return the product, or None if the package is not installed or does not support it.
+        """Return quack's product act(gate) * up, or None if quack is not installed or does not support it.
 
         Args:
             weight: (2 * outputs, inputs), gate before up.
@@ -180,7 +177,7 @@ class ChosenGated(ActivatedLinear):
     library_name = "quack-kernels"
 
     def __init__(self, ops: Ops, inner: Linear, activation: Activation, fused: LibraryGated) -> None:
-        """Create the layer.
+        """Create a gated layer with two implementations.
 
         Args:
             ops: The operators, which apply the activation after `inner`.
@@ -213,13 +210,12 @@ class LibraryGrouped:
     """The products of torch's `grouped_mm` for gated experts in bfloat16.
 
     On compute capability 9.0 and 10.0, the library reads the ends of groups from the device, so a graph can replay it.
-    On
-    other GPUs, torch multiplies group by group, and the host waits for the ends of groups
+    On other GPUs, torch multiplies group by group, and the host waits for the ends of groups
     (aten/src/ATen/native/GroupedMMUtils.h).
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
-        """Create the products.
+        """Create torch's products for gated experts in bfloat16.
 
         Args:
             gate_up: (experts, 2 * inner, hidden), gate before up.
@@ -230,7 +226,7 @@ class LibraryGrouped:
 
     @classmethod
     def of(cls, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> LibraryGrouped | None:
-        """Return the products, or None if the library or the GPU does not support them.
+        """Return torch's products for gated experts, or None if torch or the GPU does not support them.
 
         Args:
             gate_up: The weights of the first products, with gate before up.

@@ -19,8 +19,7 @@ class QueuedTime:
     """Measures the duration of calls on a device.
 
     On a GPU, the host's time for launches does not count, as in the replay of a graph. The cache is flushed before a
-    call,
-    so that weights are read from memory, as in a model that is larger than the cache.
+    call, so that weights are read from memory, as in a model that is larger than the cache.
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:

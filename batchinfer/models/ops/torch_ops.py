@@ -51,7 +51,7 @@ class TorchLinear(Linear):
     """A linear layer with a float weight, multiplied by torch with at least MIN_ROWS rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Create the layer.
+        """Create a linear layer with a float weight.
 
         Args:
             weight: (outputs, inputs).
@@ -137,7 +137,7 @@ class TorchHeads(HeadsLinear):
     """A matrix product for each head, as one einsum."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Create the layer from the matrices, (heads, outputs, inputs)."""
+        """Create a product per head from the heads' matrices, (heads, outputs, inputs)."""
         self._weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class GroupedPlan(AttentionPlan):
     """A plan that groups the step's sequences by shape."""
 
     def __init__(self, groups: list[AttentionGroup], tokens: int) -> None:
-        """Create the plan from the groups and the number of tokens of the step."""
+        """Create an attention plan from groups of sequences and the number of tokens of the step."""
         self.groups = groups
         self.padded_tokens = sum(g.shape[0] * g.shape[1] for g in groups) - tokens
 
@@ -187,7 +187,7 @@ class TorchOps(Ops):
     name = "torch"
 
     def __init__(self, causal: bool = True) -> None:
-        """Create the operators.
+        """Create operators that use torch only.
 
         Args:
             causal: False for an encoder: tokens also attend to later tokens, and steps must have whole sequences.
@@ -235,7 +235,7 @@ class TorchOps(Ops):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
+        """Normalise and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_store_reference(
             q,

@@ -106,7 +106,7 @@ class TritonPlan(FixedPlan):
         inputs: AttentionInputs,
         pages: object | None = None,
     ) -> None:
-        """Create the plan.
+        """Create the attention plan of a step.
 
         Args:
             plan: The launches of batchinfer's kernels.
@@ -128,7 +128,7 @@ class TritonPlan(FixedPlan):
         return self.plan.contexts
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True if the plan fits later steps with contexts up to these lengths when `contexts` is updated."""
+        """Return True if the plan fits later steps with contexts up to these lengths after `contexts` is updated."""
         return self.plan.serves(context_lens)
 
     def place(self) -> None:
@@ -154,10 +154,10 @@ class TritonOps(Ops):
     name = "triton"
 
     def __init__(self, shape: AttentionShape, peaks: Peaks = USUAL_PEAKS) -> None:
-        """Create the operators of a model.
+        """Create the operators of a model on a GPU.
 
         Args:
-            shape: The attention of the model, and True for `deterministic` if results must not depend on the batch.
+            shape: The properties of the model's attention. If `shape.deterministic`, no result depends on the batch.
             peaks: The peaks of the GPU, which decide between products.
         """
         self._shape, self._peaks = shape, peaks
@@ -173,7 +173,7 @@ class TritonOps(Ops):
 
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
-        """Return the packed layers that a library can compute too, or None in deterministic mode; see ProductOps."""
+        """Return the packed layers that a library can compute too, or None in deterministic mode."""
         if self._shape.deterministic:
             return None
         return [layer for known in self._library_layers if (layer := known()) is not None]
@@ -295,7 +295,7 @@ class TritonOps(Ops):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Rotate q and k, write k and v to the cache, and return q, by a Triton kernel; see `Ops.rope_store`."""
+        """Normalise and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
         return rope_store(
             q,
             k,
@@ -335,7 +335,7 @@ class TritonOps(Ops):
         advance_rows(tokens, step, firsts, repeats, kept)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy K and V of the first tokens of blocks to other blocks; see `Ops.copy_parts`."""
+        """Copy K and V between blocks of the cache; `parts` (n, 4) as in batchinfer_kernels.copy_parts."""
         for k, v in cache.copied:
             copy_parts(k, v, parts)
 
@@ -416,8 +416,7 @@ class TritonOps(Ops):
         """Return the prefixes that sequences with at most `queries` queries share, if the host has block tables.
 
         Tables of a window do not show shared prefixes: entries before the window are equal in all tables. Kernels for
-        latents
-        do not use shared prefixes.
+        latents do not use shared prefixes.
         """
         tables = inputs.host_tables
         if tables is None or not inputs.whole or self._shape.latent:
@@ -520,7 +519,7 @@ class TritonOps(Ops):
         penalise(logits, penalties)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Set the logits of forbidden tokens in some rows to -inf, in place; see `Ops.mask`."""
+        """Set the logits of tokens whose bit is 0 to -inf, in rows (n,), with bits (n, ceil(vocab / 32))."""
         mask(logits, rows, bits)
 
 

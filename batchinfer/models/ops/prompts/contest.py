@@ -103,7 +103,7 @@ class PromptContest:
         libraries: list[type[AnyPrefill]],
         clock: Clock,
     ) -> None:
-        """Create the contest.
+        """Create a comparison of batchinfer's attention of prompts with libraries.
 
         Args:
             ops: The operators of the model.

@@ -1,8 +1,8 @@
 """Attention of prompts by FlashAttention-4 (Dao et al., the package flash-attn-4), an optional package.
 
-It reads the same KV cache blocks as batchinfer's kernels. It is called by
-`flash_attn.cute.interface._flash_attn_fwd`, as in torch's own registration: the public functions cannot write to an
-existing tensor, and a copy of the result would take a large part of the time saved.
+It reads the same KV cache blocks as batchinfer's kernels. It is called by `flash_attn.cute.interface._flash_attn_fwd`,
+as in torch's own registration: the public functions cannot write to an existing tensor, and a copy of the result would
+take a large part of the time saved.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class PromptTables:
         """Return the tables of a step's chunks, or None if there are no PromptRows.
 
         Tables begin with the first block that a query attends to. Earlier blocks may hold NaN, and a kernel multiplies
-        masked
-        keys in a tile by 0, but 0 * NaN is NaN.
+        masked keys in a tile by 0, but 0 * NaN is NaN.
 
         Args:
             inputs: The inputs of the step.
@@ -109,7 +108,7 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why the kernels do not support these sizes or this GPU, or None if they do."""
+        """Return the reason why FlashAttention-4 does not support the sizes or the GPU, or None."""
         major = capability(device)
         if major not in cls.CAPABILITIES:
             return "it reads from blocks on GPUs of compute capability 9, 10 and 11"
@@ -122,15 +121,15 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Return True if the layer's cache is not quantised."""
+        """Return True if FlashAttention-4 supports layers with these rules: if their cache is not quantised."""
         return rules.codes is None
 
     def can_read(self, cache: LayerCache) -> bool:
-        """Return True if the cache has the model's dtype and is aligned; the library would copy an unaligned cache."""
+        """Return True if FlashAttention-4 can read the cache: it has the model's dtype and is aligned."""
         return cache.k.dtype == self._shape.dtype and is_aligned(cache.k) and is_aligned(cache.v)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptTables | None:
-        """Return the tables of the step's chunks, or None if it has none."""
+        """Return the tables of the step's chunks, or None if the step has no chunks."""
         return PromptTables.of(inputs, self._block_size, windows)
 
     def run(self, pages: PromptTables, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:

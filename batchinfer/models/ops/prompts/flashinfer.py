@@ -72,7 +72,7 @@ class PromptPages:
 
 @dataclass(slots=True, eq=False)
 class _Wrapper:
-    """A wrapper object of FlashInfer, and the plan that it currently has.
+    """A wrapper object of FlashInfer, and its current plan.
 
     Attributes:
         theirs: The object of FlashInfer.
@@ -108,12 +108,12 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why the kernels do not support this head size, or None if they do."""
+        """Return the reason why FlashInfer does not support the head size, or None."""
         return None if head_dim in cls.HEAD_DIMS else f"it has no kernels for heads of {head_dim}"
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Return True if the layer has no window, soft cap, sinks or quantised cache."""
+        """Return True if FlashInfer supports layers with these rules: no window, soft cap, sinks or quantised cache."""
         return rules == AttentionRules()
 
     def can_read(self, cache: LayerCache) -> bool:
@@ -121,7 +121,7 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
         return cache.k.dtype == self._shape.dtype
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptPages | None:
-        """Return the pages of the step's chunks, or None if it has none, or all layers have windows."""
+        """Return the pages of the step's chunks, or None if the step has no chunks or all layers have windows."""
         return PromptPages.of(inputs, self._block_size) if None in windows else None
 
     def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
@@ -131,7 +131,7 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
         self._plan_wrapper(pages, rules.scale).run(q[rows], (cache.k, cache.v), out=out[rows])
 
     def _plan_wrapper(self, pages: PromptPages, scale: float) -> Any:
-        """Return FlashInfer's object with a plan for these pages. It is planned once per step and scale."""
+        """Return a wrapper object of FlashInfer with a plan for these pages, made once per step and scale."""
         newest = self._wrappers[-1]
         if newest.pages is pages and newest.scale == scale:
             return newest.theirs

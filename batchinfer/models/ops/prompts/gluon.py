@@ -69,7 +69,7 @@ class GluonPrefill(PromptPrefill[PromptItems]):
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why the kernel does not support the sizes, the GPU or triton's version, or None."""
+        """Return the reason why the Gluon kernel does not support the sizes, the GPU or triton's version, or None."""
         if capability(device) != HOPPER:
             return "it is for GPUs of compute capability 9"
         if not has_gluon():
@@ -79,7 +79,7 @@ class GluonPrefill(PromptPrefill[PromptItems]):
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Return True for all rules."""
+        """Return True: the Gluon kernel supports all rules of layers."""
         return True
 
     def can_read(self, cache: LayerCache) -> bool:
@@ -92,12 +92,12 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return fits and is_aligned(values) and is_aligned(cache.v)
 
     def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
-        """Return True if the kernel supports the layer and its cache, and the window is not shorter than a block."""
+        """Return True if the Gluon kernel supports the layer and its cache: no window shorter than a block."""
         short = rules.window is not None and rules.window < self._block_size
         return not short and super().covers(cache, rules)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptItems | None:
-        """Return the work items of the step's chunks, or None if it has none."""
+        """Return the work items of the step's chunks, or None if the step has no chunks."""
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if not len(several):

@@ -53,7 +53,7 @@ class PromptRows:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> PromptRows | None:
-        """Return the rows of a step, or None if it has no chunks of at least two queries, or no tables on the host."""
+        """Return the rows of a step, or None without chunks of at least two queries or block tables on the host."""
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if inputs.host_tables is None or not len(several):
@@ -82,7 +82,7 @@ def capability(device: torch.device) -> int | None:
 
 
 def is_aligned(cache: Tensor) -> bool:
-    """Return True if all rows of values begin at multiples of ALIGNED_BYTES, which GPUs load at once."""
+    """Return True if each row of the cache's last dimension begins at a multiple of ALIGNED_BYTES."""
     at = (cache.data_ptr(), *(stride * cache.element_size() for stride in cache.stride()[:-1]))
     return cache.stride(-1) == 1 and all(place % ALIGNED_BYTES == 0 for place in at)
 
@@ -109,7 +109,7 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @abstractmethod
     def __init__(self, shape: AttentionShape, block_size: int, device: torch.device) -> None:
-        """Import the package and prepare its kernels.
+        """Import the library and prepare its kernels for a model.
 
         A missing package, or a version without the expected functions, raises the exceptions in `contest.BROKEN`.
 
@@ -121,7 +121,7 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @classmethod
     def version(cls) -> str | None:
-        """Return the version of the installed package, or None. Nothing is imported, since that takes seconds."""
+        """Return the version of the installed library, or None. Nothing is imported, since that takes seconds."""
         try:
             return version(cls.distribution)
         except PackageNotFoundError:
@@ -129,14 +129,14 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @classmethod
     def remedy(cls) -> str:
-        """Return a remedy for a broken package, for a message."""
+        """Return the remedy for a broken library, as text for a message."""
         return (
             f"run `pip install '.[{cls.extra}]'` in the clone of batchinfer, or uninstall {cls.distribution}"
         )
 
     @classmethod
     def why_not(cls, shape: AttentionShape, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why a model cannot use it, or None if it can.
+        """Return the reason why a model cannot use the library, or None if it can.
 
         Args:
             shape: The attention of the model.
@@ -156,7 +156,7 @@ class PromptPrefill(ABC, Generic[Pages]):
     @classmethod
     @abstractmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why it does not support these sizes or this device, or None if it does.
+        """Return the reason why the library does not support the sizes or the device, or None.
 
         Args:
             head_dim: The size of a head.
@@ -167,20 +167,20 @@ class PromptPrefill(ABC, Generic[Pages]):
     @classmethod
     @abstractmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Return True if it supports layers with these rules."""
+        """Return True if the library supports layers with these rules."""
 
     @abstractmethod
     def can_read(self, cache: LayerCache) -> bool:
-        """Return True if it supports the dtype and the layout of this cache."""
+        """Return True if the library supports the dtype and the layout of this cache."""
 
     def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
-        """Return True if it supports a layer with these rules and this cache."""
+        """Return True if the library supports a layer with these rules and this cache."""
         asked = AttentionRules(rules.window, rules.soft_cap, rules.sinks is not None)
         return rules.bias is None and self.supports(asked) and self.can_read(cache)
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> Pages | None:
-        """Return the plan of a step's chunks, or None if there are no chunks for it.
+        """Return the library's plan of a step's prompt chunks, or None if there are no chunks for the library.
 
         Args:
             inputs: The inputs of the step.

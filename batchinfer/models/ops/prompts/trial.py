@@ -126,8 +126,7 @@ class Trial:
         """Return a cache with random values, or with quantised values in the dtype `codes`.
 
         After the end of each sequence, values or scales are NaN. In a job, a block may hold NaN of an earlier sequence,
-        and the
-        result must not depend on it.
+        and the result must not depend on it.
         """
         if codes not in self.caches:
             self.caches[codes] = self._fill_cache(ops, codes)
