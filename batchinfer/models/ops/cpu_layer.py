@@ -107,8 +107,8 @@ class CompiledLayer(DecoderLayer):
     def covers(spec: LayerSpec, parts: LayerParts, widens: bool) -> bool:
         """Return True if the compiled layer can compute such a layer.
 
-        It needs a norm before each half or of each half's sum, with the same kind, epsilon and offset, and compiled
-        products.
+        All products must be compiled, and norms must have one kind, epsilon and offset, before each half or after each
+        half's sum. Shared caches, distance biases, parallel halves and residual multipliers are unsupported.
 
         Args:
             spec: The description of the layer.

@@ -229,7 +229,7 @@ class CpuOps(TorchOps):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q, bitwise equal to `rope_store`, by a compiled kernel."""
+        """Return rotated q (tokens, query heads, head size), bitwise equal to the result of `rope_store`."""
         return self._compiled.rope(
             q,
             turn.rope.cos,

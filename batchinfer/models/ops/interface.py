@@ -257,9 +257,10 @@ class Ops(ABC):
         return found
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return the maximum additional bytes that attention needs in a step, for partial results of split rows.
+        """Return an upper bound of the bytes that attention needs in a step beyond its memory in a uniform step.
 
-        They are in addition to a step in which all rows have contexts of `longest` tokens and share no prefix.
+        In a uniform step, all rows have contexts of `longest` tokens and share no prefix. Other steps may split rows,
+        and then need memory for partial results.
 
         Args:
             rows: The number of queries.
@@ -333,7 +334,7 @@ class Ops(ABC):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return (RMSNorm of x + residual, x + residual); see batchinfer_kernels.rms_norm.
+        """Return (RMSNorm of x + residual, x + residual), each like x; see batchinfer_kernels.rms_norm.
 
         Args:
             x: (..., hidden).
@@ -346,7 +347,7 @@ class Ops(ABC):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (LayerNorm of x + residual, x + residual); see batchinfer_kernels.layer_norm.
+        """Return (LayerNorm of x + residual, x + residual), each like x; see batchinfer_kernels.layer_norm.
 
         Args:
             x: (..., hidden).

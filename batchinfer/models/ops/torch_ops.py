@@ -254,7 +254,7 @@ class TorchOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q, bitwise equal to `rope_store`."""
+        """Return rotated q (tokens, query heads, head size), bitwise equal to the result of `rope_store`."""
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_reference(
             q, cos, sin, turn.q_norm, turn.eps, offset=turn.offset, interleaved=turn.rope.interleaved

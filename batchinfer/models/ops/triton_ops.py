@@ -283,7 +283,7 @@ class TritonOps(Ops):
         return made
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return the maximum bytes of partial results of split rows in a step; see `Ops.spare_bytes`."""
+        """Return an upper bound of the bytes for partial results of split rows in a step; see `Ops.spare_bytes`."""
         return self._shape.spare_part_bytes(rows, longest, device, queries)
 
     def rms_norm(
@@ -316,7 +316,7 @@ class TritonOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q, bitwise equal to `rope_store`, by a Triton kernel."""
+        """Return rotated q (tokens, query heads, head size), bitwise equal to the result of `rope_store`."""
         return rotate(
             q,
             turn.rope.cos,

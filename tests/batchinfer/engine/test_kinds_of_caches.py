@@ -317,7 +317,7 @@ def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: 
     with pytest.raises(Unavailable, match="cpu operators do not support a KV cache in fp8") as refused:
         load_model(engine_config("fp8"))
     assert refused.value.exit_code == 69
-    with pytest.raises(ValueError, match="keep no int8"):
+    with pytest.raises(ValueError, match="do not support a KV cache in int8"):
         cpu_ops(inspect_checkpoint(folder("int8"))).allocate_cache(
             CacheSpec(2, 16, dtype="int8"), 3, 16, torch.float32, "cpu"
         )

@@ -128,5 +128,5 @@ def test_models_with_windows_have_no_trees() -> None:
     assert not rows.runner.follows_trees
     row = rows.row([4, 5, 6])
     row.propose([7, 8], [-1, -1])
-    with pytest.raises(TypeError, match="no trees of drafts"):
+    with pytest.raises(TypeError, match="do not support draft trees"):
         rows.logits(whole(row))
