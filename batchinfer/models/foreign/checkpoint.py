@@ -36,7 +36,9 @@ def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> 
         generation: The contents of generation_config.json.
 
     Raises:
-        CannotRun: If transformers cannot run the model here, or the child process died.
+        CannotRun: If transformers cannot run the model here, or two child processes died.
+        Unavailable: If the child process took too long.
+        OutOfMemory: If the child process was killed, most likely because memory ran out.
     """
     what = "the process that looks at the model"
     try:

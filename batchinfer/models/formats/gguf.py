@@ -42,7 +42,7 @@ class GgufWeight(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 for Q4_0, Q4_1 and Q4_K, or None (dequantised) for other types."""
+        """Return the form for operators: int4 for Q4_0, Q4_1 and Q4_K if `less` is 0, else None (dequantised)."""
         offset = _INT4.get(self.type.name)
         return None if offset is None or self.less else int4_form(_GROUP, whole_zeros=not offset)
 

@@ -205,7 +205,10 @@ class Int8Tensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int8, or None (dequantised) for zero points, `alone`, or other scales."""
+        """Return the form for operators: int8 with a scale per output, else None (dequantised).
+
+        It is also None with zero points, and if activations must not be quantised.
+        """
         by_channel = self.scales in ((self.shape[0],), (self.shape[0], 1))
         if self.alone or not by_channel or len(self.stored) > 2:
             return None

@@ -63,7 +63,7 @@ class LatentWork:
 
     Attributes:
         absorbed: The plan of attention to latents, or None if all sequences are decompressed.
-        rows: (n,) int64, the rows of q that attend to latents, or None if all do.
+        rows: (n,) int64, the rows of q that attend to latents, or None if all or none do.
         decompressed: Groups of sequences, which are decompressed in order to limit memory.
     """
 

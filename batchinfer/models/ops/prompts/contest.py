@@ -124,7 +124,7 @@ class PromptContest:
     def decide(self) -> str:
         """Time all libraries and return the name of the fastest, or OURS for batchinfer's kernel.
 
-        It is OURS too if the trial runs out of memory, or a library breaks while it is timed.
+        If the trial runs out of memory, or a library breaks while it is timed, the result is OURS.
         """
         self._sound = {}
         try:
@@ -188,7 +188,7 @@ class PromptContest:
     def _try_library(self, name: str, steps: list[Trial]) -> Ops | None:
         """Return operators with a library's attention of prompts, or None, with a warning, if its results differ.
 
-        They are compared with batchinfer's kernel on these steps and on short ones.
+        The results are compared with batchinfer's kernel on `steps` and on short steps.
         """
         library, device = self._libraries[name], self._device
         known = [rules for rules in self._layers if library.supports(rules)]

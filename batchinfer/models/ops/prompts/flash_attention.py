@@ -56,7 +56,7 @@ class PromptTables:
     def of(
         cls, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
     ) -> PromptTables | None:
-        """Return the tables of a step's chunks, or None if there are no PromptRows.
+        """Return the tables of a step's prompt chunks, or None without chunks of at least two queries.
 
         Tables begin with the first block that a query attends to. Earlier blocks may hold NaN, and a kernel multiplies
         masked keys in a tile by 0, but 0 * NaN is NaN.
@@ -129,7 +129,7 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
         return cache.k.dtype == self._shape.dtype and is_aligned(cache.k) and is_aligned(cache.v)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptTables | None:
-        """Return the tables of the step's chunks, or None if the step has no chunks."""
+        """Return the tables of the step's prompt chunks, or None without chunks of at least two queries."""
         return PromptTables.of(inputs, self._block_size, windows)
 
     def run(self, pages: PromptTables, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:

@@ -53,7 +53,7 @@ class PromptPages:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, block_size: int) -> PromptPages | None:
-        """Return the pages of a step's chunks, or None if there are no PromptRows."""
+        """Return the pages of a step's prompt chunks, or None without chunks of at least two queries."""
         rows = PromptRows.of(inputs)
         if rows is None:
             return None
@@ -121,7 +121,7 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
         return cache.k.dtype == self._shape.dtype
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptPages | None:
-        """Return the pages of the step's chunks, or None if the step has no chunks or all layers have windows."""
+        """Return the pages of the step's prompt chunks, or None if there are none or all layers have windows."""
         return PromptPages.of(inputs, self._block_size) if None in windows else None
 
     def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:

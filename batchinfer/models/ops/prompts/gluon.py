@@ -97,7 +97,7 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return not short and super().covers(cache, rules)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptItems | None:
-        """Return the work items of the step's chunks, or None if the step has no chunks."""
+        """Return the work items of the step's prompt chunks, or None without chunks of at least two queries."""
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if not len(several):

@@ -82,9 +82,9 @@ class Trial:
 
     @classmethod
     def timed(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> Trial:
-        """Return a step of sequences with a `part`-th of the maximum length, up to the number of tokens of a step.
+        """Return a step of sequences of equal length, min(sizes.longest, MOST_KEYS) / part, as many as fit.
 
-        If not even one sequence fits, the step has the last tokens of one.
+        If one sequence has more tokens than the step, only its last tokens are queries.
 
         Args:
             ops: The operators of the model.
@@ -169,7 +169,7 @@ class Trial:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
-    """Return the duration of a call in seconds, until the device has finished."""
+    """Return the duration of a call of `run` in seconds, until the device has finished."""
     _synchronize(device)
     began = clock()
     run()
