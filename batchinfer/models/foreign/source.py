@@ -106,7 +106,7 @@ class ForeignSource:
         return self.checkpoint.cost(itemsize)
 
     def weight_bytes(self, cost: ModelCost) -> int:
-        """Return the bytes of the loaded weights, for a cost that states the bytes of a value."""
+        """Return the bytes of the loaded weights: all parameters, with `cost.itemsize` bytes each."""
         return self.spec.parameters * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:

@@ -131,7 +131,7 @@ class Fp8Tensor(PackedTensor):
     """A weight of 8-bit floats with scales.
 
     Attributes:
-        block: (rows, columns) that share a scale, or None if the whole tensor does. An output's scale is (1, inputs).
+        block: (rows, columns) that share a scale: (1, inputs) if each output has one; None if the whole tensor does.
         dtype: Dtype of the values in safetensors notation.
         alone: True if activations must not be quantised.
     """

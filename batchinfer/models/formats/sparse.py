@@ -135,7 +135,7 @@ class SparseTensor(PackedTensor):
         return sparse_form(self.shape) if self.masked.half else None
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the values and add zeros: (outputs, inputs), in the dtype of the values; `index` is ignored."""
+        """Read the values and insert zeros: (outputs, inputs), in the values' dtype; `index` is ignored."""
         return self.masked.weight(read)
 
 
@@ -159,11 +159,11 @@ class SparseCodes(PackedTensor):
         return self.inner.form
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values, add zeros according to the mask, and return them with their scales."""
+        """Read the values, insert zeros according to the mask, and return the result with the scales."""
         return self.inner.codes(self._filled(read), index)
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the values, add zeros according to the mask, and dequantise them to float32 (outputs, inputs)."""
+        """Read the values, insert zeros by the mask, and dequantise the result to float32 (outputs, inputs)."""
         return self.inner.dequantize(self._filled(read), index)
 
     def _filled(self, read: Read) -> Read:

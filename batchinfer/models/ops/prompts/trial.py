@@ -82,7 +82,7 @@ class Trial:
 
     @classmethod
     def timed(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> Trial:
-        """Return a step of sequences of equal length, min(sizes.longest, MOST_KEYS) / part, as many as fit.
+        """Return a step full of sequences whose length is min(sizes.longest, MOST_KEYS) / part.
 
         If one sequence has more tokens than the step, only its last tokens are queries.
 
