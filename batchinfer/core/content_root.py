@@ -46,7 +46,12 @@ class ContentRoots:
         return rotated if not params.adapter else rotated + f" adapter {params.adapter}".encode()
 
     def of_all(self, prompt_tokens: Sequence[int], params: Sequence[SamplingParams]) -> list[bytes]:
-        """Return the content root of each request, from the tokens of its prompt and its sampling parameters."""
+        """Return the content root of each request.
+
+        Args:
+            prompt_tokens: The number of tokens of each prompt.
+            params: The sampling parameters of each request.
+        """
         return [USUAL] * len(params) if self.is_single else [*map(self.of, prompt_tokens, params)]
 
     @property
@@ -56,13 +61,22 @@ class ContentRoots:
         return near and not self.adapted
 
     def longest(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the maximum length of a request: the tokens of prompt and answer together."""
+        """Return the maximum length of a request: the tokens of prompt and answer together.
+
+        Args:
+            prompt_tokens: The number of tokens of its prompt.
+            params: Its sampling parameters.
+        """
         return min(self.max_model_len, prompt_tokens + params.max_tokens)
 
     def rope_offset(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Return the row of the rotary tables that position 0 of a request uses: 0, or max_model_len for LongRoPE.
 
         It depends on the maximum length of the request, not on its current length, and so never changes.
+
+        Args:
+            prompt_tokens: The number of tokens of its prompt.
+            params: Its sampling parameters.
         """
         beyond = self.long_rope_beyond
         return 0 if beyond is None or self.longest(prompt_tokens, params) <= beyond else self.max_model_len
@@ -80,7 +94,12 @@ def shared_tokens(prompts: Sequence[TokenIds], roots: Sequence[bytes]) -> list[i
 
 
 def shared_by(requests: Sequence[Request], roots: ContentRoots) -> list[int]:
-    """Return for each request except the last how many first prompt tokens it shares with the next request."""
+    """Return for each request except the last how many first prompt tokens it shares with the next request.
+
+    Args:
+        requests: The requests.
+        roots: Computes their content roots. Requests with different roots share no tokens.
+    """
     prompts = [request.prompt for request in requests]
     return shared_tokens(
         prompts, roots.of_all([*map(len, prompts)], [request.params for request in requests])

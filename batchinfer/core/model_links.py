@@ -1,4 +1,4 @@
-"""Checks where links in a model's folder lead: links inside of a Hugging Face cache are allowed, others are refused."""
+"""Checks links in a model's folder: links inside of a Hugging Face cache are allowed, others are refused."""
 
 from __future__ import annotations
 

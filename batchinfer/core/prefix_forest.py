@@ -1,4 +1,4 @@
-"""The forest of prefixes that consecutive prompts share, computed from the lengths of common prefixes of neighbours.
+"""The forest of prefixes that consecutive prompts share, built from the lengths of their common prefixes.
 
 A node is a prefix of two or more consecutive prompts that diverge, or end, after it. Its parent is the longest shorter
 such prefix. If the prompts are sorted, every shared prefix is exactly one node.
@@ -155,11 +155,7 @@ def _in_order(begins: Ints, depth: Ints) -> NDArray[np.int64]:
 
 
 def _deepest(first: Ints, users: Ints, parent: Ints, count: int) -> Ints:
-    """Return the deepest node of each of `count` prompts, or ROOT.
-
-    The node changes only where nodes begin or end. A prompt has the node of the last such border before it. The other
-    arguments are fields of PrefixForest.
-    """
+    # The node changes only where nodes begin or end. A prompt has the node of the last such border before it
     unset = ROOT - 1
     found = np.full(count + 1, unset, np.int32)
     found[0] = ROOT

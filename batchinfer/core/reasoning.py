@@ -149,12 +149,11 @@ def _is_at(ids: Sequence[int], wanted: Ids, at: int) -> bool:
 
 
 def _first_mark(ids: Sequence[int], marks: ReasoningTokens) -> Ids | None:
-    """Return the marker (`begin` or `answer`) with which an answer begins; None without any, the shorter of both."""
+    # The shorter marker has precedence
     shorter_first = sorted(filter(None, (marks.begin, marks.answer)), key=len)
     return next((mark for mark in shorter_first if _is_at(ids, mark, 0)), None)
 
 
 def _is_cut_short(ids: Sequence[int], marks: ReasoningTokens) -> bool:
-    """Return True if an answer consists only of the beginning of a marker (`begin` or `answer`)."""
     given = tuple(ids)
     return bool(given) and any(given == mark[: len(given)] for mark in (marks.begin, marks.answer))

@@ -113,7 +113,7 @@ def _remade(
     draft: bytes | None = None,
     draws: bytes = b"",
 ) -> Request:
-    """Return the request that was pickled. Its arrays are writable."""
+    # The arrays are writable
     drafted = None if draft is None else np.frombuffer(bytearray(draft), np.int32)
     return Request(key, np.frombuffer(bytearray(token_ids), np.int32), params, shares_next, drafted, draws)
 

@@ -77,7 +77,7 @@ def size(value: float) -> str:
 
 
 def sizes(one: float, other: float) -> tuple[str, str]:
-    """Format two numbers of bytes with enough digits to differ: "1.001 GiB" and "1.000 GiB"."""
+    """Format the numbers of bytes `one` and `other` with enough digits to differ: "1.001 GiB" and "1.000 GiB"."""
     for digits in range(3, _MOST_DIGITS):
         texts = _written(one, digits), _written(other, digits)
         if texts[0] != texts[1] or one == other:

@@ -64,7 +64,7 @@ def _cores(path: Path) -> list[int]:
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[int | None]:
-    """Yield the CPU quota in cores of this process's cgroup, and of each ancestor; None if a cgroup has none."""
+    # Quotas of ancestors apply, too
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines or ["0::/"]:
         _, controllers, path = line.split(":", 2)
@@ -76,7 +76,7 @@ def _quotas(root: Path, membership: Path) -> Iterator[int | None]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folders of a cgroup and of its ancestors. In a container, some may exist only on the host."""
+    # In a container, some of the folders may exist only on the host
     inside = Path(path.lstrip("/"))
     yield from (root / folder for folder in (inside, *inside.parents))
 

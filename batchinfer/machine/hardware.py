@@ -64,7 +64,7 @@ def coded_text(quantization: str | None) -> str | None:
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
-    """Return the key of an arithmetic in `Hardware.step_times`, such as `bfloat16+int8`."""
+    """Return the key of an arithmetic in `Hardware.step_times`: "bfloat16", or with quantisation "bfloat16+int8"."""
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
@@ -127,7 +127,15 @@ class Hardware:
         peak_by: Mapping[str, str] | None = None,
         products: ProductRates | None = None,
     ) -> Hardware:
-        """Return a copy of the device with measured peaks; see the class for the arguments."""
+        """Return a copy of the device with measured peaks.
+
+        Args:
+            peak_flops: FLOP/s by dtype.
+            bandwidth: Bytes/s of the memory.
+            step_times: Times of the parts of a step, by arithmetic. None: not measured.
+            peak_by: The library that reached a peak, by dtype. None: unknown.
+            products: FLOP/s of matrix products, by dtype, size and library. None: not measured.
+        """
         return replace(
             self,
             peak_flops=dict(peak_flops),
@@ -453,9 +461,13 @@ def usable_gpus(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> tu
 
 
 def several_kinds(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> bool:
-    """Return True if the result of `usable_gpus` may contain different GPU models.
+    """Return True if the GPUs that CUDA may use may be different models.
 
     This is the case if CUDA_VISIBLE_DEVICES is set and the machine has different models.
+
+    Args:
+        found: All GPUs of the machine.
+        env: The environment variables.
     """
     return "CUDA_VISIBLE_DEVICES" in env and len({gpu.name for gpu in found}) > 1
 

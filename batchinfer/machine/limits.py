@@ -65,7 +65,6 @@ def _check_space(limit: int, what: str, mib: int, cores: int) -> None:
 
 
 def _processes_left(root: Path, proc: Path) -> int | None:
-    """Return how many processes and threads may still be started; None if there is no limit, or only a high one."""
     if not sys.platform.startswith("linux"):
         return None
     found = [limit - used for limit, used in _groups(root, proc / "self/cgroup")]
@@ -76,7 +75,6 @@ def _processes_left(root: Path, proc: Path) -> int | None:
 
 
 def _groups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and current number of processes of this process's cgroup, and of each ancestor with a limit."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "pids" not in controllers.split(","):
@@ -90,7 +88,6 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
 
 
 def _of_this_user(proc: Path) -> int:
-    """Return the number of threads of this user's processes."""
     user, count = os.getuid(), 0
     for folder in proc.glob("[0-9]*"):
         try:

@@ -216,7 +216,6 @@ class ModelSource:
 
 
 def _describe_here(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Return the spec of a model of an unsupported family. Imports transformers in this process."""
     from batchinfer.models.foreign.probe import describe  # imports transformers, which is slow
 
     return describe(raw, generation)

@@ -197,7 +197,17 @@ def _no_weights(folder: CheckpointFolder) -> str:
 def _match_modules(
     tensors: Mapping[str, StoredTensor], config: LoraConfig, checkpoint: Checkpoint
 ) -> tuple[dict[tuple[int, str], tuple[ChangedModule, ...]], list[str]]:
-    """Return the changed modules by layer and product, and an error message for each mistake."""
+    """Match the tensors of an adapter with the modules of its model.
+
+    Args:
+        tensors: The adapter's tensors by name.
+        config: The adapter's configuration.
+        checkpoint: The model.
+
+    Returns:
+        The modules that the adapter changes, by number of the layer and name of the matrix product; and an error
+        message for each tensor that is unknown, missing, or does not fit.
+    """
     modules, mistakes = _modules(checkpoint), list[str]()
     found: dict[tuple[int, str], list[ChangedModule]] = {}
     factors = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
@@ -279,7 +289,6 @@ def _module_of(name: str, modules: Mapping[str, _Module], checkpoint: Checkpoint
 
 
 def _magnitude_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
-    """Return an error message about the magnitudes of a DoRA; None if they fit the module."""
     found, outputs = tensors.get(stem + _MAGNITUDE), max(map(_min_outputs, module.outputs))
     if module.linear.stored:
         return f"{stem}: DoRA cannot be merged into weights that stay quantised; set model.quantization: none"
@@ -289,7 +298,6 @@ def _magnitude_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _
 
 
 def _factor_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Module) -> str | None:
-    """Return an error message about the factors of a module; None if they fit the module."""
     a, b = tensors[stem + _A].info, tensors[stem + _B].info
     for name, info in ((stem + _A, a), (stem + _B, b)):
         if info.dtype not in FLOAT_DTYPES:

@@ -167,9 +167,15 @@ def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: 
 
 
 def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
-    """Return the scaling of a norm whose readers include a router of experts.
+    """Return the scaling of a norm's outputs, if the products that read them include a router of experts.
 
     The choice of experts must not change. So factors are powers of two, and 1 where a power of two would round a value.
+
+    Args:
+        name: The name of the norm.
+        norm: The norm.
+        readers: The products that read its outputs, the router included.
+        dtype: The dtype of the checkpoint to write.
     """
     held = [name, *([name + BIAS] if norm.biased else [])]
 
@@ -205,7 +211,13 @@ def _of_up(first: LinearSpec, second: LinearSpec) -> Scaled:
 
 
 def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) -> Scaled:
-    """Return the scaling of v. A head of v has one factor per value, although several query heads read it."""
+    """Return the scaling of v, between the product that computes v and the output projection.
+
+    Args:
+        attention: The attention of the layer. All query heads of a KV head have the same factors.
+        first: The product whose last outputs are v.
+        second: The output projection.
+    """
     heads, width = attention.kv_heads, attention.head_dim
 
     def spread(factors: Tensor) -> Tensor:
@@ -218,7 +230,7 @@ def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) 
 
 
 def _divide_last(weights: Weights, linear: LinearSpec, factors: Tensor) -> Tensor:
-    """Divide the last `len(factors)` outputs of a linear layer, in its weight, bias and adapters."""
+    # In the weight, the bias and the factors of adapters
     for name in (linear.name, linear.name + BIAS) if linear.biased else (linear.name,):
         found = weights[name].clone()
         found[-len(factors) :] /= factors if found.dim() == 1 else factors[:, None]

@@ -35,7 +35,7 @@ class WatchedExperts(Experts):
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the outputs of the experts, (T, hidden), and record their inputs and the router's choices."""
+        """Return the weighted outputs of the experts, (T, hidden), and record x and the router's choice."""
         own = next(self._counted)
         self._seen.append((x[own], choice.experts[own], choice.weights[own]))
         return self._inner(x, choice, counted)

@@ -100,7 +100,7 @@ class Search:
         self._experts, self._few = 0, 0
 
     def _without_layers(self, tables: Tables, quantised: bool) -> Decoder:
-        """Return a decoder with the embedding and the head, but without layers."""
+        """Return a decoder without layers: embedding and head, which is quantised if `quantised`."""
         head = self._ops.convert_weight(tables.head, self.spec.head_form if quantised else None)
         packed = PackedWeights(
             replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device
@@ -140,7 +140,13 @@ class Search:
     def _read_inputs(
         self, rounded: Sequence[LinearSpec], exact: LayerSpec, weights: LayerWeights
     ) -> LayerInputs:
-        """Run the original layer over the calibration rows, and return the inputs of the products in `rounded`."""
+        """Run a layer over the calibration rows, and record the inputs of the products to round.
+
+        Args:
+            rounded: The products to round.
+            exact: The layer without quantised weights.
+            weights: The weights of the layer in the dtype of the run.
+        """
         run = self._searched
         parts = replace(pack_layer(self._ops, exact, weights), rope=self._rope(exact))
         watched = {

@@ -149,9 +149,13 @@ def _computed_values(inputs: int) -> int:
 
 
 def _compared_products(layer: LayerSpec, rounded: dict[str, LinearSpec]) -> Iterator[LinearSpec]:
-    """Yield the products whose rounding errors decide the exponents of channel sizes, once per search.
+    """Yield the products whose rounding errors are computed to choose factors of channels, once per set of channels.
 
-    The second product of experts is not included: each expert has exponents of its own.
+    The second product of experts is not included: each expert has factors of its own.
+
+    Args:
+        layer: The layer.
+        rounded: The products whose weights are rounded, by name.
     """
     kept = {linear.name for linear in layer.linears if linear.experts} - rounded.keys()
     for _, readers in norm_readers(layer):

@@ -76,9 +76,13 @@ class Checkpoint(WeightFiles):
     modelling: ClassVar[str] = OWN  # the program whose code computes the model
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return a hash (in hex) of the weights and the configuration; see WeightFiles for the arguments.
+        """Return a hash (in hex) of the weights and the configuration.
 
         It differs from the hash of earlier versions if these read wrong zero points, so their answers are not reused.
+
+        Args:
+            cache: Results of earlier calls, by files; new results are added.
+            progress: Called with the number of bytes hashed since the last call.
         """
         found = WeightFiles.fingerprint(self, cache, progress)
         if not self.check_zero_points(cache):
@@ -128,7 +132,13 @@ class Checkpoint(WeightFiles):
     def _forms(
         self, index: int, layer: LayerSpec, among: frozenset[WeightCodes]
     ) -> Iterator[tuple[str, WeightForm]]:
-        """Yield name and form of each product of a layer whose weight stays as stored; see keep_quantized."""
+        """Yield name and form of each product of a layer whose weight can stay as stored.
+
+        Args:
+            index: The number of the layer.
+            layer: The layer.
+            among: The types of quantised values to keep.
+        """
         names = layer_names(self.spec, index, self.prefixes)
         for linear in layer.linears:
             if linear.exact or linear.heads:
@@ -263,7 +273,6 @@ def dequantisation_notices(
 
 
 def _sparse_notices(packed: Iterable[PackedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """Yield a notice for the user about each sparse format, whose weights are filled up with zeros on loading."""
     for name in sorted({each.format for each in packed if not (each.quantized or each.plain)}):
         yield f"{name} are filled up with zeros when they are loaded: {_all_take(shapes)}"
 
@@ -283,7 +292,6 @@ def _kept_notices(spec: ModelSpec) -> Iterator[str]:
 
 
 def _text_only(whole: Multimodal, tensors: Iterable[str]) -> str:
-    """Return the notice for the user that only the decoder of a multimodal model is run, on text."""
     parts = Counter(part for name in tensors if (part := whole.part_of(name)))
     left_out = ", ".join(f"{count} of {part}" for part, count in parts.items())
     return f"{whole.architecture}: text only; tensors that are not loaded: {left_out or 'none'}"
@@ -342,7 +350,14 @@ def check_tensors(
 def _missing(
     spec: ModelSpec, expected: Mapping[str, Shape], found: Collection[str], prefixes: NamePrefixes
 ) -> list[str]:
-    """Return the expected tensors that were not found. One of a tied head and embedding may be missing."""
+    """Return the names of tensors that a checkpoint lacks, except a tied head or embedding.
+
+    Args:
+        spec: The model.
+        expected: The expected shapes by name.
+        found: The names of the tensors in the checkpoint.
+        prefixes: The prefixes of the names.
+    """
     missing = [name for name in expected if name not in found]
     if not spec.causal:
         return missing

@@ -83,7 +83,12 @@ def multimodal_of(raw: Mapping[str, Any]) -> Multimodal | None:
 
 
 def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None, Mapping[str, Any], str]:
-    """Return the decoder's family (None: unsupported), its configuration, and a name of that for messages."""
+    """Return the family of a model's decoder, its configuration, and the name of the configuration for messages.
+
+    Args:
+        raw: The content of config.json.
+        mistakes: Receives a message if the model is not supported. Then the family is None.
+    """
     known = _family(raw, mistakes, known_types())
     if not isinstance(known, Multimodal):
         return known, raw, "config.json"

@@ -117,7 +117,12 @@ def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes
 
 
 def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """Return where each parameter before and after the layers is stored, by name. A tied head is included."""
+    """Return where a checkpoint stores each parameter before and after the layers, by name of the parameter.
+
+    Args:
+        spec: The model. A tied head is included.
+        prefixes: The prefixes of the checkpoint's tensors.
+    """
     names = FAMILIES[spec.family].names
     modules = {
         EMBEDDING: prefixes.base + names.embedding,
@@ -141,7 +146,13 @@ def _classifier_modules(names: ClassifierNames | None, prefixes: NamePrefixes) -
 
 
 def layer_names(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """Return where each parameter of the layer with number `index` is stored, by name."""
+    """Return where a checkpoint stores each parameter of a layer, by name of the parameter.
+
+    Args:
+        spec: The model.
+        index: The number of the layer.
+        prefixes: The prefixes of the checkpoint's tensors.
+    """
     layer, family = spec.layers[index], FAMILIES[spec.family]
     start = f"{prefixes.base}{family.names.layers}.{index}."
     return dict(_locate(layer_parameters(layer), family.modules(layer), start))
@@ -163,7 +174,12 @@ def _locate(
 
 
 def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]:
-    """Return the shape of each tensor that a checkpoint of the model should have, by name; a tied head is included."""
+    """Return the shape of each tensor that a checkpoint of a model should have, by name of the tensor.
+
+    Args:
+        spec: The model. A tied head is included.
+        prefixes: The prefixes of the checkpoint's tensors.
+    """
     tables = table_parameters(spec)
     shapes: dict[str, Shape] = {}
     head = {HEAD: tables[EMBEDDING]} if spec.causal else {}
@@ -174,7 +190,13 @@ def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]
 
 
 def layer_shapes(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[str, Shape]:
-    """Return the shape of each stored tensor of the layer with number `index`, by name."""
+    """Return the shape of each tensor in which a checkpoint stores a layer, by name of the tensor.
+
+    Args:
+        spec: The model.
+        index: The number of the layer.
+        prefixes: The prefixes of the checkpoint's tensors.
+    """
     shapes: dict[str, Shape] = {}
     _add(shapes, layer_names(spec, index, prefixes), layer_parameters(spec.layers[index]))
     return shapes

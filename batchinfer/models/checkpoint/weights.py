@@ -252,10 +252,7 @@ class CheckpointWeights(Weights):
         return whole
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor on the device.
-
-        A CPU uses huge pages: a page fault per 4 KiB would take as much time as the copy.
-        """
+        # A CPU uses huge pages: a page fault per 4 KiB would take as much time as the copy
         if torch.device(self._device).type == "cpu":
             return self._pages.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -368,7 +365,13 @@ class _OpenFiles:
         return packed.dequantize(read)[index]
 
     def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
-        """Return a stored tensor, one matrix of it, or slices: a view of the mapped file, or read from a GGUF file."""
+        """Return a stored tensor, as a view of its mapped file, or read from a GGUF file.
+
+        Args:
+            name: The name of the tensor.
+            index: The matrix to return, if the tensor stores several. None: all.
+            slices: The slices to return, by name of the tensor. Not used for GGUF files.
+        """
         stored = self._checkpoint.tensors[name]
         if stored.file.suffix == GGUF:
             self._count.add(stored.info.nbytes)

@@ -41,7 +41,6 @@ def misread_before(
 
 
 def _key(scanned: list[GptqTensor], tensors: Stored) -> str:
-    """Return the key of a scan's result in the cache: it depends on the files and on the formats in config.json."""
     files = sorted({tensors[each.stored_zeros].file for each in scanned})
     read = sorted({(each.bits, each.zeros.stated, each.zeros.symmetric) for each in scanned})
     parts = [*map(file_identity, files), *map(repr, read)]

@@ -88,7 +88,10 @@ class HeadsAttention(AttentionHalf):
     rules: ScoreRules
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the rotated queries, (T, heads, dim). Write K and V to the cache if the layer has its own."""
+        """Return the rotated queries, (T, heads, dim), of the normed input x, (T, hidden).
+
+        K and V are written to the cache, unless the layer reads another layer's. See AttentionHalf for the arguments.
+        """
         spec = self.spec
         qkv = self.parts.product(spec.first, x, inputs)
         if spec.q_norm is not None and not spec.norms_heads:
@@ -108,7 +111,10 @@ class HeadsAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Copy partial blocks if the step needs it, and return the result of attention, (T, heads, dim)."""
+        """Return the result of attention, (T, heads, dim), after copying partial blocks if the step needs it.
+
+        See AttentionHalf for the arguments.
+        """
         if inputs.parts is not None and self.spec.kv_layer is None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.attention(queries, cache, plan, self.rules, out)
@@ -168,7 +174,10 @@ class LatentAttention(AttentionHalf):
     heads: LatentHeads
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the queries, (T, heads, q_dim), with their rotary part rotated, and write latents to the cache."""
+        """Return the queries, (T, heads, q_dim), of the normed input x, (T, hidden), and write latents to the cache.
+
+        The rotary part of queries is rotated. See AttentionHalf for the arguments.
+        """
         spec = self.spec
         q = self._queries(x, inputs).view(-1, spec.q_heads, spec.q_dim)
         turned = q[..., spec.plain_dim :]
@@ -185,7 +194,10 @@ class LatentAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Copy partial blocks if the step needs it, and return the result of attention, (T, heads, v_dim)."""
+        """Return the result of attention, (T, heads, v_dim), after copying partial blocks if the step needs it.
+
+        See AttentionHalf for the arguments.
+        """
         if inputs.parts is not None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.latent_attention(queries, cache, plan, self.heads, self.spec.scale, out)
@@ -234,7 +246,7 @@ def attention_half(
 
 
 def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadTurn:
-    """Return the rotation of q and k, with the norms of single heads if the rotation operator computes them."""
+    # Norms of single heads belong to the rotation if its operator computes them
     norm, found = spec.q_norm, parts.norms
     if norm is None or not spec.norms_heads:
         return HeadTurn(rope)
@@ -242,7 +254,13 @@ def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadT
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
-    """Pack `kv_b`, which computes K and V from latents, head by head; None if the layer has no latent attention."""
+    """Pack the weight that computes K and V from latents, head by head; None if the layer has no latent attention.
+
+    Args:
+        ops: The operators.
+        spec: The layer.
+        weights: The weights of the layer, with "kv_b".
+    """
     attention = spec.attention
     if not isinstance(attention, LatentAttentionSpec):
         return None

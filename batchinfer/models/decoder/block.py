@@ -119,25 +119,23 @@ class Block(DecoderLayer):
         return self._feed(x, inputs), residual
 
     def _end_of_sums(self, attended: Tensor, residual: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Run the part after attention of a layer that norms sums (LayerSpec.norms_sums), and return its output."""
         x, _ = self._before("attention_norm", attended, residual)
         fed = feed_forward(self._ops, self._spec, self._parts, x, inputs)
         return self._before("feed_forward_norm", fed, x)[0]
 
     def _feed(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Run the feed-forward half on a normed input, and return the summand of the residual, (T, hidden)."""
         x = feed_forward(self._ops, self._spec, self._parts, x, inputs)
         return self._after("feed_forward_norm", x)
 
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the normed x + residual, and x + residual; both are the sum if the layer has no norm `name`."""
+        """Return x + residual after the norm `name` (if the layer has it), and x + residual itself."""
         if name in self._norms:
             return self._ops.norm(self._norms[name], self._parts.norms, name, x, residual)
         total = x if residual is None else x + residual
         return total, total
 
     def _after(self, name: str, x: Tensor) -> Tensor:
-        """Apply the norm of this name, if the layer has it, and the residual multiplier to the output of a half."""
+        """Return the output x of a half after the norm `name` (if the layer has it) and the residual multiplier."""
         if name in self._norms:
             x, _ = self._ops.norm(self._norms[name], self._parts.norms, name, x)
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
@@ -198,7 +196,15 @@ def pack_layer(
 def _adapters(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int, room: AdapterRoom | None
 ) -> Iterator[tuple[str, Adapters]]:
-    """Yield the name of each product that an adapter changes, with the packed factors of all adapters."""
+    """Yield the name of each product of a layer that any adapter changes, and the packed factors of all adapters.
+
+    Args:
+        ops: The operators.
+        spec: The layer.
+        weights: The weights of the layer, with the factors of adapters.
+        count: The number of adapters.
+        room: The number of adapters on the device at a time. None: all.
+    """
     for linear in spec.linears:
         found = [
             None if a not in weights else Factors(weights[a], weights[b])
@@ -221,7 +227,6 @@ def _pack(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Linear:
 
 
 def _weight(ops: Ops, linear: LinearSpec, weights: LayerWeights) -> Weight:
-    """Return the weight of a product: quantised or sparse as stored, quantised now if its form says so, or plain."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
     if scales is None:
         if linear.form is not None and not linear.form.coded:

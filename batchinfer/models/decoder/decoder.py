@@ -168,7 +168,17 @@ class Decoder:
 
         It yields before the attention of each layer, and the caller sends the result of attention. Only positions,
         slots and the padding slot of `inputs` are read, so the kernels between two yields depend only on the number of
-        tokens. Operators that fuse layers do not support this. Arguments and result are the same as for `forward`.
+        tokens. Operators that fuse layers do not support this.
+
+        Args:
+            token_ids: (T,) int64.
+            inputs: Positions and cache slots of the tokens, one element per cache group.
+            caches: The KV cache of each layer with attention, with the index of its cache group.
+            before: (T, hidden), the hidden states of the previous pipeline stage. None: this is the first stage.
+            taps: Records the inputs of some layers. None: nothing is recorded.
+
+        Returns:
+            The hidden states before the final norm, (T, hidden).
         """
         inputs = self._sort_by_adapter(inputs)
         x = self._embed(token_ids, inputs[0]) if before is None else before

@@ -43,7 +43,7 @@ def _dense_half(
 def _expert_half(
     ops: Ops, spec: ExpertsSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs
 ) -> Tensor:
-    """Return (T, hidden): the weighted sum of each token's experts, plus the output of the shared expert."""
+    """Return the weighted sum of each token's experts, plus the output of the shared expert, (T, hidden), from x."""
     assert parts.experts is not None
     logits = parts.linears["router"](x)
     choice = ops.choose_experts(logits, spec.routing, parts.vectors.get("correction"))
@@ -82,8 +82,6 @@ def pack_experts(
 
 
 def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWeights:
-    """Return the weights of a product per expert, quantised if the spec has a form and the checkpoint no scales."""
-
     def split(end: str) -> Tensor | None:
         found = weights.get(linear.name + end)
         return None if found is None else found.view(linear.experts, -1, *found.shape[1:])

@@ -69,7 +69,7 @@ def _position_frequencies(theta: float, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Return frequencies of Llama 3.1: long waves divided by the factor, short ones kept, others interpolated."""
+    # Long waves are divided by the factor, short ones kept, others interpolated
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
     waves = 2 * math.pi / plain
     scaled = torch.where(waves > original / low, plain / rope.factor, plain)
@@ -80,7 +80,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return YaRN's frequencies: a ramp from extrapolation (fast) to interpolation (slow) (Peng et al., 2023)."""
+    # A ramp from extrapolation (fast) to interpolation (slow) (Peng et al., 2023)
     powers = _position_frequencies(rope.theta, head_dim)
     low, high = _yarn_range(rope, head_dim)
     width = high - low if high != low else 0.001  # no singularity
@@ -90,7 +90,6 @@ def _yarn(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """Return the first and the last dimension of the ramp between kept and interpolated frequencies."""
     low, high = (_yarn_dimension(rotations, rope, head_dim) for rotations in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -98,7 +97,7 @@ def _yarn_range(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:
-    """Return the (fractional) dimension that rotates `rotations` times over the original context length."""
+    # The dimension that rotates `rotations` times over the original context length
     turns = rope.original_max_positions / (rotations * 2 * math.pi)
     return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 

@@ -83,7 +83,7 @@ def parse_distilbert(files: ConfigFiles) -> ModelSpec:
 
 
 def _roberta(family: str, files: ConfigFiles) -> ModelSpec:
-    """Return the spec of a RoBERTa model; the row of its first position is the id of the padding token + 1."""
+    # Positions start after the id of the padding token
     fields = files.config
     types, first = fields.integer("type_vocab_size", 2), fields.integer("pad_token_id", 1, low=0) + 1
     return _encoder(family, files, EncoderSpec(token_types=types, first_position=first), absent_eos=(2,))

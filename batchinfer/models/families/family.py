@@ -271,7 +271,12 @@ def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
 
 
 def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
-    """Return the spec of a gated feed-forward half, from keys of config.json with Llama's names."""
+    """Return the spec of a gated feed-forward half, from keys of config.json (`fields`) with Llama's names.
+
+    Args:
+        fields: config.json.
+        biased: True if all its products have biases.
+    """
     return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
 
 

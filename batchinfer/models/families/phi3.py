@@ -42,7 +42,7 @@ def parse_phi3(files: ConfigFiles) -> ModelSpec:
 
 
 def _rotation(fields: Fields, head_dim: int) -> Rotation:
-    """Return the rotary embedding. As in transformers, "yarn" means LongRoPE, and the original length is 4096."""
+    # As in transformers, "yarn" means LongRoPE, and the default original length is 4096
     raw = {"original_max_position_embeddings": ABSENT_ORIGINAL, **fields.raw}
     for key in ("rope_scaling", "rope_parameters"):
         stated = raw.get(key)

@@ -68,7 +68,6 @@ def _activation(stated: Mapping[str, Any]) -> str:
 
 
 def _problem(stated: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str | None:
-    """Return why a layer is unsupported or inconsistent, for a message; None if it is fine."""
     if (activation := _activation(stated)) not in get_args(DenseActivation):
         return f"its activation {activation} is not computed; {', '.join(get_args(DenseActivation))} are"
     for key in ("module_input_name", "module_output_name"):

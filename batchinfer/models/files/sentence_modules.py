@@ -100,7 +100,6 @@ def sentence_modules(path: Path) -> SentenceModules | None:
 
 
 def _check_kinds(path: Path, kinds: list[str]) -> None:
-    """Raise JobFileError unless modules are Transformer, Pooling, any number of Dense, and optionally Normalize."""
     unknown = [kind for kind in kinds if kind not in _KINDS]
     if unknown:
         text = f"{MODULES} has the module {unknown[0][:80]}, which is not computed; {', '.join(_KINDS)} are"
@@ -123,7 +122,6 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _kind(module: Mapping[str, Any]) -> str:
-    """Return the class name of an entry of modules.json, without its package."""
     return str(module.get("type")).rpartition(".")[2]
 
 

@@ -185,7 +185,6 @@ def _stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[str, StoredTensor]) -> None:
-    """Raise JobFileError if a tensor is not in the file that model.safetensors.index.json names."""
     wrong = [
         name
         for name, file in index.items()

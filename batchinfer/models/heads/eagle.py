@@ -54,7 +54,14 @@ class EagleWeights:
 
     @classmethod
     def load(cls, stored: StoredEagle, ops: Ops, dtype: torch.dtype, device: torch.device) -> EagleWeights:
-        """Load the weights of a checked folder for operators, in the dtype and on the device of the target model."""
+        """Load the weights of an EAGLE-3 head.
+
+        Args:
+            stored: The folder of the head.
+            ops: The operators for which the weights are packed.
+            dtype: The dtype of the target model.
+            device: The device of the target model.
+        """
         found = _tensors(stored, dtype, device)
         layer, start = stored.spec.layers[0], stored.start
 
@@ -133,7 +140,15 @@ class EagleHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the states of tokens, (T, width), from the states of the tokens before them (see LayerHead)."""
+        """Compute the states of tokens, (T, width), and write their K and V to the cache.
+
+        Args:
+            token_ids: (T,) int64, the tokens.
+            states: (T, width), the state of the token before each of them.
+            inputs: Positions and cache slots of the tokens.
+            cache: The KV cache of the head's layer.
+            plan: The attention plan of the step.
+        """
         ops, layer, parts = self.weights.ops, self.weights.stored.spec.layers[0], self.parts
         embedded = self._apply_norm("input_norm", ops.embedding(token_ids, self.embedding))
         state = self._apply_norm("state_norm", states)
@@ -173,7 +188,6 @@ class EagleHead:
 
 
 def _tensors(stored: StoredEagle, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Read the tensors of a head by name: weights in `dtype`, and the token map d2t in int64."""
     wanted, found = stored.shapes(), dict[str, Tensor]()
     with ExitStack() as stack:
         for path in stored.files:

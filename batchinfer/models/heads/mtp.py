@@ -41,7 +41,14 @@ class MtpWeights:
 
     @classmethod
     def load(cls, stored: StoredMtp, ops: Ops, dtype: torch.dtype, device: torch.device) -> MtpWeights:
-        """Load the weights of a checked MTP layer for operators, in the dtype and on the device of the model."""
+        """Load the weights of an MTP layer.
+
+        Args:
+            stored: The layer in its checkpoint.
+            ops: The operators for which the weights are packed.
+            dtype: The dtype of the target model.
+            device: The device of the target model.
+        """
         weights, start = CheckpointWeights(stored.checkpoint, dtype, device), stored.start
         return cls(
             stored,
@@ -87,7 +94,15 @@ class MtpHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the states of tokens, (T, hidden), from the states of the tokens before them (see LayerHead)."""
+        """Compute the states of tokens, (T, hidden), and write their K and V to the cache.
+
+        Args:
+            token_ids: (T,) int64, the tokens.
+            states: (T, hidden), the state of the token before each of them.
+            inputs: Positions and cache slots of the tokens.
+            cache: The KV cache of the layer.
+            plan: The attention plan of the step.
+        """
         embedded = self.weights.ops.embedding(token_ids, self.model.embedding)
         both = self._apply_norm(EMBEDDING_NORM, embedded), self._apply_norm(STATE_NORM, states)
         x, residual = self.layer(self.weights.fuse(torch.cat(both, -1)), None, inputs, cache, plan)

@@ -1,4 +1,4 @@
-"""The folder of an EAGLE-3 head (Li et al., 2025, arXiv:2503.01840), checked against its model without loading it.
+"""The folder of an EAGLE-3 head (Li et al., 2025, arXiv:2503.01840), checked against its model.
 
 No torch.
 """
@@ -247,7 +247,6 @@ def _states(raw: Mapping[str, Any], layers: int, mistakes: list[str]) -> tuple[i
 
 
 def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield an error message for each tensor of the head that is missing, unknown, or has a wrong shape or dtype."""
     named = {name: one for name, one in tensors.items() if name not in (OFFSETS, USED_TOKENS)}
     found = [
         *tensor_mistakes(
@@ -262,7 +261,6 @@ def _mistakes(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Itera
 
 
 def _wrong_numbers(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield an error message for each token map (d2t, t2d) that is missing, or has a wrong shape or dtype."""
     kinds = {OFFSETS: (stored.spec.vocab, ("I64", "I32")), USED_TOKENS: (stored.model_vocab, ("BOOL",))}
     if stored.offsets and OFFSETS not in tensors:
         yield f"{WEIGHTS} has no tensor {OFFSETS}, which maps the tokens of the head to tokens of the model"
@@ -274,10 +272,7 @@ def _wrong_numbers(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> 
 
 
 def _wrong_tokens(stored: StoredEagle, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield an error message if the head's token map d2t is wrong.
-
-    It must map to tokens of the target model, to each at most once, and to the tokens that the tensor t2d marks.
-    """
+    # d2t must map to tokens of the target model, to each at most once, and to the tokens that the tensor t2d marks
     if not stored.offsets:
         return
     tokens = tensors[OFFSETS].integers() + np.arange(stored.spec.vocab)

@@ -1,4 +1,4 @@
-"""The folder of Medusa heads (Cai et al., 2024, arXiv:2401.10774), checked against their model without loading them.
+"""The folder of Medusa heads (Cai et al., 2024, arXiv:2401.10774), checked against their model.
 
 No torch.
 """

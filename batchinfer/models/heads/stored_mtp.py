@@ -1,4 +1,4 @@
-"""The MTP layer after a checkpoint's last layer (DeepSeek-AI, 2024, "DeepSeek-V3", 2.2), checked without loading it.
+"""The MTP layer after a checkpoint's last layer (DeepSeek-AI, 2024, "DeepSeek-V3", 2.2), checked.
 
 No torch.
 """

@@ -207,6 +207,10 @@ def _own_form(whole: LinearSpec, own: LinearSpec) -> WeightForm | None:
     """Return the form of a rank's part of a weight; None if the weight is not quantised.
 
     If one group of scales spans all inputs, the part has one group that spans the rank's inputs.
+
+    Args:
+        whole: The product, as in the whole model.
+        own: The rank's part of the product.
     """
     form = whole.form
     one = form is not None and form.group == whole.inputs
@@ -214,7 +218,6 @@ def _own_form(whole: LinearSpec, own: LinearSpec) -> WeightForm | None:
 
 
 def _check_form(whole: LinearSpec, own: LinearSpec) -> None:
-    """Raise CannotSplit if weight values that share a scale would be on several ranks."""
     form = whole.form
     if form is None:
         return

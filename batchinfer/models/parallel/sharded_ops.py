@@ -32,7 +32,12 @@ class SummedLinear(Linear):
         return self._group.all_reduce(self._inner(x))
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the outputs plus the values of adapters, (T, out), summed over all ranks."""
+        """Return the outputs plus the values that adapters add, (T, out), summed over all ranks.
+
+        Args:
+            x: (T, in), this rank's inputs.
+            added: The values of adapters for this rank's inputs.
+        """
         return self._group.all_reduce(self._inner.adapted(x, added))
 
 
@@ -131,7 +136,7 @@ class HeldExperts(Experts):
         return self._numbers[experts, places % self._copies[experts]]
 
     def _compute_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Compute each row with one expert and weight 1, which leaves the bits of the output unchanged."""
+        # A weight of 1 leaves the bits of the output unchanged
         ones = torch.ones(len(rows), 1, device=rows.device)
         return self._inner(rows, Choice(numbers[:, None], ones))
 

@@ -28,14 +28,12 @@ def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _first_of_attention(attention: AttentionSpec | LatentAttentionSpec) -> tuple[str, ...]:
-    """Return the names of the products that read the input of attention."""
     if isinstance(attention, AttentionSpec):
         return (attention.first,)
     return ("q" if attention.q_rank is None else "q_a", "kv_a")
 
 
 def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
-    """Yield the names of the products that read the input of a feed-forward half."""
     if isinstance(fed, FeedForwardSpec):
         yield fed.first
         return

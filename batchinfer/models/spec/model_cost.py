@@ -112,7 +112,6 @@ def model_cost(
 
 
 def _value_bytes(spec: ModelSpec, itemsize: int) -> float:
-    """Return the bytes per weight value, in the form that the most values of linear layers have."""
     values = Counter[float]()
     for linear in spec.linears():
         values[itemsize if linear.form is None else linear.form.value_bytes(itemsize)] += linear.values
@@ -120,7 +119,6 @@ def _value_bytes(spec: ModelSpec, itemsize: int) -> float:
 
 
 def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
-    """Return the cost of embedding a token, with its multiplier, learned position and norm."""
     found = embedding_cost(1, spec.hidden, itemsize) * (1 + spec.learned_positions)
     if spec.embedding_multiplier != 1:
         found += scale_cost(1, spec.hidden, itemsize)
@@ -130,7 +128,7 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
 
 
 def _after_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
-    """Yield the costs of the operators after the layers, which compute only the sampled rows: norm, head, sampling."""
+    """Yield the costs of the operators that compute only the sampled rows: final norm, head and sampling."""
     norm = spec.final_norm if spec.ends else None
     if norm is not None:
         yield _per_sampled_row("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
@@ -202,7 +200,7 @@ def _heads(attention: LatentAttentionSpec, form: WeightForm | None, itemsize: in
 
 
 def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCost:
-    """Return the cost of attention in all layers.
+    """Return the cost of the attention operator in all layers.
 
     Pairs of query and key, and cached tokens, are counted over all layers, so each has the mean cost of a layer. If
     `decompresses`, the cost includes K and V that may be computed from latents.
@@ -265,7 +263,6 @@ def _copying(spec: ModelSpec, itemsize: int) -> Cost:
 
 
 def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
-    """Return the cost of the activation after a matrix product."""
     if linear.gated:
         width = linear.outputs // 2
         return _per_token("activation", lambda n: gated_activation_cost(n * linear.chosen, width, itemsize))
@@ -276,6 +273,11 @@ def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
     """Return the cost of one matrix product of all experts of a layer.
 
     The first product (gate_up) reads each token once. The second one reads a row per token and chosen expert.
+
+    Args:
+        linear: The product.
+        itemsize: Bytes of a value that is not quantised.
+        device: The device whose operators run.
     """
 
     def cost(tokens: int, hit: int) -> Cost:

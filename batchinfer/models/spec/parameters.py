@@ -56,7 +56,6 @@ def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _encoder_tables(spec: ModelSpec, encoder: EncoderSpec) -> dict[str, Shape]:
-    """Return the shapes of the parameters before and after the layers that only encoders have, by name."""
     norm, tables = encoder.embedding_norm, dict[str, Shape]()
     tables |= {} if norm is None else norm_parameters(EMBEDDING_NORM, norm)
     if encoder.token_types:

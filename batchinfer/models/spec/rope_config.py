@@ -143,7 +143,6 @@ def _parse_llama3(fields: Fields, theta: float, original: int, max_positions: in
 
 
 def _parse_longrope(fields: Fields, theta: float, original: int, max_positions: int) -> RopeConfig:
-    """Read the parameters of LongRoPE (Ding et al., 2024); `original` is its original length in tokens."""
     factor = fields.number("factor", max_positions / original)
     usual = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(

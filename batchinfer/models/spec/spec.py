@@ -1,4 +1,4 @@
-"""The spec of a model: one description, from which shapes, names, memory, costs and operators are derived. No torch.
+"""The spec of a model, from which shapes, names, memory, costs and operators are derived. No torch.
 
 config.json ─▶ families/ ─▶ ModelSpec ─▶ parameters (shapes, dummy weights, expected tensors of a checkpoint)
                                      ├─▶ model_cost (used by plan, report and step budgets)
