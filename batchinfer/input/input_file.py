@@ -56,7 +56,7 @@ class InputFile:
         return Location(self.path)
 
     def now(self) -> InputFile:
-        """Return the file with its current size, times and inode. Raises InputMissing if it is gone."""
+        """Return a copy with the file's current size, times and inode. Raises InputMissing if it is gone."""
         try:
             facts = self.location.facts()
         except FileNotFoundError:
@@ -89,7 +89,7 @@ class InputFile:
         )
 
     def restat(self) -> InputFile:
-        """Return the file with its current size, times and inode. Called just before the file is read and hashed.
+        """Return a copy with the file's current size, times and inode. Called just before the file is read and hashed.
 
         Raises:
             InputCorrupt: Size or mtime have changed since the file was listed.
@@ -101,5 +101,5 @@ class InputFile:
         return now
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
+        """Return the path, name, format, size, times and inode as a JSON object."""
         return asdict(self)

@@ -42,7 +42,7 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def hexdigest(self) -> str:
-        """Return the SHA-256 of the whole file. Reads the bytes at its end that a decompressor did not read."""
+        """Return the SHA-256 of the whole file. The bytes that a decompressor left unread are read first."""
         while chunk := self._file.read(_CHUNK):
             self._digest.update(chunk)
             self.bytes_read += len(chunk)
@@ -79,7 +79,7 @@ def _unpacked(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: st
 
 
 class _Decompressing:
-    """Decompresses a stream, which may have several members. Damaged data raises InputCorrupt."""
+    """A function `read(size)` for the decompressed bytes of a gzip or zstd stream. Damaged data raises InputCorrupt."""
 
     def __init__(self, file: InputFile, hashing: HashingFile, codec: str) -> None:
         self._path, self._packed = file.path, file.size

@@ -23,7 +23,7 @@ TEXT_MAX_TOKENS = 16  # default of max_tokens for /v1/completions, from OpenAI's
 
 
 def looks_like_openai(row: Values) -> bool:
-    """Return True if a row has the keys custom_id, method, url and body of a batch request, and body is an object."""
+    """Return True if a row has the keys custom_id, method, url and body, and its body is an object."""
     return set(row) >= _KEYS and isinstance(row["body"], dict)
 
 

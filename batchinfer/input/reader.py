@@ -45,9 +45,11 @@ class Strata:
     rows: int
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the sampled ranges (start, end) among `count` rows that begin at row `first` of the input.
+        """Yield the sampled ranges of consecutive rows as (start, end), counted from `first`. `end` is not included.
 
-        The start is included, the end is not. Rows are counted from `first`.
+        Args:
+            first: The number of the first row in the input.
+            count: The number of consecutive rows.
         """
         begin = (self.stride - self.rows) // 2
         for stratum in range(first // self.stride, (first + count - 1) // self.stride + 1):
@@ -107,7 +109,7 @@ class Reader:
         return reader
 
     def count(self, limit: int | None = None) -> int:
-        """Read the input and return its number of rows. Stop at `limit` rows."""
+        """Read the rows of the input and return their number, at most `limit`."""
         schema = self.schema()
         narrow = None if schema is None else schema.names[:1]
         return sum(len(batch.rows) for batch in replace(self, strata=None).batches(narrow, limit))

@@ -178,7 +178,7 @@ def _rows_one_by_one(file: str, part: pa.RecordBatch) -> list[Values | RowError]
 
 
 def blank_rows(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
-    """Return the same rows with nulls in all columns of the rows with the numbers `bad`."""
+    """Return a copy of a table in which all values of the rows with the numbers `bad` are null."""
     return part.take(pa.array([None if at in bad else at for at in range(part.num_rows)], pa.int64()))
 
 

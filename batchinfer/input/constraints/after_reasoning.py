@@ -39,12 +39,12 @@ class FreeMasks:
 
     @cached_property
     def all(self) -> NDArray[np.int32]:
-        """The mask that allows all tokens."""
+        """The mask (one bit per token id) that allows all tokens of the model."""
         return self._mask(frozenset())
 
     @cached_property
     def without_end_tokens(self) -> NDArray[np.int32]:
-        """The mask that allows all tokens except the end tokens."""
+        """The mask (one bit per token id) that allows all tokens of the model except its end tokens."""
         return self._mask(self.eos)
 
     def _mask(self, without: Collection[int]) -> NDArray[np.int32]:
@@ -98,7 +98,7 @@ class ReasonedConstraint:
 
     @property
     def over(self) -> bool:
-        """True if all tokens may follow until the end of the answer."""
+        """True if the constraint, if any, has ended: all tokens may follow until the end of the answer."""
         return self._phase is Phase.ANSWER and self._inner is None
 
     @property
@@ -112,7 +112,7 @@ class ReasonedConstraint:
         return self._inner if self._phase is Phase.ANSWER else None
 
     def take(self, token: int) -> None:
-        """Add the next token of the answer."""
+        """Add a generated token to the state of the answer."""
         if self._phase is Phase.ANSWER:
             if self._inner is not None:
                 self._inner.take(token)
@@ -126,7 +126,7 @@ class ReasonedConstraint:
             self._enter(Phase.ANSWER)
 
     def allows(self, token: int) -> bool:
-        """Return True if the token may come next."""
+        """Return True if the answer may continue with the token."""
         forced = self._forced()
         if forced:
             return token == forced[0]
@@ -138,14 +138,14 @@ class ReasonedConstraint:
         return self._inner is None if followed is None else followed.allows(token)
 
     def fork(self) -> ReasonedConstraint:
-        """Return an independent copy of the state."""
+        """Return an independent copy of the state of the answer."""
         inner = None if self._inner is None else self._inner.fork()
         own = ReasonedConstraint(self._marks, inner, self._free, self._budget)
         own._phase, own._count, own._taken = self._phase, self._count, [*self._taken]
         return own
 
     def jump_forward(self) -> Sequence[int]:
-        """Return the tokens that must come next, without adding them to the answer."""
+        """Return the tokens that the answer must continue with, without adding them. Empty if there is a choice."""
         forced = self._forced()
         if self._inner is None or (self._phase is Phase.BEGINNING and not self._answers(forced)):
             return forced
@@ -175,7 +175,7 @@ class ReasonedConstraint:
             bits.view(np.uint32)[token // BITS] |= np.uint32(1 << token % BITS)
 
     def _forced(self) -> Ids:
-        """Return the tokens that must come next until the phase ends. Empty if there is a choice."""
+        """Return the tokens that the answer must continue with until its phase ends. Empty if there is a choice."""
         if self._phase is Phase.GAP:
             return self._marks.gap[len(self._taken) :]
         if self._phase is Phase.REASONING and self._budget is not None and self._count >= self._budget:
@@ -186,14 +186,14 @@ class ReasonedConstraint:
         return ()
 
     def _possible(self) -> list[Ids]:
-        """Return the markers that begin with the tokens of the answer: of the reasoning, or of a direct answer."""
+        """Return the markers that the answer may have begun: of the reasoning, and of a direct answer."""
         given = tuple(self._taken)
         return [
             mark for mark in (self._marks.begin, self._marks.answer) if mark and mark[: len(given)] == given
         ]
 
     def _next_marks(self) -> set[int]:
-        """Return the tokens with which the possible markers continue. Empty after the first phase."""
+        """Return the next token of each marker that the answer may have begun. Empty after the first phase."""
         if self._phase is not Phase.BEGINNING:
             return set()
         return {mark[len(self._taken)] for mark in self._possible()}
@@ -228,6 +228,6 @@ class ReasonedConstraint:
 
 
 def _common(marks: Sequence[Ids]) -> Ids:
-    """Return the longest common prefix of the markers."""
+    """Return the longest common prefix of several token sequences."""
     first, last = min(marks), max(marks)
     return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]

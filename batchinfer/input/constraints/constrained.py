@@ -107,7 +107,12 @@ class GrammarConstraints:
         self.work.mask_s += time.perf_counter() - began
 
     def _masks(self, constraints: Seq[GrammarConstraint], words: int) -> NDArray[np.int32]:
-        """Return the masks of the tokens that may come next, as 32-bit words, shape (constraints, words)."""
+        """Return the mask of each constraint: the tokens that its grammar allows next. Shape (constraints, words).
+
+        Args:
+            constraints: The states of the answers.
+            words: The number of 32-bit words of a mask, with one bit per token id.
+        """
         # A model may have more logits than its tokenizer has tokens
         own_words = self._tokenizer.words
         masks = np.zeros((len(constraints), own_words), np.int32)
@@ -120,9 +125,13 @@ class GrammarConstraints:
         return masks[:, :words] if own_words >= words else np.pad(masks, ((0, 0), (0, words - own_words)))
 
     def _narrow(self, constraints: Seq[GrammarConstraint], masks: NDArray[np.int32]) -> None:
-        """Clear the tokens that the model cannot generate, and first tokens that lose their space in decoding.
+        """Clear bits of tokens that the model cannot generate, and of first tokens that lose their space in decoding.
 
-        An answer whose mask is empty then fails.
+        An answer whose mask is then empty fails.
+
+        Args:
+            constraints: The states of the answers.
+            masks: Their masks, shape (constraints, words), with one bit per token id. Changed.
         """
         given, first = self._tokenizer.given, self._tokenizer.first
         if given is not None:

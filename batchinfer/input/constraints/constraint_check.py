@@ -111,7 +111,7 @@ class ConstraintChecker:
         raise Unavailable(f"the process that checks constraints {how}; {CONTINUES}")
 
     def _not_ready(self, child: Child) -> str | None:
-        """Wait until a child process is ready. Return why it did not become ready, or None if it did."""
+        """Wait until a child process is ready. Return the reason if it does not become ready, else None."""
         try:
             with receiving():
                 if wait_for_message(child.connection, _START_S):
@@ -199,7 +199,10 @@ def _check_of(definition: str | None) -> Callable[[SamplingParams], str | None]:
 
 @contextmanager
 def _cpu_time(within_s: float) -> Iterator[None]:
-    """Let the kernel kill this process if the `with` block takes more CPU time, even inside a library call."""
+    """Let the kernel kill this process if the `with` block takes more than `within_s` seconds of CPU time.
+
+    This also works inside a library call.
+    """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, within_s)
     try:

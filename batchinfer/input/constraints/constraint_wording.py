@@ -72,7 +72,7 @@ _REWORDINGS: tuple[tuple[str, str], ...] = (
 
 
 def reword_message(problem: str) -> str:
-    """Return a message of llguidance in our wording, in one line of at most 300 characters."""
+    """Reword a message of llguidance for users, in one line of at most 300 characters."""
     lines = [line.strip() for line in problem.replace("<non-verbose/>", "").splitlines() if line.strip()]
     # The message about a regex first quotes it, then has a line with the error
     error = next((line for line in lines[1:] if line.startswith("error: ")), None)

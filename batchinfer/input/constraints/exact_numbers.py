@@ -33,7 +33,7 @@ def is_number(value: Any) -> TypeGuard[Number]:
 
 
 def is_exact(value: Number) -> bool:
-    """Return True if llguidance reads and writes exactly this number."""
+    """Return True if llguidance reads this number of a JSON Schema exactly, and writes it exactly."""
     if not _decimal(value).is_finite() or _decimal(value).copy_abs() >= 2**63:
         return False
     if value == int(value):
@@ -124,9 +124,13 @@ def _whole_inward(whole: int, up: bool) -> int:
 
 
 def _step(value: Decimal, other: Number | None) -> Decimal:
-    """Return the distance from a number to its neighbours with 15 digits.
+    """Return the distance from `value` to its neighbours among the numbers with 15 digits.
 
-    At zero, it is at most a thousandth of the range from zero to the bound `other`.
+    If `value` is 0, it is at most a thousandth of the range from 0 to the other bound.
+
+    Args:
+        value: A bound of a number.
+        other: The bound on the other side, or None.
     """
     if value:
         return Decimal(1).scaleb(max(value.adjusted() + 1 - _DIGITS, _FINEST))

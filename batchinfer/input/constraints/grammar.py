@@ -73,7 +73,10 @@ def grammar_of(params: SamplingParams) -> str:
 
 
 def _make(params: SamplingParams) -> str:
-    """Return the constraint of `params` as a grammar. Raises BadConstraint without the kind of constraint."""
+    """Return the constraint of `params` as a grammar in llguidance's JSON format.
+
+    Unlike `grammar_of`, the message of its BadConstraint does not name the kind of constraint.
+    """
     name = params.constraint
     if name is None:
         raise ValueError("these parameters have no constraint")
@@ -126,7 +129,7 @@ def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) 
 
 
 def _problem(params: SamplingParams) -> str | None:
-    """Return the problem of a constraint that shows without a tokenizer, or None."""
+    """Return the first problem of the constraint of `params` that llguidance finds without a tokenizer, or None."""
     try:
         grammar, limits = _make(params), limits_of(params)
     except BadConstraint as error:
@@ -138,7 +141,10 @@ def _problem(params: SamplingParams) -> str | None:
 
 
 def _place(params: SamplingParams) -> str:
-    """Return the place of the faulty subschema, followed by a colon. "" without a schema or for the whole schema."""
+    """Return the place of the faulty subschema in the schema of `params`, followed by a colon, for a message.
+
+    "" if `params` have no schema, or if the whole schema is faulty.
+    """
     if params.json_schema is None:
         return ""
     try:
@@ -187,7 +193,11 @@ def _of_calls(text: str) -> str:
 
 
 def _generated(text: str) -> tuple[Any, Any]:
-    """Return the schema for generation, and llguidance's options for the format of the JSON text. Raises BadSchema."""
+    """Derive the schema for generation from the text of the user's schema. Raises BadSchema.
+
+    Returns:
+        The schema, and llguidance's options for the format of the JSON text.
+    """
     schema = parsed_schema(text)
     if schema is False:
         raise BadSchema("the schema is false, which no answer can follow; write what answers look like")

@@ -53,27 +53,27 @@ class GrammarConstraint:
         return row_error(self._problem) if self._problem is not None else None
 
     def take(self, token: int) -> None:
-        """Add the next token of the answer. Raises ConstraintFailed if the token does not match the grammar."""
+        """Add a generated token to the state of the answer. Raises ConstraintFailed if the grammar forbids it."""
         if not self.matcher.consume_token(token):
             raise ConstraintFailed(self.failure or row_error("a token came that may not come next"))
         self.begun = True
 
     def allows(self, token: int) -> bool:
-        """Return True if the token may come next according to the grammar.
+        """Return True if the answer may continue with the token.
 
-        False can mean that only the mask of the next token can decide it.
+        False can also mean that this is unknown: the mask of the next token must then decide it.
         """
         # Querying a token outside the tokenizer's vocabulary would put llguidance into an error state
         return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
 
     def fork(self) -> GrammarConstraint:
-        """Return an independent copy of the state."""
+        """Return an independent copy of the state of the answer."""
         own = GrammarConstraint(self._matcher.deep_copy() if self._own else self._matcher, self._tokenizer)
         own._own, own._problem, own.begun = self._own, self._problem, self.begun
         return own
 
     def jump_forward(self) -> Seq[int]:
-        """Return the tokens that the grammar forces next, without adding them to the answer."""
+        """Return the tokens that the answer must continue with, without adding them. Empty if there is a choice."""
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
             return ()

@@ -65,14 +65,14 @@ class GrammarTokenizer:
 
     @cached_property
     def given(self) -> NDArray[np.int32] | None:
-        """The mask of the tokens that the model can generate, or None if it can generate all."""
+        """The mask (one bit per token id) of the tokens that the model can generate, or None if it can generate all."""
         if self.end is None and self.library.vocab_size <= self.vocab:
             return None
         return self._mask([t for t in range(self.library.vocab_size) if self.gives(t)])
 
     @cached_property
     def first(self) -> NDArray[np.int32] | None:
-        """The mask of the tokens that may begin an answer, or None for all.
+        """The mask (one bit per token id) of the tokens that may begin an answer, or None for all tokens.
 
         A token that begins with a space is excluded if decoding removes the space.
         """

@@ -78,7 +78,7 @@ def _check_least(schema: dict[str, Any]) -> None:
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """Make the bounds of numbers inclusive and exact, and limit unbounded integers to 18 digits."""
+    """Make the bounds of a schema's numbers inclusive and exact, in place. Limit unbounded integers to 18 digits."""
     if not all(is_number(schema.get(name, 0)) for name in (*_LOWS, *_HIGHS)):
         return  # llguidance reports the error
     low, high = _tightest(schema, _LOWS), _tightest(schema, _HIGHS)
@@ -117,9 +117,11 @@ def _set(schema: dict[str, Any], names: tuple[str, str], bound: float) -> None:
 
 
 def _tightest(schema: dict[str, Any], names: tuple[str, str]) -> tuple[Number, bool] | None:
-    """Return the tightest bound on one side as (bound, True if the bound itself is not allowed), or None.
+    """Return the tightest lower or upper bound of a schema as (bound, is the bound itself excluded), or None.
 
-    `names` are the inclusive and the exclusive keyword of that side.
+    Args:
+        schema: The schema.
+        names: The keywords of the inclusive and the exclusive bound: minimum and exclusiveMinimum, or the maxima.
     """
     sign = 1 if names is _LOWS else -1
     found: Iterator[tuple[Number, bool]] = ((schema[n], n == names[1]) for n in names if n in schema)

@@ -98,7 +98,7 @@ def _reached(pending: list[Any], following: Callable[[dict[str, Any]], Iterator[
 
 
 def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """Yield the schemas that apply to the same value as `schema`: by allOf, anyOf, oneOf or $ref."""
+    """Yield the direct subschemas that apply to the same value as `schema`: by allOf, anyOf, oneOf or $ref."""
     for keyword in _LISTS:
         yield from found if isinstance(found := schema.get(keyword), list) else ()
     if "$ref" in schema:

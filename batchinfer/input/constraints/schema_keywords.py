@@ -107,7 +107,6 @@ class _KeywordReader:
         self._count = 0
 
     def whole(self) -> Any:
-        """Return the copy of the whole document."""
         if self._old == "3":
             raise BadSchema("its $schema names draft 3, which is not read; write it as draft 2020-12")
         made, named = self._schema(self._root), {}
@@ -209,7 +208,7 @@ class _KeywordReader:
 
 
 def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
-    """Translate the older keywords `items` (a list) and `additionalItems` to `prefixItems` and `items`."""
+    """Return a schema with `items` as a list and `additionalItems` renamed to `prefixItems` and `items`."""
     if "prefixItems" in schema:
         raise BadSchema(
             "items is a list in addition to prefixItems; give items one schema, for the items after the first ones"
@@ -226,7 +225,7 @@ def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(schema: Mapping[str, Any]) -> list[str]:
-    """Return the keywords of a schema in an order in which the keywords that llguidance groups are adjacent."""
+    """Return the keywords of a schema, so that the keywords of a group that llguidance reads together are adjacent."""
     found: dict[str, None] = {}
     for keyword in schema:
         for together in _TOGETHER:

@@ -104,7 +104,15 @@ class ArrowReader:
             return pa.ipc.open_stream(pa.PythonFile(raw, mode="r"))
 
     def _check_sizes(self, raw: BinaryIO) -> None:
-        """Check the sizes of all record batches by their headers. Leave `raw` at the start of the stream."""
+        """Check the sizes of all record batches of a stream by their headers.
+
+        Args:
+            raw: The file at the start of the stream. It is left there.
+
+        Raises:
+            InputCorrupt: The stream is damaged, or a batch looks like a decompression bomb.
+            OutOfMemory: A batch is too large.
+        """
         start, allowed, in_all = raw.tell(), available_memory() // _SHARE, 0
         with self._named_damage("not an Arrow file or stream, or cut short"):
             for number, (packed, unpacked) in enumerate(batch_sizes(raw)):
@@ -114,7 +122,14 @@ class ArrowReader:
         raw.seek(start)
 
     def _measure(self, raw: BinaryIO) -> None:
-        """Check the unpacked size of all batches, if rows may share a stored value. `raw` keeps its position."""
+        """Check the total unpacked size of a stream. Batches are only read if rows may share stored values.
+
+        Args:
+            raw: The file at the start of the stream. It is left there.
+
+        Raises:
+            InputCorrupt: The stream looks like a decompression bomb.
+        """
         start = raw.tell()
         with self._stream(raw) as stream:
             shared = [name for name in self._names(stream.schema) if _shares(stream.schema.field(name).type)]
@@ -195,7 +210,7 @@ def _check_indices(column: pa.Array) -> None:
 
 
 def _shares(kind: pa.DataType) -> bool:
-    """Return True if several rows may share a stored value of this type: in dictionaries and views."""
+    """Return True if several rows may share a stored value of this type, since it is or has a dictionary or view."""
     if pa.types.is_dictionary(kind) or kind in (pa.string_view(), pa.binary_view()):
         return True
     return any(_shares(kind.field(at).type) for at in range(kind.num_fields))

@@ -74,7 +74,14 @@ class CsvRecords:
                 yield list(self._until(look_ahead_end))
 
     def _block_end(self, size: ChunkSize) -> int:
-        """Return the end of the last whole record within a block, or the reading position if there is none."""
+        """Return the end of the last whole record within a block that starts at the reading position.
+
+        Args:
+            size: The maximum size of the block.
+
+        Returns:
+            The reading position if no record ends in the block, or if the block cannot show where records end.
+        """
         lines = self._lines
         stop = lines.block_end(size.bytes, size.lines) or lines.at
         start, data = lines.at - lines.base, lines.data
@@ -86,7 +93,7 @@ class CsvRecords:
         return lines.at if found is None else lines.base + found.end()
 
     def _until(self, stop: int) -> Iterator[Found]:
-        """Yield the records that begin before the position `stop`."""
+        """Yield the CSV records that begin before the position `stop` of the file."""
         while self._lines.at < stop and (end := self._lines.line_end(self._cap + 1)) is not None:
             yield from self._next(end)
 
@@ -102,7 +109,12 @@ class CsvRecords:
             yield found
 
     def _plain(self, first: int, block: bytes) -> Iterator[Found]:
-        """Yield the lines of a block without quotes as records. `first` is the number of the first line."""
+        """Yield each non-blank line of a block of CSV without quotes as a record.
+
+        Args:
+            first: The number of the first line.
+            block: The lines.
+        """
         for number, line in enumerate(block.split(b"\n"), first):
             size, line = len(line) + 1, line.rstrip(b"\r")
             if size > self._cap + _LINE_END:
@@ -183,7 +195,11 @@ class _OpenQuote:
         return self._fate == "never" or self.at > end + 1 or (self._fate is None and self.at == end + 1)
 
     def walk(self, lines: LineBuffer, limit: int) -> Fault | Literal["closed"] | None:
-        """Scan up to `limit` bytes after the reading position for the end of the record.
+        """Scan for the end of the record.
+
+        Args:
+            lines: The buffered file. The record starts at its reading position.
+            limit: The maximum length of the record in bytes.
 
         Returns:
             "closed" for a valid record, or its fault. None if the record does not end within `limit` bytes.
@@ -198,7 +214,11 @@ class _OpenQuote:
         return self._fate
 
     def _step(self, lines: LineBuffer) -> None:
-        """Scan the buffered lines inside the quotes, and the line that closes the quote."""
+        """Scan buffered lines for the closing quote. If it is found, also scan the rest of its line.
+
+        Args:
+            lines: The buffered file.
+        """
         data, base, whole = lines.data, lines.base, lines.whole - lines.base
         closing = self._dialect.within.match(data, self.at - base, whole)
         if closing is None or closing.end() == whole:
@@ -217,7 +237,14 @@ class _OpenQuote:
 def _match_fields(
     dialect: CsvDialect, lines: LineBuffer, pattern: re.Pattern[bytes], start: int, end: int
 ) -> tuple[int, Fault | None]:
-    """Match fields from `start` within the line that ends at `end`.
+    """Match CSV fields from the position `start` within the line that ends at `end`.
+
+    Args:
+        dialect: The dialect of the file.
+        lines: The buffered file.
+        pattern: Matches the fields.
+        start: The start of the fields.
+        end: The end of the line.
 
     Returns:
         The position where the match ends, and the fault there, or None if the line ends there.

@@ -80,7 +80,7 @@ class CsvReader:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
 
     def _dialect(self, lines: LineBuffer) -> CsvDialect:
-        """Return the dialect of the file. The job sets the delimiter, else the file name, else the header."""
+        """Return the delimiter and quote of the file. The job sets the delimiter, else the file name or the header."""
         quote, delimiter = self._text.quote, self._text.delimiter
         if delimiter is None and unpacked_name(self._file.path).endswith(TABS):
             delimiter = "\t"

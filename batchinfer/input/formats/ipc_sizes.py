@@ -116,7 +116,6 @@ class _Flat:
         self._data = data
 
     def root(self) -> int:
-        """Return the position of the root table."""
         return self._at(0, "<I")
 
     def place(self, table: int, field: int) -> int | None:
@@ -134,14 +133,17 @@ class _Flat:
         return 0 if place is None else self._at(place, kind)
 
     def table(self, table: int, field: int) -> int:
-        """Return the position of the table or vector in a field of a table. Raises IndexError if it is missing."""
+        """Return the position of a table or vector that is a field of the table at `table`.
+
+        Raises IndexError if the field is missing.
+        """
         place = self.place(table, field)
         if place is None:
             raise IndexError("a table is missing")
         return place + self._at(place, "<I")
 
     def pairs(self, table: int, field: int) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of a field of a table that is a vector of pairs of 64-bit integers."""
+        """Yield the elements of a vector of pairs of 64-bit integers, which is a field of the table at `table`."""
         if self.place(table, field) is None:
             return
         vector = self.table(table, field)

@@ -171,5 +171,10 @@ class ParquetReader:
 
 
 def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:
-    """Return the leaf columns of the file among the paths, since `iter_batches` only accepts leaf columns."""
+    """Return the paths that name leaf columns of the file, since `iter_batches` only accepts leaf columns.
+
+    Args:
+        parquet: The file.
+        paths: Paths of columns.
+    """
     return [path for path in paths if path in {column.path for column in parquet.schema}]

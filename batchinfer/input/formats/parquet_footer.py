@@ -166,7 +166,6 @@ class _Compact:
         return size
 
     def signed(self) -> int:
-        """Read a signed integer and return it."""
         value = self._varint()
         return (value >> 1) ^ -(value & 1)
 

@@ -253,7 +253,10 @@ class PromptBuilder:
         return self._adapters.of_row(params, values)
 
     def _with_samples(self, draft: Draft, values: Values) -> Draft:
-        """Return the draft with the number of answers that its row asks for: for vectors, one per input."""
+        """Return the draft with the number of answers that its row asks for, or 1 per input of an embedding request.
+
+        Raises RowProblem for several answers at temperature 0.
+        """
         if draft.params.pooling is not None and self._plan.mode == "openai":
             return draft._replace(samples=1 + len(draft.further))
         asked = self._own_samples(values)

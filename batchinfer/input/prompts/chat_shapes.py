@@ -81,13 +81,13 @@ class Trace:
         self.guards: list[Guard] = []
 
     def stand_in(self, index: int, path: tuple[Op, ...]) -> Traced:
-        """Return a traced text for the content of message `index` after the string operations `path`."""
+        """Return a placeholder for the content of message `index` after the string operations `path`."""
         self.origins.append((index, path))
         return Traced(f"\ue0f2{len(self.origins) - 1}\ue0f3", self, index, path)
 
 
 class _Opaque(str):
-    """A text that may be printed and joined, but whose characters must not be read."""
+    """A text that a template may print and join. Methods that read its characters raise Untraceable."""
 
     def __add__(self, other: str) -> _Opaque:
         return _Opaque(str.__add__(self, other))
@@ -157,15 +157,15 @@ class Traced(_Opaque):
         return self._ask("endswith", *args)
 
     def strip(self, chars: str | None = None, /) -> Traced:
-        """Return a placeholder for the stripped content."""
+        """Return a placeholder for the content, stripped of white space or of `chars`."""
         return self._derive("strip", chars)
 
     def lstrip(self, chars: str | None = None, /) -> Traced:
-        """Return a placeholder for the content stripped on the left."""
+        """Return a placeholder for the content, stripped on the left of white space or of `chars`."""
         return self._derive("lstrip", chars)
 
     def rstrip(self, chars: str | None = None, /) -> Traced:
-        """Return a placeholder for the content stripped on the right."""
+        """Return a placeholder for the content, stripped on the right of white space or of `chars`."""
         return self._derive("rstrip", chars)
 
     __hash__ = None

@@ -75,7 +75,7 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as declared
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the syntax tree of the block whose tag the parser has reached."""
+        """Return the syntax tree of the `generation` block whose opening tag the parser has reached."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -103,11 +103,11 @@ class ChatTemplate:
         self._template = self._environment.from_string(source)
 
     def tree(self) -> nodes.Template:
-        """Return the parsed template."""
+        """Return the syntax tree of the template."""
         return self._environment.parse(self.source)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return the text of the prompt up to the start of the assistant's answer."""
+        """Render a conversation, and return the text of the prompt up to the start of the assistant's answer."""
         return self._template.render({**self._given, "messages": messages})
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:

@@ -54,7 +54,7 @@ class Columns:
     rows: int = 0
 
     def note(self, row: Values) -> None:
-        """Record the columns of a row, to find columns that the job names and no row has."""
+        """Record the columns of a row. `check_all_seen` reports columns that the job names and no row has."""
         self.add(row, row.keys(), 1)
 
     def add(self, names: Iterable[str], found: Collection[str], rows: int) -> None:

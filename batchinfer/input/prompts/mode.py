@@ -83,7 +83,7 @@ def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _chat_key(job: Job) -> str | None:
-    """Return the key of the job file whose text the chat template renders, such as "prompt.user", or None."""
+    """Return the key of the job file whose value the chat template renders, such as "prompt.messages", or None."""
     prompt = job.prompt
     if prompt is None or not prompt.chat:
         return None

@@ -98,17 +98,17 @@ class Limits:
     may_cut: bool = True
 
     def length(self) -> str:
-        """Return the limit on the tokens of a prompt and its origin, for messages."""
+        """Return a text for messages: the maximum number of tokens, and whether the job or the model sets it."""
         if self.job_limit:
             return f"model.max_model_len of the job allows {self.max_model_len:,}"
         return f"the model reads at most {self.max_model_len:,}"
 
     def cut(self) -> str:
-        """Return advice to truncate prompts, for messages, or "" if the job cannot."""
+        """Return a text for messages that advises to set prompt.truncate, or "" if the job cannot set it."""
         return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
 
     def remedy(self) -> str:
-        """Return advice to raise `max_model_len`, for messages, or "" if the model sets the limit."""
+        """Return a text for messages that advises to raise model.max_model_len, or "" if the job does not set it."""
         return ", or raise model.max_model_len" if self.job_limit else ""
 
 
@@ -154,7 +154,7 @@ class Preparer:
         return ContinuedPrompts(self._tokenizer, self._segments, plan.scoring.choices)
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
-        """Prepare the rows of a chunk, or only the rows of `piece`."""
+        """Read, render and tokenise the rows of a chunk, or only the rows of `piece`, and return their prompts."""
         piece = piece or RowPiece(0, chunk.most_rows)
         facts = FactsCollector(self._fields)
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
@@ -179,7 +179,7 @@ class Preparer:
     def _number_rows(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
         """Yield the rows with their numbers, from 0.
 
-        A row is reported before it is read, since reading it may exhaust the memory, too.
+        Each number is reported to the parent before the row is read, since reading may exhaust the memory, too.
         """
         for index in count():
             self._report(index)
@@ -209,7 +209,13 @@ class Preparer:
             return ()
 
     def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
-        """Tokenise the collected drafts, check that the prompts fit the limits, and add them to `work`."""
+        """Tokenise drafts, check that the prompts fit the limits, and add them to `work`.
+
+        Args:
+            held: The drafts.
+            work: Collects finished prompts and errors.
+            careful: True to tokenise one by one.
+        """
         encoded = self._encode_drafts(held, work, careful)
         if self._continued is not None:
             encoded = self._with_continuations(self._continued, held, encoded, work, careful)
@@ -223,7 +229,13 @@ class Preparer:
     def _encode_drafts(
         self, held: _Drafts, work: _FinishedPrompts, careful: bool
     ) -> list[Sequence[int] | None]:
-        """Return the token ids of each draft; None for a draft that the tokenizer cannot encode."""
+        """Tokenise drafts, and return the token ids of each; None for a draft that the tokenizer cannot encode.
+
+        Args:
+            held: The drafts.
+            work: Collects the errors.
+            careful: True to tokenise one by one.
+        """
         drafts = held.drafts
         encoded: list[Sequence[int] | None] = [d.token_ids if d.text is None else None for d in drafts]
         for special in (False, True):
@@ -403,10 +415,15 @@ class Preparer:
         return np.concatenate([tokens[: len(before)], cut, tokens[context:]]).astype(np.int32)
 
     def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
-        """Return `keep` tokens of a prompt.
+        """Truncate a prompt on the side that the job sets, and return its tokens.
 
         For vectors, the tokens that the tokenizer adds around a text are kept, since the model may use the last token
         as the vector of the text.
+
+        Args:
+            tokens: The prompt.
+            keep: The number of tokens to keep.
+            draft: The draft of the prompt.
         """
         text = draft.params.gives_tokens or not draft.add_special
         before, behind = ([], []) if text else self._segments.around
@@ -461,18 +478,16 @@ class _Drafts:
         self._characters = 0
 
     def add(self, row: int, draft: Draft) -> None:
-        """Add a draft of the row with number `row`."""
         self.rows.append(row)
         self.drafts.append(draft)
         self._characters += len(draft.text or "")
 
     @property
     def full(self) -> bool:
-        """True if no draft should be added. The tokenizer takes about 100 bytes of memory per token."""
+        """True if there are enough drafts to tokenise. The tokenizer takes about 100 bytes of memory per token."""
         return len(self.rows) >= _BULK_ROWS or self._characters >= _BULK_CHARACTERS
 
     def keep(self, places: Sequence[int]) -> None:
-        """Keep only the drafts at these positions."""
         if len(places) < len(self.rows):
             self.rows = [self.rows[at] for at in places]
             self.drafts = [self.drafts[at] for at in places]

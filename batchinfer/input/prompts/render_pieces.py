@@ -56,15 +56,18 @@ class RowPieces:
 
     @property
     def present(self) -> RowPiece:
-        """The piece that is being prepared."""
+        """The piece that a render worker prepares at present."""
         return self._left[0]
 
     def fits(self, rows: int) -> bool:
-        """Return True if the present piece may turn out to have this number of rows."""
+        """Return True if the piece that is being prepared may turn out to have this number of rows.
+
+        Only the last piece may have fewer rows than expected.
+        """
         return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
 
     def done(self, reply: PreparedRows) -> bool:
-        """Record the prepared rows of the present piece.
+        """Record the prepared rows of the piece that is being prepared.
 
         Returns:
             False if rows ran out of memory. They are then prepared again, each in a piece of its own.
@@ -81,14 +84,17 @@ class RowPieces:
         return True
 
     def accuse(self, row: int) -> None:
-        """Record that a process died or hung at row `row` of the present piece. The row may not be the cause.
+        """Record that a process died or hung at a row, which is then prepared again in a piece of its own.
 
-        It is prepared again in a piece of its own.
+        The row may not be the cause.
+
+        Args:
+            row: The number of the row in the piece that is being prepared.
         """
         self._split([self.present.start + row])
 
     def blame(self, code: str, message: str) -> None:
-        """Record that the only row of the present piece killed or hung a process again.
+        """Record that a row killed or hung a process again, although it was the only row of its piece.
 
         The row becomes an error row, and is only read for its facts. If that kills the process too, it has no facts.
 
@@ -105,7 +111,7 @@ class RowPieces:
             self._done.append(PreparedRows(_error_row(piece.given), no_facts(self._fields, 1)))
 
     def be_careful(self) -> None:
-        """Record that a process died in the present piece at no known row. The piece is prepared again, row by row."""
+        """Record that a process died at no known row of the piece. The piece is prepared again, row by row."""
         piece = self._left.popleft()
         careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
         self._left.appendleft(careful)
@@ -115,7 +121,7 @@ class RowPieces:
         return self._done[0] if len(self._done) == 1 else join_rows(self._done)
 
     def _split(self, rows: Sequence[int]) -> None:
-        """Split the present piece, so that each of the given rows has a piece of its own."""
+        """Split the piece that is being prepared, so that each of the given rows has a piece of its own."""
         piece = self._left.popleft()
         parts, start = [], piece.start
         for row in rows:
@@ -218,28 +224,26 @@ class _JoinedTools:
         self._of = [_EMPTY]
 
     def add(self, piece: Prepared) -> None:
-        """Append the texts of the rows in a piece."""
         texts, of = piece.own_texts
         own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
         self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
 
     def join(self) -> OwnTexts:
-        """Return the texts of the rows of all pieces."""
         return OwnTexts.found(self._numbers, np.concatenate(self._of))
 
 
 class _JoinedRung:
-    """Joins the work of one further attempt (a rung) at the rows of several pieces."""
+    """Joins the work of one further attempt (a rung of the ladder) of several pieces."""
 
     def __init__(self) -> None:
         self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
 
     def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
-        """Append the work at the rows in a piece. An error row without facts has no rungs.
+        """Append the attempt at the rows in a piece. An error row without facts has none.
 
         Args:
             piece: The piece.
-            at: The number of the rung.
+            at: The number of the attempt.
             numbers: The number of each distinct sampling parameters, extended here.
         """
         if at >= len(piece.rungs):
@@ -253,13 +257,17 @@ class _JoinedRung:
         self._keys.append(rung.keys)
 
     def join(self) -> PreparedRungs:
-        """Return the work at the rows of all pieces."""
         params_of, most = np.concatenate(self._params_of), np.concatenate(self._max_tokens)
         return PreparedRungs(params_of, most, b"".join(self._keys))
 
 
 def _renumber(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
-    """Return the numbers of the piece's parameters in `numbers`, which is extended; 0 for error rows."""
+    """Return, per row in a piece, the number of its sampling parameters in `numbers`; 0 for error rows.
+
+    Args:
+        piece: The piece.
+        numbers: The number of each distinct sampling parameters, extended here.
+    """
     own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
     found = own[piece.params_of]
     found[list(piece.errors)] = 0

@@ -122,7 +122,12 @@ class RenderPool(Generic[Tag]):
         yield from self._finished(under_way, 0)
 
     def _finished(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Yield (tag, prepared rows) of finished chunks in order. Wait until at most `most` chunks are under way."""
+        """Yield (tag, prepared rows) of finished chunks in order, until at most `most` chunks are unfinished.
+
+        Args:
+            under_way: The chunks that were not yielded yet.
+            most: The number of chunks. Waits for workers if more are unfinished.
+        """
         self._attend(0)
         while under_way and (len(under_way) > most or under_way[0].done is not None):
             while (done := under_way[0].done) is None:
@@ -141,7 +146,11 @@ class RenderPool(Generic[Tag]):
         worker.submit(work.chunk, work.rows)
 
     def _attend(self, within_s: float) -> None:
-        """Receive the results of workers, waiting at most `within_s` seconds for the first, and assign new chunks."""
+        """Receive the results of workers, and assign new chunks to idle workers.
+
+        Args:
+            within_s: The maximum time to wait for a result, in seconds.
+        """
         for key, _ in self._events.select(within_s):
             worker: RenderWorker = key.data
             done = worker.attend()

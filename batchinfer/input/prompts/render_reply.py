@@ -131,7 +131,6 @@ class _ReplyParts:
         self._data, self._at = data, 0
 
     def next(self) -> bytes:
-        """Read the next part and return its bytes."""
         start = self._at + _SIZE
         end = start + int.from_bytes(self._data[self._at : start], "little")
         if end > len(self._data):
@@ -173,7 +172,12 @@ class _ReplyParts:
         return found if len(found) else None
 
     def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
-        """Read the further prompts of rows. Their number must agree with the numbers of answers in `prompts`."""
+        """Read the further prompts of rows with several inputs.
+
+        Args:
+            prompts: The first prompt of each row, and the number of its answers, which must agree.
+            vocab_size: The number of token ids of the model.
+        """
         rows, counts, tokens = (
             self.numbers(below=max(1, len(prompts))),
             self.numbers(),
@@ -196,7 +200,7 @@ class _ReplyParts:
         return found
 
     def texts(self, count: int) -> pa.StringArray:
-        """Read a text column of `count` rows."""
+        """Read a text column with `count` rows, and return it."""
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
             return pa.array([], pa.string())

@@ -186,9 +186,13 @@ class RenderWorker:
             return  # the process died before it could read; `attend` notices that and starts another one
 
     def _receive(self, size: int) -> PreparedRows | None:
-        """Read the reply about the present piece of the chunk. Return the prepared chunk once all pieces are done.
+        """Read a reply about a piece of the chunk, and send the next piece.
 
-        `size` is the number of bytes of the reply.
+        Args:
+            size: The number of bytes of the reply.
+
+        Returns:
+            The prepared chunk once all pieces are done, else None.
         """
         pieces = self._pieces
         if pieces is None:
@@ -210,7 +214,12 @@ class RenderWorker:
         return None
 
     def _reply(self, size: int, pieces: RowPieces) -> PreparedRows:
-        """Read a reply of `size` bytes, and return its prepared rows. Raises BadReply."""
+        """Read and check a reply of the process, and return its prepared rows. Raises BadReply.
+
+        Args:
+            size: The number of bytes of the reply.
+            pieces: The pieces of the chunk.
+        """
         if size > self._spec.memory_bytes:
             raise BadReply(f"{size} bytes are more than such a process may have")
         spec = self._spec
@@ -278,7 +287,7 @@ class RenderWorker:
 
 
 def _row_of(at: int) -> int | None:
-    """Return the row of the present piece that a worker reports as the number `at`.
+    """Return the row that a worker is working on, from the number `at` that it reports.
 
     Returns:
         None if it works on no row, or waits for the process that checks constraints, which retries on its own.

@@ -39,7 +39,7 @@ class RowFields:
 
     @property
     def values(self) -> frozenset[str] | None:
-        """The columns whose values are read, or None for all."""
+        """The names of all columns whose values are read, or None for all columns."""
         return (
             None
             if self.prompt is None
@@ -93,7 +93,7 @@ class RowFacts:
 
 
 class FactsCollector:
-    """Collects the facts about rows, row by row."""
+    """Collects ids, endpoints and carried columns of rows, row by row."""
 
     def __init__(self, fields: RowFields) -> None:
         self._fields = fields
@@ -107,7 +107,7 @@ class FactsCollector:
         self._found: set[str] = set()
 
     def note(self, row: Values | RowError) -> None:
-        """Add the next row. A row that could not be read has no facts."""
+        """Record the facts about the next row. A row that could not be read has no facts."""
         if isinstance(row, RowError):
             self._unread.append(len(self._ids))
             row = {}
@@ -138,7 +138,7 @@ class FactsCollector:
                 self._names.setdefault(name)
 
     def finish(self) -> RowFacts:
-        """Return the facts about all rows."""
+        """Return the facts about all rows that were recorded."""
         return RowFacts(
             pa.array(self._ids, pa.string()),
             pa.array(self._endpoints, pa.string()) if self._fields.endpoints else None,

@@ -33,7 +33,7 @@ class SimpleTemplate:
 
     @classmethod
     def of(cls, tree: nodes.Template) -> Self | None:
-        """Return the template for a parsed template, or None if it contains more than texts and columns."""
+        """Convert a parsed template. Return None if it contains more than texts and printed columns."""
         texts, names = [""], []
         for node in _parts(tree):
             if isinstance(node, nodes.TemplateData):

@@ -86,7 +86,10 @@ def _lines(source: str) -> list[str] | None:
 
 
 def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, line). A long text after the last field of a line becomes a line of its own."""
+    """Yield (number from 1, line) for each line of a template.
+
+    A long text after the last field of a line becomes a line of its own.
+    """
     number = 1
     for line in lines:
         tail = _LONG_TAIL.search(line)
@@ -97,7 +100,14 @@ def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _join_lines(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Join lines with their labels, and neighbouring lines without columns. Yield (number of the first line, part)."""
+    """Join lines of a template to parts: labels with the text after them, and neighbouring lines without columns.
+
+    Args:
+        lines: (number, line) of each line.
+
+    Yields:
+        (number of the first line, part).
+    """
     held: list[str] = []
     first = 1
     for (number, line), (_, following) in zip(lines, [*lines[1:], (0, "")], strict=True):
@@ -113,7 +123,7 @@ def _join_lines(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def _ends(held: list[str], following: str) -> bool:
-    """Return True if a part of a template ends after the lines `held`. `following` is the next line."""
+    """Return True if a part of a template ends before the line `following`. `held` are the lines of the part so far."""
     last = next((line for line in reversed(held) if line.strip()), "")
     if _BEGINS_SOMETHING.search(last) and not _varies(last):
         return False

@@ -220,9 +220,11 @@ def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -
 
 
 def _around(vocabulary: Vocabulary, begins: bool) -> Any:
-    """Return the post-processor that adds BOS and EOS as the file states, or None if it adds neither.
+    """Return the post-processor that adds BOS and EOS to texts as the file states, or None if it adds neither.
 
-    `begins` is True if BOS is added by default.
+    Args:
+        vocabulary: The tokens, and the options of the file.
+        begins: True if BOS is added by default.
     """
     first = vocabulary.token("bos_token_id") if vocabulary.stated.get("add_bos_token", begins) else None
     last = vocabulary.token("eos_token_id") if vocabulary.stated.get("add_eos_token", False) else None

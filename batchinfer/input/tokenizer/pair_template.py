@@ -37,7 +37,11 @@ class PairTemplate:
 
     @classmethod
     def of(cls, rust: Any) -> Self:
-        """Return the template of a `tokenizers.Tokenizer`, found by encoding two short texts. Raises NoPairs."""
+        """Return the template of a tokenizer, found by encoding two short texts. Raises NoPairs.
+
+        Args:
+            rust: The `tokenizers.Tokenizer`.
+        """
         found, other = (cls._read(rust.encode(*texts)) for texts in (_PROBES, _PROBES[::-1]))
         if found != other:
             raise NoPairs(_NOT_IN_TURN)
@@ -45,7 +49,7 @@ class PairTemplate:
 
     @classmethod
     def _read(cls, found: Any) -> Self:
-        """Return the template from the encoding of a pair."""
+        """Return the template from the encoding of a pair by `tokenizers`. Raises NoPairs."""
         runs = [(of, len([*run])) for of, run in groupby(found.sequence_ids)]
         if [of for of, _ in runs] not in _ORDERS:
             raise NoPairs(_NOT_IN_TURN)

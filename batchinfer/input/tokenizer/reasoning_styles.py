@@ -76,7 +76,7 @@ def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningToken
 
 
 def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
-    """Return the style with the token ids of its markers, if the tokenizer always encodes them to the same tokens.
+    """Return the style with the token ids of its markers, if the tokenizer always encodes the markers so.
 
     It does if each marker begins and ends with an added token, since tokenizers split every text at added tokens.
     """

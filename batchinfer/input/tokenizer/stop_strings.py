@@ -38,7 +38,11 @@ class StopStrings:
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, token_id: int) -> int | None:
-        """Add a token to the answer. Return the number of characters to keep if it has a stop string, else None."""
+        """Add a token to the answer.
+
+        Returns:
+            The number of characters of the answer to keep if it has a stop string now, else None.
+        """
         self._ids.append(token_id)
         if not self._stops:
             return None

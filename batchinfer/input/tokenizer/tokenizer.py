@@ -118,14 +118,23 @@ class Tokenizer:
         return self.decode_batch([ids])[0]
 
     def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
-        """Return the texts of several answers, each given as token ids, as `decode` does."""
+        """Return the text of each answer, as `decode` does.
+
+        Args:
+            rows: The token ids of each answer.
+        """
         ends, answers = self._text_ends, [_ints(ids) for ids in rows]
         if ends:
             answers = [ids[:-1] if ids and ids[-1] in ends else ids for ids in answers]
         return list(self.rust.decode_batch(answers, skip_special_tokens=True))
 
     def decode_shown(self, rows: Iterable[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the texts of several answers with the special tokens in `shown`, and without other special tokens."""
+        """Return the text of each answer without special tokens, except the special tokens in `shown`.
+
+        Args:
+            rows: The token ids of each answer.
+            shown: The ids of special tokens to keep.
+        """
         hidden = (frozenset(self.specials.values()) | self._text_ends) - shown
         visible = [[token for token in _ints(ids) if token not in hidden] for ids in rows]
         return list(self.rust.decode_batch(visible, skip_special_tokens=False))
@@ -139,7 +148,7 @@ class Tokenizer:
 
     @cached_property
     def single(self) -> TokenTexts:
-        """The texts and bytes of single tokens."""
+        """Returns the texts and bytes of single tokens."""
         return TokenTexts(self.rust, self.specials.values())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
@@ -209,7 +218,12 @@ class SegmentEncoder:
         return ids
 
     def _stripped(self, pieces: list[str], index: int) -> str:
-        """Return a piece of a text without the white space that the special tokens next to it absorb."""
+        """Return a piece of a text without the white space that the special tokens next to it absorb.
+
+        Args:
+            pieces: Texts and special tokens in turn.
+            index: The position of the piece, which is a text.
+        """
         piece = pieces[index]
         if index and self._added[pieces[index - 1]].rstrip:
             piece = piece.lstrip()

@@ -50,7 +50,7 @@ class TokenizerFolder:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The content of tokenizer_config.json."""
+        """The JSON object in tokenizer_config.json; {} without the file."""
         return read_object(self._folder / CONFIG)
 
     def template(self) -> TemplateSource | None:

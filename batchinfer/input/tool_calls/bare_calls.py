@@ -79,7 +79,14 @@ def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
 
 
 def _following(text: str, at: int, tools: KnownTools | None) -> ParsedCalls | None:
-    """Return the call or list of calls at position `at`, and the calls after it if only separators are in between.
+    """Return the tool call or list of tool calls at a position of an answer.
+
+    Calls after it are included if only separators are in between.
+
+    Args:
+        text: The answer.
+        at: The position of the JSON.
+        tools: The row's tools, or None if unknown.
 
     Returns:
         None if there is no call, or none of the row's tools has its name.

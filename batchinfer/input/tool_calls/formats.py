@@ -72,7 +72,11 @@ def _mistral(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _mistral_calls(begin: re.Match[str]) -> ParsedCalls | None:
-    """Return the calls after the marker `begin`: a list as in older models, or a name and arguments."""
+    """Return the tool calls after the marker of Mistral's models: a list as in older models, or a name and arguments.
+
+    Args:
+        begin: The match of the marker in the answer.
+    """
     text, at = begin.string, begin.end()
     named = _MISTRAL.match(text, at)
     if named is None:
@@ -88,9 +92,12 @@ def _deepseek(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _deepseek_call(begin: re.Match[str]) -> ParsedCalls | None:
-    """Return the call after the marker `begin`.
+    """Return the tool call after the marker of DeepSeek's models.
 
     V3 and R1 write the kind of tool and a code fence around arguments; V3.1 writes neither.
+
+    Args:
+        begin: The match of the marker in the answer.
     """
     text = begin.string
     if begin[0] != CALL_BEGIN:

@@ -171,7 +171,7 @@ def _read_members(text: str, start: int) -> _Members:
 
 
 def _string(text: str, span: Span) -> str | None:
-    """Return the value of the JSON string in a range of a text; None for other values."""
+    """Return the JSON string in the range `span` (start, end) of a text; None if the value there is no string."""
     found = _DECODER.decode(text[slice(*span)]) if text.startswith('"', span[0]) else None
     return found if isinstance(found, str) else None
 

@@ -41,7 +41,7 @@ def known_tools(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _types(parameters: Any) -> dict[str, Types]:
-    """Return the types of each property of a JSON Schema with properties, by name."""
+    """Return the allowed types of each property of a JSON Schema, by name. Properties of any type are left out."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
@@ -129,5 +129,5 @@ class KnownTools:
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> KnownTools:
-    """Parse a text of `known_tools` once for all rows that share it."""
+    """Parse a text of `known_tools`. Results are cached, since many rows share a text."""
     return KnownTools(json.loads(text))

@@ -42,26 +42,26 @@ class Chars:
 
     @property
     def known(self) -> bool:
-        """True if the set has ranges only, no properties. Its members are then known."""
+        """True if the set consists of ranges only. If it has Unicode properties, its members are unknown here."""
         return not self.properties
 
     @property
     def empty(self) -> bool:
-        """True if the set is known to be empty."""
+        """True if the set is certainly empty: it has neither ranges nor Unicode properties."""
         return self.known and not self.ranges
 
     def holds(self, char: str) -> bool:
-        """Return True if the ranges contain the character. Properties and negation are ignored."""
+        """Return True if a range of the set contains the character. Properties and negation are ignored."""
         return any(first <= ord(char) <= last for first, last in self.ranges)
 
     def without(self, char: str) -> Chars:
-        """Return a copy of a set without one character. The set must have ranges only."""
+        """Return a copy of the set without one character. The set must consist of ranges only."""
         code = ord(char)
         return Chars.of([*_others(self.ranges), (code, code)], negated=True)
 
 
 def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return the ranges in ascending order, with overlapping and touching ones merged."""
+    """Sort ranges of code points, and merge ranges that overlap or touch."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -72,7 +72,7 @@ def _joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def _others(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Return the complement of the ranges, without surrogates."""
+    """Return the complement of ranges of code points, without surrogates."""
     found, begin = [], 0
     for first, last in _joined([*ranges, _SURROGATES]):
         if first > begin:
@@ -84,7 +84,7 @@ def _others(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
 
 
 def one(code: int) -> Chars:
-    """Return the set of the character with this code point, which must not be a surrogate."""
+    """Return the set that contains only the character with this code point. It must not be a surrogate."""
     return Chars(((code, code),))
 
 

@@ -15,12 +15,15 @@ _PUNCTUATION = re.compile("[^A-Za-z0-9]")
 
 
 def engine_pattern(pattern: str) -> str:
-    """Return an expression in the engine's syntax for texts that match the pattern as a whole. Raises BadPattern."""
+    """Translate a regular expression of ECMAScript that must match a whole text to the engine's syntax.
+
+    Raises BadPattern.
+    """
     return read_pattern(pattern, _SyntaxMaker())
 
 
 def engine_pattern_in_json(pattern: str) -> tuple[str, bool]:
-    """Return a regular expression in the engine's syntax for JSON strings that contain a match of the pattern.
+    """Translate a regular expression of ECMAScript that may match anywhere in a JSON string to the engine's syntax.
 
     In llguidance 1.9, a set with all control characters also matches quotes and backslashes. If it should not match
     these, U+0000 is removed from the set. The engine's unions of sets keep this.
@@ -96,7 +99,10 @@ def _members(chars: Chars) -> str:
 
 
 def _bridged(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Join ranges that only surrogates separate, since regex-syntax 0.8 negates such sets wrongly at their ends."""
+    """Join ranges of code points that only surrogates separate.
+
+    regex-syntax 0.8 negates such sets wrongly at their ends.
+    """
     before: Range | None = None
     for one in ranges:
         if before is not None and (before[1], one[0]) == (0xD7FF, 0xE000):

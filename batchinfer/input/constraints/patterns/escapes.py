@@ -69,7 +69,13 @@ def read_escape(source: PatternSource, in_class: bool) -> Chars | int:
 
 
 def _itself(source: PatternSource, begin: int, char: str) -> int:
-    """Return the code point of an escaped character that means itself: ASCII punctuation or space."""
+    """Return the code point of an escaped character without a special meaning: ASCII punctuation or space.
+
+    Args:
+        source: The pattern with its reading position.
+        begin: The position of the escape, for messages.
+        char: The character after the backslash.
+    """
     if not char:
         source.bad(begin, "ends the expression; write \\\\ for a backslash")
     if char in _FOREIGN:

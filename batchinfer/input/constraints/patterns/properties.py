@@ -72,7 +72,11 @@ def property_syntax(name: str) -> tuple[str | None, str]:
 
 
 def holds_null(syntax: str) -> bool:
-    r"""Return True if U+0000 has a property. `syntax` is the property in the engine's syntax, such as `\p{L}`."""
+    r"""Return True if the character U+0000 has a Unicode property.
+
+    Args:
+        syntax: The property in the engine's syntax, such as `\p{L}`, or its negation `\P{L}`.
+    """
     value = syntax[3:-1].rpartition("=")[2]
     return (value in _OF_NULL) != syntax.startswith("\\P")
 

@@ -53,11 +53,11 @@ class Maker(Protocol[T]):
         ...
 
     def sequence(self, parts: Sequence[T]) -> T:
-        """Return the result for consecutive parts, from their results. Without parts, it matches the empty text."""
+        """Return the result for consecutive parts, from their results. Without parts, the expression matches ""."""
         ...
 
     def choice(self, ways: Sequence[T]) -> T:
-        """Return the result for alternatives, from their results."""
+        """Return the result for an expression that matches any of several alternatives, from their results."""
         ...
 
     def repeated(self, part: T, least: int, most: int | None) -> T:
@@ -137,9 +137,12 @@ class _PatternReader(Generic[T]):
             self._add(begin, PatternPart(self._maker.chars(self._chars(begin, char))))
 
     def _text(self, begin: int) -> str:
-        """Read literal characters from `begin` on, and return them if there are at least two, else "".
+        """Read literal characters of the regular expression from position `begin` on, if there are at least two.
 
         A character that is repeated (`a*`) is not included.
+
+        Returns:
+            The characters, or "" if there are fewer than two.
         """
         source = self._source
         text = source.match(_TEXT, begin)
@@ -181,7 +184,7 @@ class _PatternReader(Generic[T]):
         self._open.append(_Group(begin))
 
     def _special_group(self, begin: int) -> None:
-        """Read the start of a named group. Reject all other groups that begin with `?`."""
+        """Read the start of a named group of a regular expression. Reject all other groups that begin with `?`."""
         source = self._source
         for kind in ("=", "!", "<=", "<!"):
             if source.accept(kind):
@@ -271,7 +274,11 @@ class _PatternReader(Generic[T]):
         parts.append(PatternPart(self._maker.repeated(part.made, *counts)))
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """Read a repetition and return its (minimum, maximum or None) count; None if there is no repetition."""
+        """Read a repetition such as `*` or `{2,3}`.
+
+        Returns:
+            (minimum, maximum or None) of the count; None if there is no repetition at the reading position.
+        """
         source, begin = self._source, self._source.at
         char = source.peek()
         if char not in _REPEATS:

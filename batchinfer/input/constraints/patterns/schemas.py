@@ -39,7 +39,10 @@ def _translate_names(schema: dict[str, Any], named: dict[str, Any]) -> dict[str,
 
 
 def _outside_matter(schema: dict[str, Any]) -> bool:
-    """Return True if the schema may allow a property name that its translated, narrower pattern excludes."""
+    """Return True if other keywords of a schema allow a property name that a narrower pattern excludes.
+
+    The pattern was narrowed to exclude U+0000.
+    """
     named = [*_names(schema.get("properties")), *_names(schema.get("required"))]
     return schema.get("additionalProperties") is not False or any("\0" in name for name in named)
 

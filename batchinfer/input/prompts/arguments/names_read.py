@@ -41,7 +41,7 @@ class _Reads(NodeVisitor):
         self._later: list[nodes.Macro] = []
 
     def finish(self) -> None:
-        """Visit the macros, which may define further macros."""
+        """Visit the bodies of the macros that were found, which may define further macros."""
         while self._later:
             macro = self._later.pop()
             names = [argument.name for argument in macro.args]
@@ -109,7 +109,7 @@ class _Reads(NodeVisitor):
             self.visit(node)
 
     def _after(self, branch: Sequence[nodes.Node]) -> set[str]:
-        """Visit a branch of an `if`, and return the names that are set after it."""
+        """Visit a branch of an `if`, and return the names that are certainly set after it."""
         before = set(self._set)
         self._all(branch)
         found, self._set = self._set, before

@@ -19,7 +19,12 @@ class UnreadArguments:
         self.rows: dict[str, int] = {}
 
     def add(self, names: Iterable[str], rows: int = 1) -> None:
-        """Add `rows` to the count of each name. At most 20 names are kept."""
+        """Add rows that set arguments which the template does not read. At most 20 names are kept.
+
+        Args:
+            names: The names of the arguments.
+            rows: The number of rows.
+        """
         for short in dict.fromkeys(name[:_NAME] for name in names):
             if short in self.rows or len(self.rows) < _MOST_NAMES:
                 self.rows[short] = self.rows.get(short, 0) + rows

@@ -101,7 +101,7 @@ class RequestParameters:
 
 
 def parameter_of(called: str) -> str:
-    """Return the sampling parameter that a field of a request sets."""
+    """Return the sampling parameter that a field of a request sets: max_tokens for "max_completion_tokens"."""
     return OTHER_NAMES.get(called, called)
 
 

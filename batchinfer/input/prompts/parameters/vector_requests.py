@@ -65,7 +65,13 @@ def parse_embedding_request(body: Mapping[str, Any], requests: VectorRequests) -
 
 
 def _is_known(name: str, value: object, requests: VectorRequests) -> bool:
-    """Return True if an embedding request may have a field with this value. Raises RowProblem for an invalid value."""
+    """Return True if an embedding request may have a field with this value. Raises RowProblem for an invalid value.
+
+    Args:
+        name: The name of the field.
+        value: Its value.
+        requests: The options that the request may choose.
+    """
     check = _CHECKS.get(name)
     if check is not None:
         check(name, value)

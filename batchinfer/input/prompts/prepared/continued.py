@@ -147,7 +147,14 @@ class _Tail:
         self._sure = len(alone) // 2
 
     def ends(self, prompt: Ids) -> bool:
-        """Return True if the tokens of a prompt end with the second half of `alone`."""
+        """Return True if a prompt ends with the same tokens as the cached characters.
+
+        Only the second half is compared: the cached characters begin in the middle of a text, so that their first
+        tokens may differ.
+
+        Args:
+            prompt: The tokens of the prompt.
+        """
         end = self.alone[self._sure :]
         return len(self.context) >= self._sure and [*prompt[len(prompt) - len(end) :]] == [*end]
 

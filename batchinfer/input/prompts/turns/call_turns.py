@@ -64,14 +64,14 @@ class CallTurns:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """True if the template writes arguments that are JSON text unchanged."""
+        """True if the template prints arguments unchanged that are JSON text."""
         return _EXAMPLE_TEXT in self._render_call(_EXAMPLE_TEXT)
 
     @cached_property
     def _takes_object(self) -> bool:
-        """True if arguments should be objects.
+        """True if the arguments of calls should be passed to the template as objects, not as JSON text.
 
-        The template writes them in another syntax than Python's, or takes neither objects nor texts.
+        It prints objects in another syntax than Python's, or prints neither objects nor texts.
         """
         found = self._render_call(_EXAMPLE)
         return (bool(found) and str(_EXAMPLE) not in found) or not self._takes_text
