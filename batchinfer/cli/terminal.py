@@ -22,7 +22,7 @@ _STYLES: dict[Look, dict[str, Any]] = {
 
 
 def say(text: str) -> bool:
-    """Print a printable text on stdout. Paths below the current folder become relative.
+    """Print a text without control characters on stdout. Paths below the current folder become relative.
 
     Returns:
         False if the reader of stdout has gone. Further output is dropped.
@@ -41,7 +41,7 @@ def say_json(value: Mapping[str, Any]) -> bool:
 
 
 def say_lines(lines: Iterable[str]) -> None:
-    """Print printable lines on stdout, until the reader closes the pipe."""
+    """Print lines without control characters on stdout, until the reader closes the pipe."""
     for line in lines:
         if not _write(sys.stdout, line, flush=False):
             return
@@ -49,7 +49,7 @@ def say_lines(lines: Iterable[str]) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a printable text on stderr. If stderr is closed, the message is dropped."""
+    """Print a text without control characters on stderr. If stderr is closed, the text is dropped."""
     try:
         _write(sys.stderr, with_near_paths(text))
     except OSError:  # for example a closed terminal; the exit code still reports the outcome
@@ -57,7 +57,7 @@ def tell(text: str) -> None:
 
 
 def tell_error(text: str) -> None:
-    """Print an error message on stderr."""
+    """Print an error message on stderr, after the name of the program. Control characters are escaped."""
     tell(f"{paint('batchinfer:', 'bad', sys.stderr)} {printable(text)}")
 
 

@@ -194,7 +194,10 @@ def _prompt(
 
 
 def _has_requests(sections: Mapping[str, dict[str, Any]], file: JobFile) -> bool:
-    """Return True if rows are OpenAI requests: the format says so, or the file has them and the job has no prompt."""
+    """Return True if the job's rows are OpenAI requests.
+
+    They are if the format says so, or if the input file has requests and the job has no prompt.
+    """
     source, given = sections.get("input", {}), _given(sections.get("prompt", {}), *PROMPT_SOURCES)
     return source.get("format") == "openai" or (not given and _is_openai(source, file))
 
@@ -309,7 +312,7 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Find reasons why answers cannot have a confidence: no listed values, or other uses of log-probabilities."""
+    """Find options that exclude output.confidence: it needs listed answers, and uses log-probabilities itself."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     if output.get("confidence") is not True:
         return
@@ -374,7 +377,7 @@ def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
 
 
 def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Find reasons why the answers to a row cannot be put into lists (output.explode: false)."""
+    """Find options that exclude output.explode: false, with which the answers to a row are in lists."""
     sampling, source = sections.get("sampling", {}), sections.get("input", {})
     if sections.get("output", {}).get("explode") is not False:
         return
@@ -393,7 +396,13 @@ def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Fi
 
 
 def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding]:
-    """Find options that exclude best_of: rows that set the number of answers themselves."""
+    """Find options that exclude sampling.best_of, because rows set the number of answers themselves.
+
+    Args:
+        best_of: The value of sampling.best_of.
+        per_row: The value of sampling.from_columns.
+        is_openai: True if rows are OpenAI requests.
+    """
     if is_openai:
         message = f"is {best_of}, which is not for OpenAI batch files: a request says itself how many answers it wants"
         yield Finding(("sampling", "best_of"), message, "set n, or give the prompt section")
@@ -447,7 +456,7 @@ def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def task_columns(task: str) -> tuple[str, ...]:
-    """Return the names of the result columns of a task whose answers are no texts, such as "embed"."""
+    """Return the names of the result columns for a task such as "embed", whose answers are no texts."""
     return (*RESULT_COLUMNS[:5], *TASK_COLUMNS[task], "prompt_tokens", *RESULT_COLUMNS[-4:])
 
 
@@ -571,7 +580,7 @@ def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
 
 
 def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str | None, list[Finding]]:
-    """Return the path of the model, and findings about its name. The path is None if the job names no usable one."""
+    """Return the path of the model, and mistakes in its name. The path is None if the job names no usable path."""
     path = _folder_at(sections, "model", file)
     if path is None:
         return None, []

@@ -47,7 +47,7 @@ class StopTime:
 
     @property
     def recurs(self) -> bool:
-        """Return True if the text is a time of day, so that it means another moment tomorrow."""
+        """Return True if the user gave a time of day (HH:MM), which means another moment tomorrow."""
         return _CLOCK.fullmatch(self.text) is not None
 
 

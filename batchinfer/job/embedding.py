@@ -14,7 +14,7 @@ from batchinfer.job.section import Section
 class EmbedSection(Section):
     """The vectors of a job with `task: embed`, and of OpenAI requests for embeddings.
 
-    auto: as the checkpoint's modules.json (sentence-transformers) says.
+    With `auto`, the checkpoint's modules.json (sentence-transformers) decides.
     """
 
     pooling: Literal["auto", Pooling] = Field(

@@ -78,9 +78,9 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _ray_address(value: object) -> object:
-    """Return the address of a Ray cluster if it is valid, else (), which fits no type.
+    """Return the address of a Ray cluster, "auto" or HOST:PORT. Other texts become (), which pydantic then rejects.
 
-    Addresses of Ray's client (ray://) are invalid: nodes have no IDs there.
+    Addresses of Ray's client (ray://) are rejected: nodes have no IDs there.
     """
     if not isinstance(value, str) or value == "auto":
         return value
@@ -105,7 +105,10 @@ def _folder(info: Info) -> Path:
 
 
 def _anchored(text: str, info: Info) -> str:
-    """Return an absolute path. Raises ValueError for URLs and for paths that begin with ~."""
+    """Return a path of the job file as an absolute path, relative to the folder of the job file.
+
+    Raises ValueError for URLs and for paths that begin with ~.
+    """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise ValueError(
             f"found the address {shorten(text)}; buckets and URLs are not supported: a path must be on one of this "
@@ -155,7 +158,7 @@ def _bytes(text: str) -> int:
 
 
 def _memory(value: object) -> object:
-    """Return "auto", bytes (int) or a share of the memory (float). Other values become (), which fits no type."""
+    """Return "auto", bytes (int) or a share of the memory (float). Other values become (), which pydantic rejects."""
     if isinstance(value, str):
         value = value if value == "auto" else _bytes(value)
     if value == "auto" or (isinstance(value, int) and MIN_KV_BYTES <= value <= MAX_BYTES):
@@ -166,7 +169,7 @@ def _memory(value: object) -> object:
 
 
 def _min_rows(value: object) -> object:
-    """Return a number of rows (int) or a share of rows (float). Other values become (), which fits no type."""
+    """Return a number of rows (int) or a share of rows (float). Other values become (), which pydantic rejects."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value if 1 <= value <= INT32_MAX else ()
     return value if isinstance(value, float) and 0 < value < 1 else ()
@@ -292,7 +295,7 @@ def _tools_text(value: object) -> object:
 
 
 def _sql_memory(value: object) -> object:
-    """Return "auto" or a size in bytes. Other values become (), which fits no type."""
+    """Return "auto" or a size in bytes. Other values become (), which pydantic rejects."""
     size = value if value == "auto" else _size(value)
     number = isinstance(size, int) and not isinstance(size, bool) and MIN_SQL_BYTES <= size <= MAX_BYTES
     return size if size == "auto" or number else ()
@@ -326,7 +329,7 @@ def _quote(value: object) -> object:
 
 
 def _character(value: object, word: str) -> object:
-    """Return a single ASCII character, or the given word. Other texts become (), which fits no type."""
+    """Return a single ASCII character, or the text `word`. Other texts become (), which pydantic rejects."""
     if not isinstance(value, str) or value == word:
         return value
     return value if len(value) == 1 and value.isascii() and value not in "\0\r\n" else ()
@@ -371,7 +374,11 @@ def _deadline(text: str) -> str:
 
 
 def bounded(name: str) -> Any:
-    """Return the bounds of a sampling parameter, as a pydantic annotation of its type."""
+    """Return the bounds of a sampling parameter, as a pydantic annotation for its type.
+
+    Args:
+        name: The name of the parameter.
+    """
     bounds = BOUNDS[name]
     return Field(gt=bounds.low, le=bounds.high) if bounds.above else Field(ge=bounds.low, le=bounds.high)
 

@@ -61,11 +61,11 @@ class JobFile:
         return self.path.parent
 
     def lines(self) -> dict[str, int]:
-        """Return the line of each dotted key, such as "output.path"."""
+        """Return the line (from 1) of each dotted key, such as "output.path"."""
         return {dotted(loc): place.line for loc, place in self.places.items() if place.line and _is_key(loc)}
 
     def mistake(self, finding: Finding) -> Mistake:
-        """Return a finding as a mistake, with the line or the `--set` option that set the value."""
+        """Convert a finding to a Mistake, which names the line or the `--set` option that set the value."""
         place = self.place(finding.loc)
         where = dotted(finding.loc)
         if place.override is None:
@@ -242,7 +242,7 @@ class _Values:
         self.root = self._value(root, (), None)
 
     def override(self, key: str, text: str) -> list[Mistake]:
-        """Apply a `--set key=text`, and return its mistakes."""
+        """Apply the option `--set key=text` to the values, and return the mistakes in it."""
         loc = tuple(UNUSABLE.sub("\ufffd", key).split("."))
         node, findings = read_yaml(text)
         if not all(loc):
@@ -273,7 +273,11 @@ class _Values:
         return []
 
     def _forget(self, loc: Loc) -> None:
-        """Remove the values below a location, with their origins and mistakes."""
+        """Remove a value of the job file with all values in it, and their origins and mistakes.
+
+        Args:
+            loc: The location of the value, such as ("output", "columns").
+        """
         self.places = {at: place for at, place in self.places.items() if at[: len(loc)] != loc}
         self.broken = {at for at in self.broken if at[: len(loc)] != loc}
         self.dated = {at: text for at, text in self.dated.items() if at[: len(loc)] != loc}

@@ -21,7 +21,10 @@ _FLOATS = frozenset(one.name for one in fields(SamplingParams) if isinstance(one
 
 
 def _rungs(value: object) -> object:
-    """Return the items of a ladder with numbers of their own types. Values other than lists are returned unchanged."""
+    """Check the value of on_invalid, and return its items with numbers of the right type (int or float).
+
+    Values other than lists are returned unchanged, and pydantic rejects them. Raises ValueError for a wrong item.
+    """
     if not isinstance(value, tuple | list):
         return value
     if len(value) > MOST_RUNGS:

@@ -111,12 +111,12 @@ class PromptSection(Section):
 
     @property
     def given_tools(self) -> dict[str, Any]:
-        """Return the tools that all rows share, as the argument `tools` of the chat template. Empty without tools."""
+        """Return {"tools": the tools that all rows share}, as an argument of the chat template; {} without tools."""
         return {} if self.tools is None else {"tools": json.loads(self.tools)}
 
     @property
     def may_call(self) -> bool:
-        """Return True if the section gives tools, or names the style of tool calls."""
+        """Return True if the section gives tools, or names a style of tool calls, so that answers may call tools."""
         return bool(self.tool_keys()) or self.tool_calls not in ("auto", "none")
 
     @property
@@ -131,7 +131,7 @@ class PromptSection(Section):
         return {"tool_choice": "required" if self.tool_choice == "required" else named}
 
     def tool_keys(self) -> list[str]:
-        """Return the keys of the section that are set and give tools."""
+        """Return those keys that give tools and are set: "tools", "tools_from_column"."""
         return [name for name in ("tools", "tools_from_column") if getattr(self, name) is not None]
 
     def argument_keys(self) -> list[tuple[str, str]]:

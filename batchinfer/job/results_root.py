@@ -23,21 +23,26 @@ _TRIAL = "-first-"
 
 
 def trial_results(root: Path, limit: int) -> Path:
-    """Return the result folder of a trial with the first `limit` rows of a job. `root` is the root of its results."""
+    """Return the result folder of a trial, which runs only the first `limit` rows of a job.
+
+    Args:
+        root: The result folder of the job, without its date.
+        limit: The number of rows.
+    """
     return root.with_name(f"{root.name}{_TRIAL}{limit}")
 
 
 def root_of_trial(results: Path) -> Path | None:
-    """Return the root of the results of the job, given the result folder of its trial; None for other folders."""
+    """Return the result folder of a job, without its date, for the result folder of a trial. None for other folders."""
     found = re.fullmatch(rf"(.+){_TRIAL}\d+", results.name)
     return results.with_name(found[1]) if found else None
 
 
 def results_root(text: str, folder: Path, job: str) -> Path:
-    """Return the root of a job's dated results: `output.path` without its date.
+    """Return `output.path` without its date: the root of a job's dated results.
 
     Args:
-        text: The `output.path` with HOLE instead of each ${date}.
+        text: The `output.path` with the character HOLE instead of each ${date}.
         folder: The folder that relative paths start from.
         job: The name of the job, for a path that is only a date.
     """
@@ -48,7 +53,7 @@ def results_root(text: str, folder: Path, job: str) -> Path:
 
 
 def _closed(part: str) -> str:
-    """Return a path component without its holes and the separators around them."""
+    """Return a path component without its dates (HOLE characters) and the separators around them."""
     if HOLE not in part:
         return part
     first, *between, last = part.split(HOLE)
@@ -57,5 +62,5 @@ def _closed(part: str) -> str:
 
 
 def folder_name(job: str) -> str:
-    """Return a folder name made from the name of a job."""
+    """Return the name of a job without characters that are unusual in a folder name."""
     return re.sub(r"[^\w.-]+", "-", job)[:_NAME_LENGTH].strip("-.") or "job"

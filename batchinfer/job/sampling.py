@@ -22,7 +22,7 @@ from batchinfer.job.section import Section
 
 
 class SamplingSection(Section):
-    """How tokens are chosen. The same for every row, except for parameters in `from_columns`."""
+    """The choice of tokens, the same for every row, except for parameters in `from_columns`."""
 
     max_tokens: Annotated[int, bounded("max_tokens")] | Literal["fit"] = Field(
         default=256,
@@ -169,9 +169,12 @@ class SamplingSection(Section):
         return self._limited(self.explicit_params())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters with a number for `max_tokens: fit`, and with logprobs for `best_of`.
+        """Return parameters with a number for `max_tokens: fit`, and with logprobs for `best_of`.
 
         A row's constraint replaces the number later. The best answers are chosen by their log-probabilities.
+
+        Args:
+            given: The parameters by name.
         """
         given = given | ({"max_tokens": INT32_MAX} if self.fits else {})
         return given | ({"logprobs": 0} if self.chooses and given.get("logprobs") is None else {})
@@ -193,7 +196,7 @@ class SamplingSection(Section):
 
     @property
     def samples_column(self) -> str | None:
-        """Return the column with the number of answers to each row, or None."""
+        """Return the column in which rows set their number of answers (`n`), or None."""
         return dict(self.from_columns).get("n")
 
     @property

@@ -264,7 +264,7 @@ class OutputSection(Section):
 
 
 class EngineSection(Section):
-    """How the engine works. None of these options changes what the model is asked."""
+    """The settings of the engine. None of them changes prompts or sampling parameters."""
 
     device: Literal["auto", Device] = Field(
         default="auto", description="`cpu` or `cuda`. `auto`: `cuda` if there is a GPU."
@@ -373,7 +373,7 @@ class RaySection(Section):
 
 
 class OnErrorSection(Section):
-    """How many error rows a job may have."""
+    """The maximum share of error rows, and what happens beyond it."""
 
     max_error_rate: float = Field(
         default=0.01,
@@ -403,7 +403,7 @@ class CacheSection(Section):
 
 
 class CommitSection(Section):
-    """How often finished answers are stored. A crash loses only the answers since then."""
+    """The intervals at which finished answers are stored. A crash loses only answers after the last commit."""
 
     rows: Auto | Whole = Field(
         default="auto",
@@ -534,7 +534,7 @@ class Job(Section):
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """Return the input columns that the results contain: `output.columns` and `input.expected`."""
+        """Return the input columns that are copied to the results: `output.columns` and `input.expected`."""
         columns, expected = self.output.columns, self.input.expected
         return columns if expected is None or expected in columns else (*columns, expected)
 
@@ -597,7 +597,7 @@ class Job(Section):
         return self._root
 
     def first_rows(self, limit: int) -> Job:
-        """Return a trial of the job: its first `limit` rows, with a result folder next to the root of its results.
+        """Return a trial of the job: only its first `limit` rows, and a result folder of its own.
 
         `input.min_rows` does not apply to a trial.
         """

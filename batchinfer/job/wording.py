@@ -73,28 +73,37 @@ def describe_value(value: object) -> str:
 
 
 def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the options of a section by their names in a job file."""
+    """Return the options of a section, by their names in a job file.
+
+    Args:
+        model: The class of the section.
+    """
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of the section that the field `name` holds, or None if it is a value or unknown."""
+    """Return the class of the section `name` of a model, or None if the field is a plain value or unknown."""
     info = model.model_fields.get(name)
     candidates = [info.annotation, *get_args(info.annotation)] if info else []
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _may_be_value(model: type[BaseModel], name: str) -> bool:
-    """Return True if the field `name` may be a section or another value."""
+    """Return True if the field `name` of a model may be a section or a plain value."""
     members = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
     return section_of(model, name) is not None and len({*members} - {types.NoneType}) > 1
 
 
 def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> Loc | None:
-    """Return the location of an error in a field that may be a section or a value.
+    """Return the location of a pydantic error in a field that may be a section or a plain value.
+
+    Args:
+        model: The class of the job file.
+        loc: The location that pydantic reports.
+        values: The values of the job file.
 
     Returns:
-        None if the error is about a section and the job file has a value, or the reverse.
+        None if the error is about a section and the job file has a plain value, or the reverse.
     """
     if len(loc) < 2 or not _may_be_value(model, str(loc[0])):
         return loc
@@ -218,7 +227,7 @@ def _phrase(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """Return the bounds of a type, including bounds that pydantic has wrapped in a FieldInfo."""
+    """Return the metadata of a field's type, including metadata that pydantic has wrapped in a FieldInfo."""
     flat: list[Any] = []
     for one in metadata:
         flat += _flat(one.metadata) if isinstance(one, FieldInfo) else [one]
@@ -232,7 +241,12 @@ def _list(item: Any, metadata: list[Any]) -> str:
 
 
 def _any_of(members: list[Any], metadata: list[Any]) -> str:
-    """Return a description of a union of types: the alternatives, with auto as the last one."""
+    """Describe the valid values of a union of types: the alternatives, with auto as the last one.
+
+    Args:
+        members: The types.
+        metadata: The bounds of the field.
+    """
     phrases = [_phrase(one, metadata) for one in members]
     plain = [phrase for phrase in phrases if phrase != "auto"]
     return ", or ".join([*plain, *(["auto"] if "auto" in phrases else [])])

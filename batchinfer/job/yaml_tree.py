@@ -120,7 +120,7 @@ class _Stopped(Exception):
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Return a text for a message: one line, quoted, at most about `limit` characters."""
+    """Return a text in quotes for a message, on one line, shortened to about `limit` characters."""
     return json.dumps(text if len(text) <= limit else text[: limit - 1] + "…", ensure_ascii=False)
 
 
@@ -172,7 +172,7 @@ class _Lines:
 
 
 def _events(text: str, lines: _Lines) -> Iterator[Any]:
-    """Yield the events of YAML's parser. Raises _Stopped with a line and advice if the text is not valid."""
+    """Yield the events of YAML's parser. If the text is not valid YAML, raise _Stopped with a line and advice."""
     directive = re.search(r"^%", text, re.MULTILINE)
     if directive:
         message = "a line that begins with % (a YAML directive) is not allowed in a job file"

@@ -48,7 +48,7 @@ class History:
         return compare(self.runs)
 
     def lines(self, limit: int) -> list[str]:
-        """Return a table of the newest `limit` runs, and how the newest run compares with earlier runs, as lines."""
+        """Return lines for users: a table of the newest `limit` runs, and the comparison of the newest run."""
         older = len(self.runs) - limit
         more = [f"{older} older runs are not shown; --limit {len(self.runs)} shows all"] if older > 0 else []
         return [*history_lines(trends(self.runs, limit)), *more, *verdict(self.comparison)]

@@ -66,7 +66,7 @@ class PreviewedRow:
 
     @property
     def head(self) -> str:
-        """Return the line that names the row."""
+        """Return the heading of the row: its file, number and id."""
         return f"── {self.file} row {self.row_index}" + (f", id {self.id}" if self.id else "")
 
     @property
@@ -94,7 +94,7 @@ def _tokens(ids: list[int]) -> str:
 
 
 def _ends(items: list[str], most: int) -> list[str]:
-    """Return the items. If there are more than `most`, return the first and the last items around "…"."""
+    """Return the items, or only the first and last ones around "…" if there are more than `most`."""
     return items if len(items) <= most else [*items[: most // 2], "…", *items[-most // 2 :]]
 
 

@@ -110,7 +110,7 @@ def pull_model(name: ModelName, progress: Progress, include: str | None = None) 
 
 
 def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
-    """Return the commit of the model's revision, and the files of the repository that a run may read, by name."""
+    """Return the commit of the model's revision, and the repository's files that a run may read, by name."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import logging
@@ -181,9 +181,9 @@ class _Pull:
             ) from error
 
     def complete(self, progress: Progress) -> Pulled:
-        """Download the model: small files first, because the index of weights is a small file.
+        """Download the model, and return its facts. Small files first, because the index of weights is a small file.
 
-        The revision's name refers to the commit at the end.
+        When all files are there, the revision's name refers to the new commit.
         """
         self._refuse_unusable()
         ref = self.entry / "refs" / self.name.revision
@@ -217,7 +217,7 @@ class _Pull:
         )
 
     def _path(self) -> Path:
-        """Return the snapshot folder, or the chosen GGUF file if the folder has several models."""
+        """Return the path of the model: the snapshot folder, or a GGUF file if the folder has several models."""
         if not self.gguf:
             return self.snapshot
         file = self.snapshot / self.gguf[0]
@@ -306,7 +306,11 @@ class _Pull:
         )  # fmt: skip
 
     def _refer(self, ref: Path) -> None:
-        """Let the revision's name refer to this commit. `ref` is the file that stores the reference."""
+        """Store the commit as the meaning of the revision's name (such as "main").
+
+        Args:
+            ref: The file that stores it.
+        """
         if self.name.revision == self.commit:
             return
         with storage(ref, "write"):

@@ -52,7 +52,11 @@ class ResultPlace:
 
     @classmethod
     def of(cls, folder: Path) -> ResultPlace:
-        """Return the result and the report that belong to a folder, which is either of them. Raises InputMissing."""
+        """Return the result and the report that a folder belongs to. Raises InputMissing if it belongs to neither.
+
+        Args:
+            folder: A result folder or a report folder.
+        """
         if read_manifest(Location.at(folder)) is not None:
             report = report_folder(find_state(folder).root)
             return cls(folder, report if tables(report, RUN) else None)
@@ -73,7 +77,7 @@ class ResultPlace:
 
 
 def _reported(report: Path) -> Path | None:
-    """Return the result folder next to a report folder, or None if there is none."""
+    """Return the result folder that is next to a report folder, or None if there is none."""
     folder = report.absolute()
     results = folder.with_name(folder.name.removesuffix("-report"))
     return results if results != folder and read_manifest(Location.at(results)) is not None else None
@@ -240,7 +244,7 @@ def _add_reported(
 
 
 def _made(place: ResultPlace) -> str:
-    """Return an SQL clause that selects rows of the runs that made this result, or "" if they cannot be found."""
+    """Return an SQL clause ` WHERE run_id IN …` for the runs that made the result, or "" if they are unknown."""
     if not place.ending:
         return ""
     return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal(place.ending)}))"

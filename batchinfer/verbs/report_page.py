@@ -95,7 +95,7 @@ def _place(folder: Path) -> tuple[ResultPlace, Path]:
 
 
 def _check_begun(folder: Path) -> None:
-    """Raise InputMissing if a run of the folder has begun, but no run has ended and written its tables."""
+    """Raise InputMissing if a run that writes its result to the folder has begun, but no run has written its report."""
     try:
         state = status_of(folder).state
     except InputMissing:  # no run has begun: the error of `query` is used
@@ -130,7 +130,7 @@ def _no_run(folder: Path, report: Path, run_id: str | None) -> str:
 
 
 def _newer(folder: Path, row: RunRow) -> str:
-    """Return a sentence about a run of the folder that is newer than `row` and has no tables, or ""."""
+    """Return a sentence about a newer run than `row` that has no report yet, or "" if there is none."""
     try:
         status = status_of(folder)
     except InputMissing:  # a report folder, or a state that was removed

@@ -74,7 +74,7 @@ class SchemaFile:
         return "fit" if bound <= FIT_TOKENS else str(MAX_TOKENS)
 
     def _has_columns(self) -> bool:
-        """Return True if the schema's properties can be columns of the result."""
+        """Return True if the schema's properties can be columns of the result: they have types, and new names."""
         try:
             names = schema_columns(self.schema).schema.names
         except NoColumns:
@@ -89,7 +89,7 @@ class SchemaFile:
         return _literal("\n".join([head, *lines]))
 
     def _properties(self) -> Iterator[str]:
-        """Yield a line of the instruction for each property of the answer."""
+        """Yield a line "- name: description" of the instruction for each property of the answer."""
         found = self._followed(self.schema)
         properties = found.get("properties")
         for name, one in list(properties.items() if isinstance(properties, dict) else ())[:DESCRIBED]:

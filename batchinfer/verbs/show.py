@@ -92,7 +92,12 @@ class ShownRows:
         return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
     def _ending(self, result: OpenResult, first: int) -> str:
-        """Return the line with the number of all rows. `first` is the number of rows that were shown."""
+        """Return the last line: how many of the matching rows were shown, and advice to see the others.
+
+        Args:
+            result: The open result.
+            first: The number of rows that were shown.
+        """
         number, errors = (
             _number(result, f"SELECT count(*) FROM {RESULTS}{condition}")
             for condition in (self._condition, " WHERE status = 'error'")
@@ -175,7 +180,7 @@ def _body(row: Row, width: int) -> Iterator[str]:
 
 
 def _clipped(text: str, room: int) -> list[str]:
-    """Return the first lines of a text, wrapped to `room` columns, and a line about the rest of the text."""
+    """Return the lines of a text, wrapped to `room` terminal columns. Of a long text, the first lines and a note."""
     # Enough: combining accents aside, a line has at most `room` characters
     part = text[: room * MOST_LINES * 2]
     lines = [piece for line in printable(part).expandtabs(4).split("\n") for piece in _wrapped(line, room)]

@@ -43,7 +43,7 @@ class Blob:
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     def there(self) -> int:
-        """Return the number of bytes that are on disk."""
+        """Return the number of bytes of the file that are already on disk."""
         for path in (self.blob, self.partial):
             try:
                 return min(path.stat().st_size, self.size)
@@ -98,9 +98,9 @@ class Transfer:
         )
 
     def _watch(self, file: Any) -> Any:
-        """Return a progress-bar class for http_get, which calls it for every piece.
+        """Return a progress-bar class for http_get, which calls it after every piece of a download.
 
-        It writes the piece to `file`, and raises Stopped after `stop`.
+        It flushes `file`, whose size shows the progress, and raises Stopped after `stop`.
         """
         stopping = self._stopping
 
