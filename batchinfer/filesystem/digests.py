@@ -79,7 +79,7 @@ class FileDigests:
         return digest
 
     def _learn(self, name: str, state: FileState | None, digest: str) -> None:
-        """Cache a digest, or remove it if `state` is None because a later change might not be detected."""
+        """Cache a file's digest, or forget it if `state` is None: a later change might not be detected."""
         before = self.known.pop(name, None)
         if state is not None:
             self.known[name] = (state, digest)

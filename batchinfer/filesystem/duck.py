@@ -76,9 +76,8 @@ def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
     """Let signals interrupt the queries of `database` while the block runs.
 
     Python's signal handlers then run soon. It yields a function that does the same for another database.
-    DuckDB only checks for signals between its tasks, and
-    a task of a large join may take hours. Do not use it where signals are deferred, because the query ends
-    anyway.
+    DuckDB only checks for signals between its tasks, and a task of a large join may take hours. Do not use it
+    where signals are deferred, because the query ends anyway.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield nullcontext

@@ -158,10 +158,8 @@ class DurableFile:
     """A binary file for sequential writing that gets its name in `commit()`.
 
     It implements the part of Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method
-    raises
-    StorageError. A failed fsync is final: Linux may report it once and drop the pages, so the file is
-    discarded and
-    never synced again. The caller may write its contents again under the same name.
+    raises StorageError. A failed fsync is final: Linux may report it once and drop the pages, so the file is
+    discarded and never synced again. The caller may write its contents again under the same name.
     """
 
     def __init__(self, path: Path, ops: FileOps, temporary: Path | None = None) -> None:
@@ -171,8 +169,8 @@ class DurableFile:
             path: The final name.
             ops: File operations.
             temporary: The name before `commit`. The default is for folders that only batchinfer writes to. In
-                other
-                folders it might be someone else's file, so pass a unique name; an existing file is replaced.
+                other folders it might be someone else's file, so pass a unique name; an existing file is
+                replaced.
         """
         self.path = path
         self.temporary = temporary or path.with_name(path.name + TEMPORARY)
@@ -202,7 +200,7 @@ class DurableFile:
         return len(data)
 
     def tell(self) -> int:
-        """Return the number of bytes written to the file."""
+        """Return the position at the end of the file, in bytes."""
         return self._bytes + len(self._buffer)
 
     def flush(self) -> None:
@@ -282,7 +280,7 @@ class DurableFile:
             self._ops.unlink(source)
 
     def abandon(self) -> None:
-        """Close and remove the unfinished file. Later writes and errors of the disk are ignored."""
+        """Close and remove the unfinished file. Later writes are ignored, and errors of the disk, too."""
         self._abandoned = True
         self.closed = True
         for undo in (self._close_descriptor, self._remove):

@@ -109,8 +109,7 @@ def open_part(
     """Create a Parquet file with page checksums. Close the writer first, then commit the file.
 
     For keys, ids and offsets of a million rows, writing took 0.71 s with dictionaries and 0.36 s without, and
-    reading
-    0.25 s and 0.17 s.
+    reading 0.25 s and 0.17 s.
 
     Args:
         path: The file.

@@ -342,8 +342,7 @@ class StateFolder:
         """Check that this version of batchinfer can read the state folder. Nothing is written.
 
         A missing or damaged `state.json` is accepted: it only has the format, and all files with answers have
-        theirs as
-        well.
+        theirs as well.
 
         Raises:
             StorageError: A newer version of batchinfer wrote the folder, or `state.json` cannot be read.

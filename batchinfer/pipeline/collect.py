@@ -64,7 +64,7 @@ class Collector:
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Register requests that are about to be submitted to an engine."""
-        self._meter.planned(requests)
+        self._meter.record_order(requests)
         self._receiver.expect(requests)
         names = ("expected_tokens", "token_count", "users", "final_users")
         columns = [batch.numbers(name).tolist() for name in names]

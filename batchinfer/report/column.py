@@ -43,27 +43,62 @@ COUNTS = pa.map_(pa.string(), pa.int64())
 
 
 def text(name: str, meaning: str, sql: str = "") -> Column:
-    """Declare a column of names or texts in a report table. `Column` documents the arguments."""
+    """Declare a report column of texts.
+
+    Args:
+        name: Its name.
+        meaning: Its meaning, as Markdown for docs/report.md.
+        sql: A DuckDB expression that computes it, or "".
+    """
     return Column(name, TEXT, "", meaning, sql)
 
 
 def count(name: str, unit: str, meaning: str, sql: str = "") -> Column:
-    """Declare a column of whole numbers in a report table. `Column` documents the arguments."""
+    """Declare a report column of whole numbers.
+
+    Args:
+        name: Its name.
+        unit: Its unit.
+        meaning: Its meaning, as Markdown for docs/report.md.
+        sql: A DuckDB expression that computes it, or "".
+    """
     return Column(name, INT, unit, meaning, sql)
 
 
 def real(name: str, unit: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """Declare a column of real numbers in a report table. `Column` documents the arguments."""
+    """Declare a report column of real numbers.
+
+    Args:
+        name: Its name.
+        unit: Its unit.
+        meaning: Its meaning, as Markdown for docs/report.md.
+        sql: A DuckDB expression that computes it, or "".
+        formula: A function that computes it from earlier columns of the row.
+    """
     return Column(name, REAL, unit, meaning, sql, formula)
 
 
 def seconds(name: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """Declare a column of times in seconds in a report table. `Column` documents the arguments."""
+    """Declare a report column of times in seconds.
+
+    Args:
+        name: Its name.
+        meaning: Its meaning, as Markdown for docs/report.md.
+        sql: A DuckDB expression that computes it, or "".
+        formula: A function that computes it from earlier columns of the row.
+    """
     return real(name, "s", meaning, sql, formula)
 
 
 def ratio(name: str, meaning: str, sql: str = "", formula: Formula | None = None) -> Column:
-    """Declare a column of shares from 0 to 1 in a report table. `Column` documents the arguments."""
+    """Declare a report column of shares from 0 to 1.
+
+    Args:
+        name: Its name.
+        meaning: Its meaning, as Markdown for docs/report.md.
+        sql: A DuckDB expression that computes it, or "".
+        formula: A function that computes it from earlier columns of the row.
+    """
     return real(name, "0…1", meaning, sql, formula)
 
 

@@ -37,8 +37,7 @@ class ExpectedOutput:
     """Counts the output tokens of a run, and estimates their total.
 
     Short answers end first. The estimate therefore also uses the running answers, which have at least their
-    present
-    length; see SurvivalCurve.
+    present length; see SurvivalCurve.
     """
 
     def __init__(self, most: int = 0) -> None:

@@ -28,8 +28,8 @@ class PastRun:
     """A row of the table `history`: an earlier run of a job.
 
     None means unknown, or that the run computed nothing. The columns of the run table with the same names
-    have the same meanings. `tokens` counts computed prompt tokens and
-    output tokens, and `tokens_per_tflop` is tokens per second for each TFLOP/s of the peak.
+    have the same meanings. `tokens` counts computed prompt tokens and output tokens, and `tokens_per_tflop`
+    is tokens per second for each TFLOP/s of the peak.
     """
 
     run_id: str

@@ -117,7 +117,10 @@ class _Work:
 
     @property
     def share(self) -> float | None:
-        """Return the finished share of the phase from 0 to 1. Reading ends with the files or at the row limit."""
+        """Return the finished share of the phase from 0 to 1, or None if unknown.
+
+        Reading ends with the files or at the row limit, so the larger share counts.
+        """
         if self.more:
             return None
         parts = ((self.done, self.total), (self.bytes, self.total_bytes))
@@ -297,7 +300,7 @@ class Progress:
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
 
     def received(self, received: int) -> None:
-        """Set the number of downloaded bytes."""
+        """Set the number of downloaded bytes, and update the display."""
         self._current().bytes = received
         self.tick()
 
@@ -367,7 +370,7 @@ class Progress:
         self.tick()
 
     def tick(self) -> None:
-        """Update the display if it is due. Callers that only wait call this, too."""
+        """Update the display if it is due. Code that only waits calls this, too."""
         now = self._clock()
         work = self._current()
         work.mark(now)
@@ -382,7 +385,7 @@ class Progress:
             self._line(line_of(work, now))
 
     def stopping(self) -> None:
-        """Keep the current rate for estimates, because only running rows finish from now on."""
+        """Keep the current rate for estimates of the time left, because only running rows finish from now on."""
         if self._work is not None:
             self._work.last_rate = self._work.rate(self._clock())
 
@@ -416,7 +419,7 @@ class Progress:
 
     @property
     def output(self) -> ExpectedOutput | None:
-        """Return the estimate of output tokens, or None outside of the phase that counts tokens."""
+        """Return the estimate of output tokens, or None in a phase that counts no tokens."""
         return None if self._work is None or self._work.prompt_tokens is None else self._work.output
 
     def note(self, text: str) -> None:

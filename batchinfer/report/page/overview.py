@@ -70,7 +70,7 @@ def _weights(row: RunRow) -> str | None:
 
 
 def tiles(row: RunRow) -> Iterator[Tile]:
-    """Yield the main figures of a run, leaving out unknown ones."""
+    """Yield the known main figures of a run, given its row of the run table."""
     if row["rows"] is not None:
         yield _row_tile(row)
     if row["accuracy"] is not None:

@@ -38,8 +38,8 @@ class _RanIn(NamedTuple):
     """The steps in which requests ran: prompts in [first, read], answers in (read, last].
 
     Shape of each: [requests]. For each prompt token of a step in [first, read], a request runs `tokens`
-    tokens and `pairs` (query, key) pairs. In
-    step k of (read, last] it runs `rate` tokens, and `start` + `growth` × k pairs.
+    tokens and `pairs` (query, key) pairs. In step k of (read, last] it runs `rate` tokens, and `start` +
+    `growth` × k pairs.
     """
 
     first: Ints
@@ -140,7 +140,7 @@ class Apportionment:
         )  # fmt: skip
 
     def _step(self, column: str, seconds: Floats) -> Ints:
-        """Return the first step whose time in `column` is at least `seconds`, or the last step."""
+        """Return the first step whose `column` is not before each time in `seconds`, or else the last step."""
         found = np.searchsorted(self.steps[column], seconds)
         return np.minimum(found, len(self._read) - 1)
 

@@ -38,10 +38,9 @@ class Meter:
     """Receives samples of steps and requests, and writes the report tables of a run.
 
     The time between the death of an engine and its restart counts neither as computing nor as idle. With
-    several
-    replicas, total times are means over replicas, and a replica that ends early counts as idle until the last
-    one ends.
-    The tables appear in the folder at `finish`. A context manager, which removes unfinished tables.
+    several replicas, total times are means over replicas, and a replica that ends early counts as idle until
+    the last one ends. The tables appear in the folder at `finish`. A context manager, which removes
+    unfinished tables.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Meter:
         if self._energy_meter is not None:
             self._energy, self._energy_meter = self._energy_meter.read(), None
 
-    def planned(self, requests: Sequence[Request]) -> None:
+    def record_order(self, requests: Sequence[Request]) -> None:
         """Record requests in the order in which they are submitted to engines, for the table of prefixes."""
         if self._prefixes is None:
             return

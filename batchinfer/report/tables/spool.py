@@ -21,8 +21,7 @@ class Spool:
     """Writes the rows of one report table to a Parquet file.
 
     `finish` renames the file to its final name, and `abort` deletes it. A context manager, which aborts an
-    unfinished
-    file.
+    unfinished file.
     """
 
     def __init__(

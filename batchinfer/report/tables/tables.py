@@ -37,8 +37,7 @@ def run_row(
 
     Args:
         facts: Values of the pipeline by column name: at least run_id, job, output, started_at and finished_at
-            (with
-            time zones).
+            (with time zones).
         hardware: The hardware, or None if no engine was started.
         measured: The figures of the meter, or None if no engine was started.
         meaningless: Columns that stay null, because they do not apply to the job.

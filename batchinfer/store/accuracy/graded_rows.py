@@ -20,7 +20,7 @@ class GradedField:
         name: Name of the field, or None for the whole answer.
         expected: The expected value.
         answer: The value in the answer.
-        grade: How well both agree.
+        grade: How well the answer agrees with the expected value.
     """
 
     name: Field

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[+-]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[+-]?\d{1,4})
 
 
 class Grade(IntEnum):
-    """A grade of an answer. Better grades are larger."""
+    """How well an answer agrees with the expected value. Better grades are larger."""
 
     WRONG = 0
     NORMALISED = 1  # equal after normalisation

@@ -76,8 +76,7 @@ def find_labels(batches: Iterable[list[Any]]) -> dict[Field, Labels]:
     """Find the labels of each field in the expected values of all rows, for at most MOST_FIELDS fields.
 
     Only fields with few labels are returned. A value that is not an object counts as the field None. If no
-    value is an
-    object, reading stops once there are too many labels.
+    value is an object, reading stops once there are too many labels.
 
     Args:
         batches: The expected values of consecutive rows, in batches.

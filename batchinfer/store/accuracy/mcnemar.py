@@ -13,9 +13,8 @@ def mcnemar(b: int, c: int) -> float:
     """Return the two-sided p-value of McNemar's test for two methods that answered the same rows.
 
     If both methods are right equally often, b is binomial in b + c rows with probability 1/2 (the exact test,
-    as in
-    Dietterich 1998 and Agresti 2013, 11.1). Above 100,000 rows it uses the chi-square test with Edwards'
-    correction (1948).
+    as in Dietterich 1998 and Agresti 2013, 11.1). Above 100,000 rows it uses the chi-square test with
+    Edwards' correction (1948).
 
     Args:
         b: Number of rows that only the first method has right.
@@ -35,5 +34,5 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def _log_choose(n: int, k: int) -> float:
-    """Return the logarithm of a binomial coefficient."""
+    """Return the natural logarithm of "n choose k"."""
     return lgamma(n + 1) - lgamma(k + 1) - lgamma(n - k + 1)

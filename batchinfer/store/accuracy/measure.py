@@ -35,7 +35,7 @@ class Tally:
     normalised: int = 0
 
     def add(self, grade: Grade, failed: bool) -> None:
-        """Count a row with the grade of its answer, and whether it failed."""
+        """Count a row, given the grade of its answer and True if it is an error row."""
         self.rows += 1
         self.errors += failed
         self.exact += grade is Grade.EXACT

@@ -27,8 +27,7 @@ class Reliability:
     """Counts answers and right answers by the probability of the answer.
 
     Memory does not grow with the number of rows. Source: Guo et al., On Calibration of Modern Neural
-    Networks, 2017,
-    https://arxiv.org/abs/1706.04599.
+    Networks, 2017, https://arxiv.org/abs/1706.04599.
 
     Attributes:
         bins: Ten bins of equal width from 0 to 1.
@@ -38,7 +37,7 @@ class Reliability:
     _squares: float = 0.0  # sum of squared differences between probability and 1 (right) or 0 (wrong)
 
     def add(self, probability: float, right: bool) -> None:
-        """Count an answer with its probability, from 0 to 1, and whether it is right."""
+        """Count an answer, given its probability from 0 to 1, and True if it is right."""
         one = self.bins[min(BINS - 1, int(probability * BINS))]
         one.rows += 1
         one.right += right
@@ -61,8 +60,7 @@ class Reliability:
         """Return the expected calibration error of the answers, from 0 to 1, or None without answers.
 
         It is the mean over all answers of the difference, within their bin, between mean probability and
-        share of right
-        answers.
+        share of right answers.
         """
         rows = self.rows
         return sum(abs(one.probability - one.right) for one in self.bins) / rows if rows else None

@@ -92,8 +92,7 @@ class Keep:
         """Return the Unix time after which a use by `user` protects a completion from removal.
 
         If `user` is None, return the time after which its commit protects a completion. The time is 0 if
-        completions are kept
-        forever.
+        completions are kept forever.
         """
         days = self.days if user is None or user.job == self.job else user.keep
         return 0.0 if days is None else max(self.now - days * _DAY_S, 0.0)

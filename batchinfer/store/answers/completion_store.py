@@ -153,19 +153,22 @@ class CompletionStore:
 
     @property
     def pending(self) -> int:
-        """Return the number of rows that were appended and not committed. A crash would lose them."""
+        """Return the number of rows that were appended to the store and not committed.
+
+        A crash would lose them.
+        """
         return len(self._pending)
 
     def parts(self) -> list[Path]:
-        """Return the paths of the committed parts, oldest first."""
+        """Return the paths of the store's committed parts, oldest first."""
         return sorted(self._records)
 
     def rows_by_part(self) -> dict[str, int]:
-        """Return the number of rows of each committed part, by file name."""
+        """Return the number of rows of each committed part of the store, by file name."""
         return {part.name: record.rows for part, record in self._records.items()}
 
     def append(self, completions: Iterable[Completion]) -> None:
-        """Add completions to the pending rows. The next commit makes them durable."""
+        """Add completions to the store's pending rows. The next commit makes them durable."""
         new = list(completions)
         self._pending += new
         self._pending_bytes += sum(0 if one.output is None else one.output.held_bytes for one in new)
@@ -386,7 +389,7 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
 
 
 def completions_table(completions: Sequence[Completion]) -> pa.Table:
-    """Return completions as a table with COMPLETION_SCHEMA, and the columns that their kinds of answers add."""
+    """Return completions as a table with the columns of the store: COMPLETION_SCHEMA and those of their kinds."""
     outputs, errors = [c.output for c in completions], [c.error for c in completions]
     texts = [one if isinstance(one, Tokens) else None for one in outputs]
     columns = [
@@ -411,7 +414,7 @@ def completions_table(completions: Sequence[Completion]) -> pa.Table:
 
 
 def _token_lists(texts: Sequence[Tokens | None]) -> pa.ListArray:
-    """Return an array with the token ids of each answer, or an empty list for None."""
+    """Return an Arrow array with the token ids of each answer, or an empty list for None."""
     tokens = [_NONE if one is None else np.asarray(one.token_ids, np.int32) for one in texts]
     ends = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate([_NONE, *tokens])))

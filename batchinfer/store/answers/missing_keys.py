@@ -26,7 +26,7 @@ class MissingKeys:
     """Counts distinct work keys without a stored answer, up to a maximum."""
 
     def __init__(self, parts: Sequence[Path], most: int, retry_errors: bool = False) -> None:
-        """Read the work keys of the store.
+        """Read the work keys of all stored answers, to look up other keys later.
 
         Args:
             parts: The parts of the store.

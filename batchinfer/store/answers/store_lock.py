@@ -21,12 +21,10 @@ class PartOrder:
     """The number of the newest part, stored in the file order.lock. It saves each commit from listing the folder.
 
     A store of ten million answers has twenty thousand files. When each commit listed them, ten million rows
-    took 13.4
-    times the CPU time of one million rows, and 11.0 times without listing.
+    took 13.4 times the CPU time of one million rows, and 11.0 times without listing.
 
     The modification time of the folder is stored as well. If it has changed, a part was added without
-    updating the file,
-    and the number is unknown.
+    updating the file, and the number is unknown.
     """
 
     def __init__(self, store: Path, fd: int) -> None:

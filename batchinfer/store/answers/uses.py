@@ -119,11 +119,10 @@ class Uses:
         return replace(self, times={part: users for part, users in self.times.items() if part in there})
 
     def renew(self) -> Uses:
-        """Return the uses with the last publish of each result moved to the modification time of its marker.
+        """Return the uses, with the rows of each result's last publish used at the modification time of its marker.
 
         A result that was found published again uses the rows of its last publish again. Rows of earlier
-        publishes are
-        not part of it.
+        publishes are not part of it.
         """
         newest: dict[tuple[str, str], int] = {}
         for users in self.times.values():
@@ -199,7 +198,7 @@ def _batches(uses: Uses) -> Iterator[pa.RecordBatch]:
 
 
 def temporary_use_files(store: Path) -> list[Path]:
-    """Return the temporary files of uses that a crash left in a store."""
+    """Return the temporary files in the folder `uses` of a store, which a crash left."""
     with storage(store / _FOLDER, "list"):
         return sorted(
             path for path in (store / _FOLDER).glob(f"*{TEMPORARY}") if _TEMPORARY.fullmatch(path.name)

@@ -27,8 +27,7 @@ def parse_answer(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | No
     Args:
         text: The JSON text.
         objects: Converts the list of names and values of each object, like `object_pairs_hook` of
-            `json.loads`.
-            None: objects become dicts.
+            `json.loads`. None: objects become dicts.
 
     Raises:
         ValueError: The text is not valid JSON.
@@ -55,8 +54,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the dict of an object's names and values, or raise Unfit if a name occurs twice.
 
     JSON readers differ in which value they use. A grammar cannot prevent repeated names if a schema allows
-    further
-    properties.
+    further properties.
     """
     found = dict(pairs)
     if len(found) < len(pairs):

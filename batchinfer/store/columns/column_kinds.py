@@ -78,7 +78,7 @@ class Leaf(Kind):
             raise Unfit(f"{place}: {error}") from None
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert checked JSON values to an Arrow array of the column's type. None becomes null."""
+        """Convert JSON values that passed `check` to an Arrow array of the column's type. None becomes null."""
         converted = [None if value is None else self._convert(value) for value in values]
         if isinstance(self.type, pa.ExtensionType):
             return pa.ExtensionArray.from_storage(self.type, pa.array(converted, self.type.storage_type))
@@ -99,7 +99,7 @@ class Enumeration(Kind):
             raise Unfit(f"{place}: this is not one of the {len(self._places)} values that the schema lists")
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert checked texts to a dictionary-encoded Arrow array. None becomes null."""
+        """Convert texts that passed `check` to a dictionary-encoded Arrow array. None becomes null."""
         indices = pa.array([None if v is None else self._places[v] for v in values], pa.int32())
         return pa.DictionaryArray.from_arrays(indices, self._texts)
 
@@ -120,7 +120,7 @@ class ListOf(Kind):
             self._item.check(one, f"{place}[{number}]")
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert checked lists to an Arrow list array. None becomes null."""
+        """Convert lists that passed `check` to an Arrow list array. None becomes null."""
         lengths = [0 if value is None else len(value) for value in values]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         items = self._item.array([one for value in values if value is not None for one in value])
@@ -145,12 +145,12 @@ class Struct(Kind):
             kind.check(value.get(name), f"{place}.{name}" if place else name)
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert checked objects to an Arrow struct array. None becomes null."""
+        """Convert objects that passed `check` to an Arrow struct array. None becomes null."""
         nulls = pa.array([value is None for value in values], pa.bool_())
         return pa.StructArray.from_arrays(self.arrays(values), fields=list(self.type), mask=nulls)
 
     def arrays(self, values: Sequence[Any]) -> list[pa.Array]:
-        """Return an Arrow array per property of checked objects. Its values are null where the object is None."""
+        """Return an Arrow array per property of objects that passed `check`. The values of None are null."""
         return [
             kind.array([None if value is None else value.get(name) for value in values])
             for name, kind in self.fields.items()
@@ -267,7 +267,7 @@ def _moment(value: Any) -> datetime:
 
 
 def _check_day(said: str) -> None:
-    """Check that a text does not begin with a day that the calendar lacks. Raises ValueError."""
+    """Raise ValueError if a text begins with a day that the calendar lacks, such as 2026-02-30."""
     day = _WRITTEN_DAY.match(said)
     if day is None:
         return

@@ -93,7 +93,7 @@ class ListedFields:
         return path, self._known[path]
 
     def _leaves(self, schemas: Sequence[Any]) -> list[Any]:
-        """Return the schemas that these schemas refer to or combine, without references and combinations."""
+        """Return the schemas that make up these schemas, with references and `anyOf` etc. resolved."""
         references, pending, seen = References(self.schema), list(schemas), set[int]()
         leaves: list[Any] = []
         while pending:

@@ -81,7 +81,7 @@ class _Parts:
     left: int
 
     def take(self) -> bool:
-        """Count one more property or item, and return True if it may be added to the schema."""
+        """Count one more property or item of a schema, and return True if it may be added."""
         self.left -= 1
         return self.left >= 0
 
@@ -103,7 +103,7 @@ class _LargeIntegers:
         self.inexact = self.inexact or not _is_float(value)
 
     def of_numbers(self, types: list[str]) -> dict[str, Any] | None:
-        """Return the schema of a number field whose column can hold all integers, or None if `types` do."""
+        """Return a schema for a number field whose column can hold all its integers, or None if `types` do."""
         numbers = [name for name in types if name in ("integer", "number")]
         if {*types} - {*numbers, "null"} or not numbers or (numbers == ["integer"] and not self.beyond):
             return None
@@ -158,7 +158,7 @@ class _CommonTexts:
 
 
 class _Part:
-    """Collects all values at the same path of the examples."""
+    """Collects the values at one path of all examples, to infer their JSON schema."""
 
     def __init__(self) -> None:
         self._types: dict[str, None] = {}
@@ -215,7 +215,7 @@ class _Part:
             self._names[name] = part, seen + 1
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the collected values."""
+        """Return the JSON schema of the values at this path."""
         if self._any:
             return {}
         types = _types(self._types)

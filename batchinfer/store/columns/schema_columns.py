@@ -99,13 +99,13 @@ class SchemaColumns:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Return the names and Arrow types of the result columns."""
+        """Return the names and Arrow types of the result columns for JSON answers."""
         if self.column is not None:
             return pa.schema([(self.column, self.kind.type)])
         return pa.schema(list(self.kind.type))
 
     def check(self, answer: Any) -> None:
-        """Check that the columns can hold a parsed JSON answer. Raises Unfit."""
+        """Raise Unfit if the result columns cannot hold a parsed JSON answer."""
         self.kind.check(answer, self.column or "")
 
     def arrays(self, answers: Sequence[Any]) -> list[pa.Array]:

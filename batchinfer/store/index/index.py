@@ -140,7 +140,7 @@ class BestOf(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of result rows per input row."""
+        """Return the number of result rows per input row: 1 with lists, else the number of published samples."""
         return 1 if self.lists else self.published
 
 
@@ -269,7 +269,7 @@ class Index(RequestedOutputs):
 
     @property
     def notices(self) -> list[str]:
-        """Return messages about arguments and tool calls of rows that the model does not read."""
+        """Return messages for users about arguments that the chat template ignores, and unparsed tool calls."""
         ignored = unread_text(self.unread_arguments)
         found = [] if ignored is None else [ignored]
         return [*found, UNREAD_CALLS] if self.unread_calls else found
@@ -281,7 +281,10 @@ class Index(RequestedOutputs):
 
     @property
     def input_rows(self) -> int:
-        """Return the number of input rows, error rows included. A row with several answers counts once."""
+        """Return the number of the job's input rows, error rows included.
+
+        A row with several answers counts once.
+        """
         if not self.samples or not self.rows:
             return self.rows
         column = pq.read_table(self.index_parts[-1], columns=[INPUT_ROW.name]).column(0)
@@ -289,12 +292,12 @@ class Index(RequestedOutputs):
 
     @property
     def index_dir(self) -> Path:
-        """Return the folder of the index parts."""
+        """Return the folder with the parts of the index."""
         return Layout(self.folder).index
 
     @cached_property
     def index_parts(self) -> Sequence[Path]:
-        """Return the index parts in row order."""
+        """Return the parts of the index in row order."""
         return sorted(self.index_dir.glob("part-*.parquet"))
 
     @cached_property
@@ -309,7 +312,7 @@ class Index(RequestedOutputs):
 
     @cached_property
     def passthrough_schema(self) -> pa.Schema:
-        """Return the types of the passthrough columns, without row_id."""
+        """Return names and types of the passthrough columns, which are copied from the input, without row_id."""
         if not self.passthrough_parts:
             return pa.schema([])
         found = pq.read_schema(self.passthrough_parts[0]).remove_metadata()

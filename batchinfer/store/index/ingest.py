@@ -179,8 +179,7 @@ class Ingestion:
     """Builds the index of a job: `steps` reads the input, then `finish` completes the index.
 
     Between two steps, `cut` returns the rows so far, which can be planned while the rest is read. Only one of
-    the three
-    methods may run at a time, but in any thread.
+    the three methods may run at a time, but in any thread.
     """
 
     def __init__(
@@ -512,10 +511,8 @@ class _Wanted:
         """Yield each chunk twice (the second is its tag for the pool), with its maximum number of wanted rows.
 
         The number of rows in a chunk is only known once a worker has read it. None is yielded before a chunk
-        that may
-        reach the limit. The pool resumes the generator when all earlier rows are counted, so no row beyond
-        the limit is
-        read.
+        that may reach the limit. The pool resumes the generator when all earlier rows are counted, so no row
+        beyond the limit is read.
         """
         reserved = 0
         for chunk in self._chunks:

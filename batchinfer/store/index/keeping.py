@@ -65,8 +65,7 @@ class Keeping:
         notice: Called with the reason if kept rows are not used.
         fresh: Read all input files, and do not trust cached digests.
         finished: Returns the leading segments whose index rows and answers can be reused. Its arguments are a
-            hash of the
-            settings and the folders of the segments.
+            hash of the settings and the folders of the segments.
     """
 
     kept: Path
@@ -96,7 +95,7 @@ class RowsToKeep:
 
     @property
     def identity(self) -> str:
-        """Return a hash of everything that determines prepared rows."""
+        """Return a hash of everything that determines how rows are prepared."""
         fields = self.spec.fields
         watched = None if fields.watched is None else sorted(fields.watched)
         versions = [__version__, *map(version, ("tokenizers", "jinja2"))]
@@ -201,7 +200,7 @@ class _Last:
             ) from error
 
     def find(self, digest: str) -> KeptChunk | None:
-        """Return the kept chunk with this digest, or None if there is none or one of its rows has no answer."""
+        """Return the kept chunk with this digest. None: there is none, or one of its rows has no answer."""
         found = self._by_digest.get(digest)
         return found if found is not None and self._is_answered(found) else None
 
@@ -278,7 +277,7 @@ class KeptIndex:
         self._begins: deque[tuple[int, int]] = deque()
 
     def close(self) -> None:
-        """Discard the files of an unfinished segment."""
+        """Discard the files of an unfinished segment of the kept index."""
         if self._writer is not None:
             self._writer.close()
 
@@ -348,7 +347,7 @@ class KeptIndex:
         return True
 
     def _finish_segment(self, end: int) -> None:
-        """Finish the current segment, whose last file is the one before number `end`."""
+        """Finish the current segment of the kept index, whose last file is the one before number `end`."""
         files = range(self._first_file, end)
         self._first_file = end
         if self._writer is not None:
@@ -377,7 +376,7 @@ class KeptIndex:
         self._writer.append(digest, len(rows), reply)
 
     def _note_facts(self, rows: PreparedRows, params: Sequence[SamplingParams]) -> None:
-        """Add rows and their sampling parameters to the totals of the current segment."""
+        """Add prepared rows, and their sampling parameters, to the totals of the current segment."""
         facts, prompts = self._facts, rows.prompts
         facts.rows += len(rows)
         facts.read += rows.facts.read_rows
@@ -407,9 +406,9 @@ class KeptIndex:
 
     @property
     def segments(self) -> tuple[tuple[str, int], ...]:
-        """Return the folder and number of rows of each written segment that the next run can reuse completely.
+        """Return the new segments of the kept index that the next run can reuse: folder and number of rows.
 
-        These segments must directly follow the reused segments.
+        They directly follow the reused segments.
         """
         found = []
         for one in self._written:
@@ -424,9 +423,9 @@ class KeptIndex:
 
 
 def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> bool:
-    """Return True if no row needs its tokens once it has an answer.
+    """Return True if the next run can use prepared rows without their tokens, once they have answers.
 
-    Sampled rows need them to number equal rows, and rows with several answers need them, too.
+    Sampled rows need their tokens to number equal rows, and rows with several answers need them, too.
     """
     used = np.unique(prompts.params_of[prompts.counts > 0]).tolist()
     greedy = all(params[number].greedy for number in used)

@@ -99,7 +99,7 @@ class JsonSpool:
         self._even.append(pa.record_batch([ids, *carried], self._schema))
 
     def end_part(self) -> None:
-        """Start a new part with the next row. Raises StorageError."""
+        """Start a new part of passthrough columns with the next row. Raises StorageError."""
         self._even.commit()
 
     @property
@@ -205,7 +205,7 @@ class TypedColumns:
         self._writer.append(pa.record_batch(arrays, self._full))
 
     def end_part(self) -> None:
-        """Start a new part with the next row. Raises StorageError."""
+        """Start a new part of passthrough columns with the next row. Raises StorageError."""
         self._even.commit()
 
     def finish(self, _: Path) -> None:

@@ -97,13 +97,13 @@ def _prompt_plan(
 
 
 def _with_adapter(job: Job, options: IngestOptions, params: SamplingParams) -> SamplingParams:
-    """Return sampling parameters with the job's adapter, which applies to rows that name none."""
+    """Return sampling parameters with the adapter of the job, which applies to rows that name none."""
     name = job.model.adapter
     return params if name is None else replace(params, adapter=options.adapters[name])
 
 
 def _params_of_task(job: Job, options: IngestOptions) -> SamplingParams:
-    """Return the sampling parameters of a row that sets none."""
+    """Return the default sampling parameters of the job's task, for rows that set none."""
     asked = options.asked
     if asked.scoring is not None:
         return SamplingParams.scores()

@@ -43,8 +43,7 @@ class RequestedOutputs:
         logprobs: Maximum number of log-probabilities per token that a row requests. None: no column for them.
         prompt_logprobs: True if the result has a column for log-probabilities of prompts.
         confidence: The possible answers, if the result has a column of confidence. (): the fields of
-            `answers` list them.
-            None: no such column.
+            `answers` list them. None: no such column.
         reasoning: How the model marks reasoning. None: the result has no columns for reasoning.
         tool_calls: How the model writes tool calls. None: the result has no column for tool calls.
         embedding: How vectors are computed. None: no row requests a vector.

@@ -194,7 +194,7 @@ class IndexWriter:
         self._even.commit()
 
     def cut(self) -> RowsSoFar:
-        """End the current part, and return the index of the rows so far. Raises StorageError."""
+        """End the current index part, and return the index of the rows so far. Raises StorageError."""
         parts = tuple(self._even.commit())
         return RowsSoFar(parts, self.rows, self.error_rows, self.logprobs, TokenStore(self._tokens.written()))
 
@@ -222,11 +222,11 @@ class IndexWriter:
 
 
 class _Further(NamedTuple):
-    """The prompts of rows with several prompts, except each row's first one.
+    """The further prompts of rows that have several prompts: all but the first of each row.
 
     Attributes:
-        prompts: These prompts.
-        starts: The offset of each prompt in the token store, in tokens.
+        prompts: The further prompts.
+        starts: The offset of each in the token store, in tokens.
     """
 
     prompts: FurtherPrompts
@@ -234,14 +234,14 @@ class _Further(NamedTuple):
 
     @classmethod
     def of(cls, prompts: FurtherPrompts, tokens: TokenWriter) -> _Further:
-        """Write the tokens of these prompts to the token store."""
+        """Write the tokens of further prompts to the token store."""
         counts = prompts.counts.astype(np.int64)
         return cls(
             prompts, (tokens.append(prompts.tokens) if len(prompts) else 0) + np.cumsum(counts) - counts
         )
 
     def columns(self, columns: Mapping[str, pa.Array], rows: slice, times: Int64s) -> dict[str, pa.Array]:
-        """Return index columns in which the values of the further prompts are filled in.
+        """Fill the values of further prompts into index columns, and return these columns.
 
         They are the columns that differ between the prompts of a row: offset, number of tokens and work key.
 
@@ -335,7 +335,13 @@ def _texts_column(own: OwnTexts, first: int, size: int) -> pa.Array:
 
 
 def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:
-    """Return the index columns of the attempts after the first."""
+    """Return the index columns of later attempts: work key, parameters and maximum tokens of each.
+
+    Args:
+        done: The prepared rows.
+        rows: The range of rows.
+        longest: Maximum tokens of a prompt and its answer.
+    """
     columns = {}
     for attempt, rung in enumerate(done.rungs, 2):
         none = rung.params_of[rows] < 0

@@ -39,7 +39,7 @@ class KeptChunk:
     replies: int
 
     def read(self) -> bytes:
-        """Return the worker's reply to the chunk, its prepared rows."""
+        """Return the stored bytes of the chunk's prepared rows, as a worker packed them."""
         return os.pread(self.replies, self.size, self.at)
 
 
@@ -81,7 +81,7 @@ class KeptWriter:
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder that the segment is written to."""
+        """Return the name of the folder with the files of the segment that is written."""
         return self._folder.name
 
     def finish(self, facts: SegmentFacts) -> dict[str, Digest]:

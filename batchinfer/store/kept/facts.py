@@ -56,13 +56,16 @@ class SegmentFacts:
             all_of_them |= some
 
     def to_json(self) -> bytes:
-        """Return the totals as JSON bytes."""
+        """Return the totals over a segment's rows as JSON bytes."""
         lists = {"names": [*self.names], "found": sorted(self.found), "kinds": [*map(sorted, self.kinds)]}
         return json.dumps(asdict(self) | lists).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Return the totals from JSON bytes. Raises ValueError, KeyError or TypeError for damaged ones."""
+        """Return the totals over a segment's rows from JSON bytes.
+
+        Raises ValueError, KeyError or TypeError if damaged.
+        """
         value: dict[str, Any] = json.loads(data)
         value["names"] = dict.fromkeys(value["names"])
         value["found"] = set(value["found"])

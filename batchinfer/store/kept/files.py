@@ -90,7 +90,7 @@ class KeptMarker:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders of all segments, in row order."""
+        """Return the names of the folders of the kept index's segments, in row order."""
         return tuple(one.folder for one in self.segments)
 
     def to_json(self) -> dict[str, Any]:
@@ -174,8 +174,7 @@ def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
     """Replace the kept index of a job with the segments of `marker`, and remove segments that are no longer used.
 
     Runs of the job that end at the same time do this in turn. If another run has removed any of these
-    segments, the kept
-    index is not replaced, and the new segments are removed. Raises StorageError.
+    segments, the kept index is not replaced, and the new segments are removed. Raises StorageError.
 
     Args:
         kept: The folder of the kept index.

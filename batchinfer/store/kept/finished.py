@@ -45,8 +45,7 @@ class FinishedSegment:
         errors: Number of error rows that never became requests, and how many of them are retryable.
         failed: Number of rows whose answer is an error, and how many of them are retryable.
         store: The names of the parts of the store with its answers. The file of positions refers to a part by
-            its number
-            in this list.
+            its number in this list.
         files: The digests of the files in its folder by name, in row order.
     """
 
@@ -116,7 +115,7 @@ class FinishedMarker:
         return cls(value["identity"], segments, tuple(value["seen"]))
 
     def leading(self, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return the records of the segments in these folders, up to the first folder without a record."""
+        """Return the records of finished segments in these folders, up to the first folder without a record."""
         known, found, before = {one.folder: one for one in self.segments}, list[FinishedSegment](), ""
         for folder in folders:
             one = known.get(folder)
@@ -157,8 +156,7 @@ def is_still_valid(segment: FinishedSegment, seen: Collection[str], parts: Colle
         segment: The segment.
         seen: The names of the parts of the store when the segment was recorded.
         parts: The names of the parts now. A new part must come after all parts of the segment in name order,
-            since
-            answers of earlier parts take precedence.
+            since answers of earlier parts take precedence.
     """
     there, last = set(parts), max(segment.store, default="")
     return there.issuperset(segment.store) and all(name > last for name in there.difference(seen))

@@ -56,8 +56,7 @@ def count_reused(sizes: Sequence[int], rest: int) -> int:
     """Return the number of leading segments of the kept index to reuse.
 
     If there would be too many segments, the last ones are read again together with the new files, unless they
-    are much
-    larger than these files.
+    are much larger than these files.
 
     Args:
         sizes: The input bytes of each unchanged segment.

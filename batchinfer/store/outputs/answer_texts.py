@@ -111,7 +111,10 @@ class AnswerReader:
 
 
 def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the text of each answered row, up to its limit, else null. Equal answers are decoded once."""
+    """Return the text of each answered row, up to the limit where a stop string ended it, else null.
+
+    Equal answers are decoded once.
+    """
     places = np.flatnonzero(answered)
     chosen = matched.select(["token_ids", "text_length"]).take(pa.array(places)).combine_chunks()
     texts: list[str] = []

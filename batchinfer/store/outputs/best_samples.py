@@ -39,8 +39,7 @@ def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
     """Return a boolean per sample: True if it is published.
 
     The samples with the highest mean log-probability per token are chosen, and the first ones if they are
-    equal. Errors
-    are only chosen if there are too few answers.
+    equal. Errors are only chosen if there are too few answers.
 
     Args:
         best: How many samples of each input row are computed and published.
@@ -58,8 +57,7 @@ def _means(matched: pa.Table) -> NDArray[np.float64]:
     """Return the mean log-probability per token of each answer, with shape [answers].
 
     It is the smallest float for an answer without tokens, or with a value that is not a number. Each mean is
-    computed
-    separately, so it does not depend on other rows.
+    computed separately, so it does not depend on other rows.
     """
     column = matched.column("logprobs").combine_chunks()
     lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column

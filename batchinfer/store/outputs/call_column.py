@@ -85,8 +85,7 @@ def _split_messages(
     """Split tool calls that are separate messages from answers, before reasoning is split off.
 
     An answer that a stop string ended is not changed: its limit counts the characters of all messages, and
-    the call may
-    be cut off.
+    the call may be cut off.
 
     Args:
         answers: The answers.

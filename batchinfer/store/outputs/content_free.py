@@ -24,8 +24,7 @@ def calibrated_scoring(scoring: Scoring, answer: tuple[Path, int] | None) -> Sco
     Args:
         scoring: The scoring without prior.
         answer: The part of the store with the answer to the prompt without content, and the number of its row
-            in the part.
-            None: there is no answer.
+            in the part. None: there is no answer.
 
     Raises:
         BatchInferError: There is no answer, or it is an error.

@@ -27,7 +27,7 @@ OK, ERROR = pa.scalar("ok"), pa.scalar("error")
 
 
 def frame_schema(*own: pa.Field) -> pa.Schema:
-    """Return a result's schema: the columns of all results, with the columns `own` in the middle."""
+    """Return a result's columns: the columns of all results, with the columns `own` of one kind in the middle."""
     return pa.schema([*HEAD, *own, *TAIL])
 
 
@@ -45,7 +45,7 @@ class Frame:
 
     @cached_property
     def failed(self) -> pa.ChunkedArray:
-        """Return a boolean per row: True if the row or its completion is an error."""
+        """Return a boolean per row: True if the row of the index or its completion is an error."""
         return pc.or_(
             pc.is_valid(self.rows.column("error_code")), pc.is_valid(self.matched.column("error_code"))
         )

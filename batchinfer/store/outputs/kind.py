@@ -93,11 +93,15 @@ class OutputKind(ABC):
         """
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of the store that a result needs, of those in `stored`."""
+        """Return the columns of `stored` that a result needs, given the outputs that the job requests."""
         return self.stored
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows to write at a time, or None for the default."""
+        """Return the number of result rows to write at a time, or None for the default.
+
+        Args:
+            requested: The outputs that the job requests.
+        """
         return None
 
     @abstractmethod
@@ -118,7 +122,10 @@ class OutputKind(ABC):
         """
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of list values in each result row, with shape [rows], to limit row groups."""
+        """Return the number of list values in each row of a result table, with shape [rows].
+
+        It limits the size of row groups.
+        """
         return np.zeros(table.num_rows, np.int64)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:

@@ -45,7 +45,7 @@ class LabelsKind(ScoresKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result: the likeliest label, its probability, and all probabilities."""
+        """Return result rows with labels, for index rows `rows` and their completions `matched`."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         each, found = answered_probabilities(requested, rows, matched, answered)
@@ -61,7 +61,7 @@ class LabelsKind(ScoresKind):
         )
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return a zero per row of a result, because a row has few values."""
+        """Return zeros, one per row of a result table, because a row has no long lists."""
         return np.zeros(table.num_rows, np.int64)
 
 
@@ -88,8 +88,7 @@ def label_probabilities(
     """Return the probability of each label of each row: a softmax over the log-probabilities of its labels.
 
     The log-probability of a label is the sum over its tokens, or the mean with length normalisation. With a
-    prior, each
-    probability is first divided by the label's prior (contextual calibration, Zhao et al. 2021:
+    prior, each probability is first divided by the label's prior (contextual calibration, Zhao et al. 2021:
     https://arxiv.org/abs/2102.09690).
 
     Args:

@@ -75,8 +75,7 @@ def prompt_logprobs(tokens: list[Token]) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs` of a response in the format of vLLM's server, from a result row's values.
 
     For each prompt token it has a mapping from token ids to log-probabilities, starting with the token
-    itself. The first
-    prompt token has None. Only the top tokens have a rank.
+    itself. The first prompt token has None. Only the top tokens have a rank.
     """
     found: list[dict[str, Any] | None] = [None]
     for token in tokens[1:]:

@@ -42,7 +42,7 @@ class PairScoresKind(VectorsKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result: the score of each pair after the activation."""
+        """Return result rows with the score of each pair, for index rows `rows` and their completions `matched`."""
         assert requested.pairs is not None, "the index of a job whose answers are scores of pairs says which"
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
@@ -53,7 +53,7 @@ class PairScoresKind(VectorsKind):
         return frame.around(score=pa.array(score, mask=~answered), prompt_tokens=prompt_tokens)
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return a zero per row of a result, because a row has no lists."""
+        """Return zeros, one per row of a result table, because a row has no lists."""
         return np.zeros(table.num_rows, np.int64)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:

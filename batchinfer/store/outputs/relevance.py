@@ -26,7 +26,10 @@ class RelevanceKind(LabelsKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result: the probability of the first of two labels as `score`."""
+        """Return result rows with a score from 0 to 1, for index rows `rows` and their completions `matched`.
+
+        The score is the probability of the first of two labels.
+        """
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         _, found = answered_probabilities(requested, rows, matched, answered)

@@ -53,8 +53,7 @@ class ScoresKind(OutputKind):
         """Return the store columns for scores of continuations.
 
         They are the log-probability of each token, whether it was the most likely token, and the number of
-        tokens of each
-        continuation. There are no columns if no output is a score.
+        tokens of each continuation. There are no columns if no output is a score.
         """
         found = [one if isinstance(one, Scores) else None for one in outputs]
         if all(one is None for one in found):
@@ -84,7 +83,7 @@ class ScoresKind(OutputKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result: the sum of the log-probabilities of each row's continuations."""
+        """Return result rows with sums of log-probabilities, for index rows `rows` and completions `matched`."""
         frame = Frame(rows, matched)
         logprobs, greedy = (matched.column(name) for name in STORED.names[:2])
         per_token = requested.scoring is not None and requested.scoring.per_token
@@ -98,7 +97,7 @@ class ScoresKind(OutputKind):
         return frame.around(**{name: frame.when_answered(one) for name, one in columns.items()})
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of listed log-probabilities in each row of a result, with shape [rows]."""
+        """Return the number of log-probabilities per token in each row of a result table, with shape [rows]."""
         if _PER_TOKEN.name not in table.schema.names:
             return np.zeros(table.num_rows, np.int64)
         found: NDArray[np.int64] = (

@@ -56,7 +56,7 @@ class TextsAndVectorsKind(TokensKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result: the texts, and the vectors if any row requests one."""
+        """Return result rows with texts or vectors, for index rows `rows` and their completions `matched`."""
         table = super().table(requested, rows, matched, detokenizer)
         if requested.embedding is None:
             return table
@@ -70,7 +70,7 @@ class TextsAndVectorsKind(TokensKind):
         return pc.and_(found, pc.invert(_have_vectors(frame)))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities and vector elements in each result row, with shape [rows]."""
+        """Return the number of log-probabilities and vector elements in each row of a result table."""
         own = super().entries(table)
         return own + embedding_entries(table) if EMBEDDING in table.schema.names else own
 

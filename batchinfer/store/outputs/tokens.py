@@ -100,8 +100,7 @@ class TokensKind(OutputKind):
         """Return the columns of a result.
 
         They are RESULT_SCHEMA, then columns of reasoning, tool calls, log-probabilities, confidence and
-        fields of JSON answers,
-        as the job requests.
+        fields of JSON answers, as the job requests.
         """
         ours = (
             RESULT_SCHEMA if requested.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
@@ -116,7 +115,7 @@ class TokensKind(OutputKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result: the texts of answers, and the columns derived from them."""
+        """Return result rows with texts, for index rows `rows` and their completions `matched`."""
         frame = Frame(rows, matched)
         told = self._have_texts(frame)
         reader = AnswerReader(requested.reasoning, requested.tool_calls, detokenizer)
@@ -148,11 +147,11 @@ class TokensKind(OutputKind):
         return table if columns is None else _with_answers(table, columns)
 
     def _have_texts(self, frame: Frame) -> pa.ChunkedArray:
-        """Return a boolean per row: True if it has a text. Some errors have one."""
+        """Return a boolean per row: True if it has an answer, or an error whose text is kept."""
         return pc.or_(frame.answered, pc.is_in(frame.matched.column("error_code"), _CODES_WITH_TEXT))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities of answer and prompt in each result row, with shape [rows]."""
+        """Return the number of log-probabilities in each row of a result table, with shape [rows]."""
         return logprob_entries(table) + logprob_entries(table, PROMPT_COLUMN)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:

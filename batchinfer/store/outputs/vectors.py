@@ -48,7 +48,10 @@ class VectorsKind(OutputKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result: the vector after dense layers, truncation and normalisation."""
+        """Return result rows with final vectors, for index rows `rows` and their completions `matched`.
+
+        A final vector went through dense layers, truncation and normalisation.
+        """
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         return frame.around(
@@ -57,7 +60,7 @@ class VectorsKind(OutputKind):
         )
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of vector elements in each row of a result, with shape [rows]."""
+        """Return the number of vector elements in each row of a result table, with shape [rows]."""
         return embedding_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
@@ -121,7 +124,7 @@ def embedding_column(
 
 
 def embedding_entries(table: pa.Table) -> NDArray[np.int64]:
-    """Return the number of elements of each row's vector in a result, or 0 for null, with shape [rows]."""
+    """Return the number of vector elements in each row of a result table, 0 for null, with shape [rows]."""
     size = table.schema.field(EMBEDDING).type
     if pa.types.is_fixed_size_list(size):
         return np.full(table.num_rows, size.list_size, np.int64)

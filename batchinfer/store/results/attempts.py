@@ -1,8 +1,8 @@
 """Chooses the completion of each row among its attempts.
 
 A row of a job with a ladder (`on_invalid`) has a key per attempt. Attempt n + 1 is only made if all earlier
-attempts
-are invalid. The first valid completion is chosen, else the last one that is an answer, else the last one.
+attempts are invalid. The first valid completion is chosen, else the last one that is an answer, else the last
+one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class ChosenCompletions:
 
     Attributes:
         places: The place of each row's completion: its position in the store, with its rank in the upper
-            bits. Negative if
-            there is none, or an attempt is still to be made.
+            bits. Negative if there is none, or an attempt is still to be made.
         numbers: The attempt of each row's completion, from 1. None: the job has no ladder.
         others: The positions of completions of these rows that were not chosen.
     """

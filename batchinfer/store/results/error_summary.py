@@ -25,8 +25,7 @@ class ErrorSummary:
         codes: The number of error rows by code.
         examples: Location and message of the first row by code.
         retryable: The number of retryable error rows that `summarise_errors` found. `summarise_all_errors`
-            does not add
-            the retryable errors of completions.
+            does not add the retryable errors of completions.
     """
 
     codes: Counter[str] = field(default_factory=Counter)

@@ -82,7 +82,7 @@ class Join:
 
     @property
     def missing(self) -> int:
-        """Return the number of the job's requests without a completion."""
+        """Return the number of requests of the job that have no completion yet."""
         return self.counts.rows - self.counts.input_errors - len(self.rows)
 
     def refuse_missing(self) -> None:
@@ -91,7 +91,7 @@ class Join:
             raise BatchInferError(f"{self.missing} rows have no completion yet: nothing published")
 
     def within(self, spans: Sequence[tuple[int, int]]) -> Join:
-        """Return the join for only the index rows in these spans, given as (start, stop)."""
+        """Return the join of only the index rows in these spans, each given as (start, stop)."""
         wanted = np.zeros(self.counts.rows, np.bool_)
         for start, stop in spans:
             wanted[start:stop] = True
@@ -186,8 +186,7 @@ def _rows_to_look_up(new: Sequence[Path], some: bool) -> str:
     """Return a SQL table expression for the rows to look up.
 
     They are the rows of the new index parts and, if `some` rows are reused, the registered table `failed` of
-    reused
-    rows whose answers are errors.
+    reused rows whose answers are errors.
     """
     source = parquet(new)
     if not some:

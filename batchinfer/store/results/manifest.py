@@ -206,8 +206,7 @@ def check_destination(
 
     Raises:
         OutputConflict: The path is a file, a link or a mount point, the folder has files that batchinfer did
-            not write, or
-            it has the result of another job and `replace` is False.
+            not write, or it has the result of another job and `replace` is False.
     """
     local = folder.local
     for parent in local.parents:

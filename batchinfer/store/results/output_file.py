@@ -125,10 +125,8 @@ class OutputFile:
     """A file with one result of a job, which an option of the command line names.
 
     `check` changes nothing; `probe` and `writing` require the result's lock. Runs for other results of the
-    job (other
-    dates, trials) may write at the same time, even to the same path. Each uses its own temporary file. They
-    take turns to
-    rename it and to update the shared list of written files.
+    job (other dates, trials) may write at the same time, even to the same path. Each uses its own temporary
+    file. They take turns to rename it and to update the shared list of written files.
     """
 
     def __init__(

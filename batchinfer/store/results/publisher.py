@@ -221,8 +221,7 @@ def _replace(stage: Path, older: OlderResult, state: StateFolder) -> None:
     """Swap the staged result with the older one, and keep the older one for an hour.
 
     If the system cannot swap folders (macOS, some file systems), the older one is moved away first. For a
-    moment there
-    is no result, and readers see a missing folder.
+    moment there is no result, and readers see a missing folder.
     """
     ops, kept = state.ops, state.generations / older.generation
     with storage(kept, "make room for"):

@@ -76,7 +76,7 @@ class ResultRows:
         self._first = list(accumulate(counts, initial=0))  # number of the first batch of each span
 
     def tables(self, span: int) -> Iterator[pa.Table]:
-        """Yield the result rows of the span with this number, in tables with the columns of `result_schema`."""
+        """Yield the result rows of the span of index rows with number `span`, in tables with all result columns."""
         first = self._spans[span][0]
         for batch, (rows, values) in enumerate(self._read(*self._spans[span]), self._first[span]):
             _check_order(rows.column("row_id").to_numpy(), first)
@@ -99,7 +99,7 @@ class ResultRows:
             yield table.cast(self._schema)
 
     def _published(self, table: pa.Table, rows: pa.Table, matched: pa.Table) -> NDArray[np.bool_]:
-        """Return a boolean per row: True if it belongs to the result."""
+        """Return a boolean per row: True if it is finished, and among the samples to publish."""
         marks = np.ones(len(table), np.bool_)
         best = self._index.best
         if self._partial:

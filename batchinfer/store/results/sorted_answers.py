@@ -147,7 +147,10 @@ class SortedAnswers:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _shares(self, join: Join) -> Iterator[_Share]:
-        """Yield the needed completions of each part. Parts with many of them are split by row groups."""
+        """Yield the completions that rows need from each part.
+
+        Parts with many of them are split by row groups.
+        """
         for number in range(len(join.parts)):
             share = _Share.of(join, number)
             if len(share.rows) <= self._at_once:
@@ -194,15 +197,14 @@ class _Run(Protocol):
         """Return the completions of the rows in the batch with this number."""
 
     def close(self) -> None:
-        """Release the memory, or remove the file."""
+        """Release the memory of the completions, or remove their file."""
 
 
 class _InMemory:
     """Completions in memory. Each reader sorts the rows of its batch, so sorting is parallel.
 
     The constructor gets the completions, the order that sorts them by row, and `ends`: the position in this
-    order of each
-    batch's first row, and the number of completions at the end.
+    order of each batch's first row, and the number of completions at the end.
     """
 
     def __init__(self, table: pa.Table, order: Numbers, ends: Numbers) -> None:

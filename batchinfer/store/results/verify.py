@@ -42,7 +42,7 @@ def verify_result(folder: Location) -> list[Problem]:
 
 
 def verify_store(path: Path) -> list[Problem]:
-    """Return the problems of the parts of the completion store in the folder `path`.
+    """Return the problems of the parts of the completion store in the folder `path`, after reading all of them.
 
     It takes no lock and changes nothing.
     """

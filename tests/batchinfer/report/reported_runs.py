@@ -45,7 +45,7 @@ def write_samples(
     """Steps of prefill, of decode and of both, and requests of many lengths; what the meter measured."""
     meter = Meter(folder, run_id, Machine(llama_cost(2, 64, 128, 4, 2, 16, 256, 2, 2), peaks))
     meter.share_prefixes()
-    meter.planned([prompted(number, requests) for number in range(requests)])
+    meter.record_order([prompted(number, requests) for number in range(requests)])
     for number in range(steps):
         prefill, decode = (64, 0) if number < steps // 4 else (16 * (number % 3), 32 + number % 7)
         tokens = prefill + decode

@@ -121,7 +121,11 @@ def _confusion(name: str, field: str | None, pairs: Sequence[tuple[Any, ...]]) -
 
 
 def _table(pairs: Sequence[tuple[Any, ...]]) -> tuple[list[str], dict[str, dict[str, int]]]:
-    """Return the labels to show, and the number of rows by expected label and by answer."""
+    """Return the labels to show, and the number of rows by expected label and by answer.
+
+    Args:
+        pairs: Expected label, outcome, answered label and number of rows.
+    """
     of_label: dict[str, int] = {}
     for expected, _, _, rows in pairs:
         of_label[expected] = of_label.get(expected, 0) + rows

@@ -1,7 +1,7 @@
 """The tables of the report, with their columns and schemas.
 
-Schemas, rows and sums follow from the declarations of columns, and so do the tables of docs/report.md.
-Null always means unknown, never zero.
+Schemas, rows and sums follow from the declarations of columns, and so do the tables of docs/report.md. Null
+always means unknown, never zero.
 """
 
 from __future__ import annotations

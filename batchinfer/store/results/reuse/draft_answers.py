@@ -28,8 +28,7 @@ class DraftRequests:
     """Derives requests to the draft model from the requests of a plan.
 
     A greedy request has the same key as in a job that runs the draft model as its model. A sampled request
-    uses the
-    random draws of the original request, so the two models agree as often as possible.
+    uses the random draws of the original request, so the two models agree as often as possible.
     """
 
     def __init__(self, context: bytes, longest: int, vocab: int) -> None:
@@ -47,8 +46,7 @@ class DraftRequests:
 
         Returns:
             None if the request generates no tokens, is too long for the draft model, or uses tokens outside
-            its
-            vocabulary.
+            its vocabulary.
         """
         if not request.params.gives_tokens:
             return None
@@ -117,7 +115,9 @@ def _key_batches(
 
 
 def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> tuple[Path, int]:
-    """Write the `seq` of each distinct request to the draft model that has no stored answer.
+    """Write the numbers in the plan (`seq`) of requests to the draft model that have no stored answer.
+
+    Of equal requests only the first is written.
 
     Args:
         keys: The file from `write_draft_keys`.
@@ -142,13 +142,16 @@ def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) 
 
 
 def write_draft_answers(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> Path:
-    """Write the stored answers of the draft model with their `seq`, and return the file.
+    """Write the stored answers of the draft model, with the number of each request in the plan (`seq`).
 
     Args:
         keys: The file from `write_draft_keys`.
         parts: Parts of the store.
         spill: Folder for temporary files.
         ops: File operations.
+
+    Returns:
+        The file.
 
     Raises:
         StorageError: A file cannot be read or written.

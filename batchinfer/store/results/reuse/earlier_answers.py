@@ -74,7 +74,8 @@ class LastResult:
             ops: File operations.
 
         Returns:
-            The file with columns `seq` and `text`, or None if no row has an id.
+            The file with columns `seq` (number of the request in the plan) and `text`, or None if no row has
+            an id.
 
         Raises:
             StorageError: A file cannot be read or written.

@@ -164,7 +164,7 @@ class _Recorder:
         return [key.as_py() for key in table["key"].take(pa.array(failed - first))]
 
     def _used(self, start: int, end: int) -> tuple[tuple[str, ...], Numbers]:
-        """Return the store parts that rows use, and the rows' positions, with numbers of parts in this list."""
+        """Return the store parts that rows use, and positions whose part numbers are indices into these parts."""
         places = self._places[start:end]
         there = places >= 0
         numbers, which = np.unique(places[there] >> PART_SHIFT, return_inverse=True)
