@@ -28,7 +28,7 @@ class _InWork:
         self.began += [self.steps] * (running - len(self.began))
 
     def finished(self, tokens: int) -> None:
-        """Remove the running row that started about `tokens` steps ago."""
+        """Remove the running row that started about `tokens` steps ago, because its answer ended."""
         if self.began:
             del self.began[min(bisect_left(self.began, self.steps - tokens), len(self.began) - 1)]
 

@@ -311,7 +311,10 @@ def _cells(run: PastRun, change: float | None) -> tuple[str, ...]:
 
 
 def _measured(run: PastRun) -> tuple[str, ...]:
-    """Return the cells of accuracy, with one decimal because it hardly changes between incremental runs."""
+    """Return the cells of accuracy for the table of runs.
+
+    They have one decimal, because accuracy hardly changes between incremental runs.
+    """
     shares = (run.accuracy, run.normalised_accuracy)
     return count(run.labelled_rows), *(UNKNOWN if one is None else f"{one:.1%}" for one in shares)
 

@@ -389,7 +389,7 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
 
 
 def completions_table(completions: Sequence[Completion]) -> pa.Table:
-    """Return completions as a table with the columns of the store: COMPLETION_SCHEMA and those of their kinds."""
+    """Return completions as a table with COMPLETION_SCHEMA and the store columns of their kinds of answers."""
     outputs, errors = [c.output for c in completions], [c.error for c in completions]
     texts = [one if isinstance(one, Tokens) else None for one in outputs]
     columns = [

@@ -119,7 +119,12 @@ class _Examples:
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, place: str, row: Values | RowError) -> None:
-        """Add the example of a row. A row that cannot be read, or is not JSON, is counted and skipped."""
+        """Add the example of a row. A row that cannot be read, or is not JSON, is counted and skipped.
+
+        Args:
+            place: The position of the row, for messages.
+            row: Its values by column, or an error.
+        """
         self.rows += 1
         if isinstance(row, RowError):
             self._skip(f"{place}: {row.message}")
@@ -169,7 +174,7 @@ def _rows(reader: Reader, column: str | None, most: int) -> Iterator[tuple[str, 
 
 
 def _example(value: Any) -> Any:
-    """Return the example in a value of a row: text is parsed as JSON. Raises RowProblem, NoJson."""
+    """Return the example in a column's value: text is parsed as JSON. Raises RowProblem, NoJson."""
     return parse_value(value) if isinstance(value, str) else as_json(value)
 
 

@@ -222,7 +222,7 @@ class IndexWriter:
 
 
 class _Further(NamedTuple):
-    """The further prompts of rows that have several prompts: all but the first of each row.
+    """The further prompts of rows that have several prompts. The first prompt of each row is not included.
 
     Attributes:
         prompts: The further prompts.

@@ -27,7 +27,7 @@ OK, ERROR = pa.scalar("ok"), pa.scalar("error")
 
 
 def frame_schema(*own: pa.Field) -> pa.Schema:
-    """Return a result's columns: the columns of all results, with the columns `own` of one kind in the middle."""
+    """Return a result's columns: the columns of all results, with the columns `own` in the middle."""
     return pa.schema([*HEAD, *own, *TAIL])
 
 

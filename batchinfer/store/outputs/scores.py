@@ -50,10 +50,10 @@ class ScoresKind(OutputKind):
     stored = STORED
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the store columns for scores of continuations.
+        """Return the store columns for scores of continuations, or none if no output is a score.
 
         They are the log-probability of each token, whether it was the most likely token, and the number of
-        tokens of each continuation. There are no columns if no output is a score.
+        tokens of each continuation.
         """
         found = [one if isinstance(one, Scores) else None for one in outputs]
         if all(one is None for one in found):

@@ -75,7 +75,7 @@ class TextsAndVectorsKind(TokensKind):
         return own + embedding_entries(table) if EMBEDDING in table.schema.names else own
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the result columns that an OpenAI file needs, and the rows per batch or None."""
+        """Return the result columns that an OpenAI file needs, given all columns, and the rows per batch or None."""
         ours, lines = super().openai_columns(names)
         if EMBEDDING not in names:
             return ours, lines
@@ -84,7 +84,7 @@ class TextsAndVectorsKind(TokensKind):
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a response: a list of embeddings if the answers are vectors, else a completion."""
+        """Return the body of a response to an embeddings request if `answers` are vectors, else a completion."""
         if answers[0].get(EMBEDDING) is None:
             return super().openai_body(answers, chat, tokens, encoding)
         return _VECTORS.openai_body(answers, chat, tokens, encoding)

@@ -76,7 +76,10 @@ class TokensKind(OutputKind):
         return JsonAnswers(AnswerCheck(columns, detokenizer))
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the store columns of log-probabilities, if needed. Token ids are in COMPLETION_SCHEMA."""
+        """Return the store columns for log-probabilities of texts, if any has them, by name.
+
+        Token ids are in COMPLETION_SCHEMA.
+        """
         texts = [one if isinstance(one, Tokens) else None for one in outputs]
         found = [None if one is None else one.logprobs for one in texts]
         prompts = [None if one is None else one.prompt for one in texts]
@@ -93,7 +96,7 @@ class TokensKind(OutputKind):
         return pa.schema([*of_answers, *(PROMPT_SCHEMA if requested.prompt_logprobs else ())])
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows to write at a time: few with log-probabilities, else None."""
+        """Return the number of result rows to write at a time: 128 with log-probabilities, else None (the default)."""
         return LOGPROB_ROWS if _has_logprobs(requested) or requested.prompt_logprobs else None
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
@@ -155,7 +158,7 @@ class TokensKind(OutputKind):
         return logprob_entries(table) + logprob_entries(table, PROMPT_COLUMN)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the result columns that an OpenAI file needs, and the rows per batch or None."""
+        """Return the result columns that an OpenAI file of completions needs, and the rows per batch or None."""
         ours = [*_OPENAI, *(name for name in (*_REASONING, CALLS_FIELD.name) if name in names)]
         large = [name for name in (COLUMN, PROMPT_COLUMN) if name in names]
         return [*ours, *large], _LOGPROB_LINES if large else None
@@ -163,7 +166,7 @@ class TokensKind(OutputKind):
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a response: a chat or text completion with one choice per answer."""
+        """Return the body of a response: a chat or text completion with a choice per result row in `answers`."""
         body = {
             "object": "chat.completion" if chat else "text_completion",
             "choices": [_choice(row, chat, tokens) for row in answers],

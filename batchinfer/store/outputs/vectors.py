@@ -33,7 +33,7 @@ class VectorsKind(OutputKind):
     stored = STORED
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the store column of pooled vectors, or no column if no output is a vector."""
+        """Return the store column for a batch of vectors, or no column if no output is a vector."""
         found = [one.values if isinstance(one, Vector) else None for one in outputs]
         return {} if all(one is None for one in found) else {STORED.names[0]: lists_of(found, np.float32)}
 
@@ -42,7 +42,7 @@ class VectorsKind(OutputKind):
         return vector_rows(requested)
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result: the vector and the number of prompt tokens."""
+        """Return the columns of a result with vectors: the vector and the number of prompt tokens."""
         return frame_schema(embedding_field(requested), pa.field("prompt_tokens", pa.int32()))
 
     def table(
@@ -64,13 +64,13 @@ class VectorsKind(OutputKind):
         return embedding_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the result columns that an OpenAI file needs, and the rows per batch."""
+        """Return the result columns that an OpenAI file of embeddings needs, and the rows per batch."""
         return [EMBEDDING, "prompt_tokens"], VECTOR_LINES
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a response: a list of embeddings, one per input of the request."""
+        """Return the body of a response to an embeddings request, with a vector per result row in `answers`."""
         prompt = sum(row["prompt_tokens"] for row in answers)
         return {
             "object": "list",

@@ -182,7 +182,7 @@ class OutputFile:
         self._ours()
 
     def probe(self) -> None:
-        """Check that a file can be written in the folder, and remove temporary files of killed runs.
+        """Check that a file can be written in the output file's folder, and remove leftovers of killed runs.
 
         Raises StorageError.
         """

@@ -145,7 +145,7 @@ def find_similar_runs(plan: Path, others: Sequence[OtherRun], spill: Path) -> li
 
 
 def wait_for(others: Sequence[OtherRun], tick: Callable[[], None]) -> None:
-    """Wait until none of the runs is running. `tick` is called every 0.2 seconds."""
+    """Wait until none of the runs `others` is running. `tick` is called every 0.2 seconds."""
     while any(other.is_running for other in others):
         time.sleep(_WAIT_S)
         tick()

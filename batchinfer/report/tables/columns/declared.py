@@ -73,7 +73,7 @@ SCHEMAS = {table: schema_of(columns, table) for table, columns in COLUMNS.items(
 
 
 def sampled_columns(columns: Sequence[Column], sample: type[StepSample | RequestSample]) -> tuple[str, ...]:
-    """Return the names of a report table's columns that samples of engines contain, without the work key.
+    """Return the names of a report table's columns that are fields of an engine's samples, without `key`.
 
     Args:
         columns: The columns of the table.

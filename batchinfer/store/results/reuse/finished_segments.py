@@ -56,7 +56,7 @@ class FinishedSegments:
     notice: Callable[[str], None]
 
     def __call__(self, identity: str, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return the leading segments whose rows have these settings and all their answers.
+        """Return the leading segments of the kept index whose rows have these settings and all their answers.
 
         Args:
             identity: The hash of the settings.

@@ -36,7 +36,11 @@ class ReusedPositions:
         return np.where(found >= 0, found, self.places)
 
     def is_unchanged(self, places: Numbers) -> bool:
-        """Return True if rows whose answers were errors have the same positions as recorded."""
+        """Return True if reused rows whose answers were errors still have the recorded positions in `places`.
+
+        Args:
+            places: The position of each reused row's answer now.
+        """
         return bool((places[self.failed] & POSITION == self.places[self.failed]).all())
 
 
