@@ -75,7 +75,7 @@ class TextsAndVectorsKind(TokensKind):
         return own + embedding_entries(table) if EMBEDDING in table.schema.names else own
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the result columns that an OpenAI file needs, given all columns, and the rows per batch or None."""
+        """Return the columns, among `names`, that an OpenAI file needs, and the rows per batch or None."""
         ours, lines = super().openai_columns(names)
         if EMBEDDING not in names:
             return ours, lines

@@ -96,7 +96,7 @@ class TokensKind(OutputKind):
         return pa.schema([*of_answers, *(PROMPT_SCHEMA if requested.prompt_logprobs else ())])
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows to write at a time: 128 with log-probabilities, else None (the default)."""
+        """Return the number of result rows to write at a time: 128 with log-probabilities, else None."""
         return LOGPROB_ROWS if _has_logprobs(requested) or requested.prompt_logprobs else None
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
