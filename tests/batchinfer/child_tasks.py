@@ -45,7 +45,7 @@ def end(how: str, connection: Connection[Any, Any]) -> None:
 def die_in_a_message(connection: Connection[Any, Any]) -> None:
     """End when half of a message is sent."""
     break_the_next_message()
-    connection.send("a message of which the other side gets the first half")
+    connection.send("a message that is cut in half when it arrives")
 
 
 def break_the_next_message() -> None:

@@ -81,8 +81,11 @@ def warm_children() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_disks() -> Iterator[None]:
-    """No test cuts the power, so none sees whether a disk has what it was told to keep; those of the order of writes
-    record the calls above this one. A sixth of a job's time, on a disk that others use."""
+    """Skip fsync in all tests: no test cuts the power.
+
+    On a busy disk, fsync takes a sixth of a job's time. Tests of the order of writes record the calls of the
+    layer above.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not everything():
             patch.setattr(os, "fsync", unflushed)

@@ -19,7 +19,7 @@ COSTED = "tests.batchinfer.costed_engine:build"
 
 
 def build(config: LoadConfig, *beside: Any, **named: Any) -> LoadedWeights:
-    """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration."""
+    """Load weights like batchinfer.engine.load.build.load_weights, without measured costs of drafts."""
     from batchinfer.engine.drafts import backoff, medusa, proposal_times, step_times
     from batchinfer.engine.load.build import load_weights
 
@@ -31,7 +31,7 @@ def build(config: LoadConfig, *beside: Any, **named: Any) -> LoadedWeights:
 
 
 def _unmeasured(*_: Any) -> None:
-    """Learn nothing of what a step took."""
+    """Do not record the time of a step."""
 
 
 @contextmanager

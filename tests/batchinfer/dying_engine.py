@@ -17,7 +17,7 @@ from batchinfer.engine.config import LoadConfig
 if TYPE_CHECKING:
     from batchinfer.engine.load.build import BuiltEngine
 
-SENT_S = 0.2  # longer than what is finished waits to be sent
+SENT_S = 0.2  # longer than the delay before a finished answer is sent
 
 
 class Mortal:
@@ -41,9 +41,9 @@ class Mortal:
 
 
 def build(config: LoadConfig, *beside: Any) -> MortalWeights:
-    """Load as batchinfer.engine.load.build.load_weights does, with what it gets `beside` the configuration.
+    """Load weights for an engine that dies after the first rows, and die at once in any later process.
 
-    DIES_AFTER: how many rows; DIED: a file, there from the first start on.
+    Environment variables: DIES_AFTER is the number of rows. DIED is a file that the first process creates.
     """
     died = Path(os.environ["DIED"])
     if died.exists():

@@ -1,4 +1,4 @@
-"""An engine of two ranks, the second of which is lost at a step: for the engine's factory in a test's job."""
+"""An engine factory for tests: an engine of two ranks that loses rank 1 at a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""EAGLE-3 heads as they are published, with the arithmetic of their authors' code, written plainly: all positions of a
-row at once, and once more for each further token."""
+"""A plain reference of published EAGLE-3 heads, with the arithmetic of the authors' code.
+
+It computes all positions of a row at once, and all of them again for each further token.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,13 @@ class MidLayer(nn.Module):
 
 
 class EagleReference(nn.Module):
-    """A head for a model of so many values and tokens; `draft_vocab` of these are its own."""
+    """A draft head for a target model.
+
+    Args:
+        model_hidden: hidden size of the target model.
+        vocab: number of tokens of the target model.
+        draft_vocab: number of tokens that the head can propose.
+    """
 
     d2t: Tensor
     t2d: Tensor
@@ -123,8 +131,14 @@ class EagleReference(nn.Module):
     def proposed(
         self, states: Tensor, tokens: Sequence[int], count: int, embedding: Tensor, allowed: Sequence[int]
     ) -> list[int]:
-        """Return what follows the tokens, (n), of those that are `allowed`: states (n - 1, 3 hidden of the model), of
-        all but the last one."""
+        """Return `count` proposed tokens after the given tokens.
+
+        Args:
+            states: states of the target model before each token but the first, [n - 1, 3 × hidden].
+            tokens: n tokens of a row.
+            embedding: embedding table of the target model, for a head without its own.
+            allowed: tokens that may be proposed.
+        """
         own = torch.arange(len(self.d2t)) + self.d2t
         barred = ~torch.isin(own, torch.tensor(allowed))
         table = self.embed_tokens.weight if hasattr(self, "embed_tokens") else embedding
@@ -138,7 +152,12 @@ class EagleReference(nn.Module):
 
 
 class EagleOf:
-    """A head, and the model in transformers, what whose `layers` read is its states; behind the last one, its norm."""
+    """A draft head with its target model from transformers.
+
+    Args:
+        layers: layers whose inputs are the states that the head reads. The number after the last layer
+            selects the input of the final norm.
+    """
 
     def __init__(self, head: EagleReference, model: PreTrainedModel, layers: Sequence[int]) -> None:
         self.head, self.model, self.read = head, model, dict[int, Tensor]()
@@ -151,7 +170,7 @@ class EagleOf:
 
     @torch.inference_mode()
     def proposed(self, tokens: Sequence[int], count: int, allowed: Sequence[int]) -> list[int]:
-        """Return what follows the tokens of a row, of those that are `allowed`."""
+        """Return `count` proposed tokens after the tokens of a row, all of them in `allowed`."""
         self.model(torch.tensor([list(tokens[:-1])]))
         states = torch.cat([self.read[layer] for layer in self.layers], -1)
         return self.head.proposed(states, tokens, count, self.model.get_input_embeddings().weight, allowed)

@@ -1,7 +1,8 @@
-"""A device that is not there: its tensors lie in the host's memory, and say that they lie elsewhere.
+"""A fake device: its tensors are in the host's memory and claim to be on a device.
 
-Within `far_away()` what is made on the device FAR is computed on the CPU, one operator at a time. An operator that
-gets tensors of both sides raises, as CUDA's do, and so does whoever asks for the numbers' address, or for an array.
+Within `far_away()`, tensors created on device FAR are computed on the CPU, one operator at a time. As with
+CUDA, an operator raises if it gets tensors of the host and of the device. Reading a data pointer or an array
+raises, too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class FarTensor(Tensor):
 
 
 class _Everywhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Also sees operators that get no tensor, or those of the host alone."""
+    """Also handles operators without tensors, and with tensors of the host only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -72,7 +73,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lies_far(into_first: bool, far: list[Tensor], args: Any) -> bool:
-    """Whether the result lies far away: a copy lies where it was copied to."""
+    """Return True if the result is on the far device; a copy is where its destination is."""
     return any(one.near is args[0] for one in far if isinstance(one, FarTensor)) if into_first else bool(far)
 
 

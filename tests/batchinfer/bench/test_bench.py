@@ -1,5 +1,3 @@
-"""`batchinfer bench` on a tiny model: what it runs, what it says, what it refuses."""
-
 from __future__ import annotations
 
 import json
@@ -37,7 +35,7 @@ PEAKS = MeasuredPeaks(None, {"float32": 1e11, "bfloat16": 2e11, "int8": 4e11}, 2
 
 
 def bench(*workloads: str, **options: Any) -> BenchReport:
-    """On the tiny shape, in float32, with one thread; the peaks are given, so that figures can be checked."""
+    """Run a bench of the tiny shape in float32 with one thread and fixed peaks."""
     chosen = {"model": "tiny", "dtype": "float32", "device": "cpu", "threads": 1, "repeat": 1, "rows": 24}
     setting = BenchOptions(workloads, **{**chosen, **options})
     return run_bench(setting, lambda line: None, lambda device, dtypes: PEAKS)
@@ -113,7 +111,7 @@ def test_duplicates_run_once(every, results):
 
 
 def test_a_prefix_tree_runs_every_prefix_once(every):
-    """The tree's prefixes end at whole KV blocks, so that nothing keeps the engine from the optimum."""
+    """Every prefix fills whole KV blocks."""
     found = every["prefix-tree"]
     assert found["prompt_tokens_run"] == found["prompt_tokens_optimum"] < found["prompt_tokens"] / 3
 

@@ -33,7 +33,7 @@ def test_prompt_tokens_are_those_of_the_trie(rows):
 @settings(max_examples=examples(25, 300), deadline=None)
 @given(ROWS)
 def test_a_prefix_is_read_as_often_as_its_longest_reader_needs(rows):
-    """Without twins, so that a token of the trie is a prefix."""
+    """Rows have no duplicates: each token of the trie is part of a prefix."""
     once = list({row.prompt: row for row in rows}.values())
     longest: dict[tuple[int, ...], int] = {}
     for row in once:

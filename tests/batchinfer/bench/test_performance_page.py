@@ -1,4 +1,4 @@
-"""docs/performance.md and README.md say what the record of the measurement says."""
+"""Tests that docs/performance.md and README.md quote the recorded measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A terminal for tests: a process on a real one, and what its screen shows in the end."""
+"""Runs a process on a pseudo-terminal and returns the final screen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from tests import warm_commands
 from tests.batchinfer.wrong_jobs import hears_signals
 
-COLUMNS = 100  # of the terminal: said by itself, as a variable would need an interpreter of its own
+COLUMNS = 100  # of the terminal; a constant, as an environment variable would need another interpreter
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

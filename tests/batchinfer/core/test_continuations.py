@@ -1,4 +1,4 @@
-"""The trie of continuations: each node is run once, and each token is scored behind what stands before it."""
+"""Tests the trie of continuations: each node runs once, and each token is scored after its prefix."""
 
 from __future__ import annotations
 

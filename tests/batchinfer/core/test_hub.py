@@ -1,4 +1,4 @@
-"""A model by its name: where the cache has it, what is said where it does not, and that no run asks the network."""
+"""Tests models given by name: the path in the hub's cache, the error without one, and no network access."""
 
 from __future__ import annotations
 

@@ -54,5 +54,5 @@ def test_an_answer_may_do_without_reasoning() -> None:
 def test_a_marker_that_is_not_whole_is_no_reasoning() -> None:
     given = ReasoningTokens((5, 6), (7, 8, 9), (8, 9))
     assert cut([5, 6, 1, 7, 8], given) == (2, 3, None, True)
-    assert cut([5, 6, 1, 8, 9, 2], given) == (2, 3, 5, True)  # the header alone ends it
+    assert cut([5, 6, 1, 8, 9, 2], given) == (2, 3, 5, True)  # the header is enough to end it
     assert cut([5, 6, 1, 7, 8, 9, 2], given) == (2, 3, 6, True)

@@ -1,5 +1,3 @@
-"""Sampling parameters as text: what a work key hashes and an index keeps."""
-
 from __future__ import annotations
 
 import pickle
@@ -123,7 +121,7 @@ ERROR = RowError("engine_died", "engine", "words", True)
     ids=lambda sent: type(sent).__name__,
 )
 def test_what_processes_send_each_other_arrives_whole(sent: Any) -> None:
-    """Field by field, also those that are added later: they are pickled by hand."""
+    """Pickling is written by hand, per field: a new field must be pickled, too."""
     check_same(pickle.loads(pickle.dumps(sent)), sent)
 
 

@@ -1,4 +1,4 @@
-"""Heads with a layer of their own beside a tiny model, held against a reference."""
+"""Runs draft heads with an own layer for a tiny model and compares proposals with a reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HeadReference(Protocol):
     """The published arithmetic of a head and its model."""
 
     def proposed(self, tokens: Seq[int], count: int, allowed: Seq[int]) -> list[int]:
-        """Return what follows the tokens of a row, of those that are `allowed`."""
+        """Return `count` proposed tokens after the tokens of a row, all of them in `allowed`."""
 
 
 def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[ModelRunner, DraftModelRunner]:
@@ -71,7 +71,7 @@ def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[M
 
 
 def chain_of(tree: DraftTree) -> list[int]:
-    """Return the likeliest token at each place, behind the likeliest ones."""
+    """Return the path of a draft tree that takes the most likely token at each depth."""
     kinds: Any = tree.kinds or [(0, 0)] * len(tree.tokens)
     parents, chain = tree.parents or range(-1, len(tree.tokens) - 1), [-1]
     for at, (_, rank, *_) in enumerate(kinds):
@@ -81,8 +81,11 @@ def chain_of(tree: DraftTree) -> list[int]:
 
 
 def check(tree: DraftTree, leaves: bool) -> None:
-    """The likeliest tokens come first, and those beside one another differ; with `leaves`, nothing follows those that
-    are not of the chain."""
+    """Check that the nodes are sorted by probability and that siblings differ.
+
+    Args:
+        leaves: if True, also check that only the most likely nodes have children.
+    """
     parents = tree.parents or range(-1, len(tree.tokens) - 1)
     assert list(tree.chances) == sorted(tree.chances, reverse=True)
     assert len({*zip(parents, tree.tokens, strict=True)}) == len(tree.tokens) <= 24
@@ -94,7 +97,7 @@ def check(tree: DraftTree, leaves: bool) -> None:
 
 @dataclass
 class Asking(Drafts):
-    """Asks a head about rows, and proposes that, or what a row's answer goes on with."""
+    """Queries a head about each row and proposes its tokens, or tokens of the row's known answer."""
 
     def __init__(self, beside: AnyProposer, answers: dict[bytes, list[int]], seed: int) -> None:
         super().__init__(lambda _: [])
@@ -105,7 +108,7 @@ class Asking(Drafts):
         )
         self.answers, self.random, self.left = answers, random.Random(seed), 0
         self.branches = beside.branches
-        self.found: list[tuple[Sequence, list[int], list[int]]] = []  # rows, their tokens, what was proposed
+        self.found: list[tuple[Sequence, list[int], list[int]]] = []  # row, its tokens, proposed tokens
 
     def propose(
         self, rows: Seq[Sequence], ahead: int, others: int
@@ -164,8 +167,10 @@ def run(model: Checkpoint, work: Work, runner: Any, drafter: Any = None) -> Ran:
 
 
 def parts_at_a_block(row: Sequence, rows: Iterable[Sequence], size: int) -> bool:
-    """Whether the row's text parts from another one's exactly behind a block of prompts: there it has the K and V of
-    whichever was read first."""
+    """Return True if the row shares exactly a number of whole blocks with another prompt.
+
+    The K and V of such blocks come from the prompt that was prefilled first.
+    """
     texts = {other for other in rows if other.request is not row.request}
     shared = ((other, common_prefixes([_array(row), _array(other)])[0]) for other in texts)
     return any(
@@ -180,8 +185,10 @@ def _array(row: Sequence) -> Any:
 def compare(
     model: Checkpoint, stored: StoredLayer, reference: HeadReference, work: Work, most: int = 6
 ) -> tuple[Ran, int]:
-    """Run rows with a head and without: the same answers, and of the proposals `most` that are those of the reference.
-    Return the run with it, and how many of these there were."""
+    """Check that a head changes no answer, and that up to `most` of its proposals equal the reference.
+
+    Return the run with the head and the number of compared proposals.
+    """
     wanted = run(model, work, make_runner(model, cpu_ops(model), work.limits))
     runner, beside = with_head(model, stored, work.limits)
     answers = {key: tokens for key, (tokens, _) in wanted.answers.items()}
@@ -203,15 +210,14 @@ def compare(
 
 
 def compare_drawn(model: Checkpoint, stored: StoredLayer, reference: HeadReference, work: Work) -> None:
-    """Compare rows that were drawn, two of three of which become plain ones."""
+    """Compare random rows; two of three of them are made plain greedy rows."""
     work = replace(work, nan_every=0, rows=[longer(*row) for row in enumerate(work.rows)])
     got, compared = compare(model, stored, reference, work)
     event(f"preempted: {got.total('preemptions') > 0}, compared: {compared > 0}")
 
 
 def compare_sharing(model: Checkpoint, stored: StoredLayer, reference: HeadReference, proposals: int) -> None:
-    """Compare rows that begin alike, up to the middle of a block, one behind the other and beside one another. Some
-    proposals are right, and of those that follow some are read behind states that were made again."""
+    """Compare rows that share 14 tokens, which end within a block, in sequence and in parallel."""
     shared = [at % 9 for at in range(14)]
     prompts = [[*shared[: 14 - 3 * (row == 5)], row % 4 + 3, row, 8 - row] for row in range(8)]
     rows = [longer(at + 1 + at // 2, request(0, prompt, 1)) for at, prompt in enumerate(prompts)]

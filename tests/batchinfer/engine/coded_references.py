@@ -103,7 +103,7 @@ class CodedOps(TorchOps):
 
 
 class ValueOps(TorchOps):
-    """torch's operators, with int4 as the values that it stands for, and a head in int8 as its reference has it."""
+    """The torch operators, with int4 weights expanded to their values and int8 as the reference has it."""
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         if isinstance(weight, CodedWeight):

@@ -1,4 +1,4 @@
-"""Ways to cut prompts into steps, which change nothing of what is asked of them."""
+"""Ways to cut prompts into steps. None may change an answer."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ ROOTS = ContentRoots(100_000)
 
 
 class Hopeful(OutputLengths):
-    """Believes that every row ends with its next token, so that a scarce cache overflows."""
+    """Predicts that each row ends with its next token, which overflows a small cache."""
 
     def expected_length(self, sequence: Sequence) -> int:
         return len(sequence) + 1
@@ -62,7 +62,7 @@ class Preempting(Scheduler):
 
 
 class PreemptingAhead(Preempting):
-    """Preempts, also where steps look ahead: none is launched ahead of one before which a sequence is preempted."""
+    """Preempts sequences even if steps look ahead. No step is launched ahead of a step that preempts."""
 
     def has_room(self) -> bool:
         return self._steps % 4 != 3 and super().has_room()
@@ -122,7 +122,7 @@ def _digest(before: int, token: int) -> int:
 
 
 class Driver:
-    """Runs steps as the engine does, and checks what they read and what they hold."""
+    """Runs the steps of a scheduler like the engine and checks the slots that each step reads and keeps."""
 
     def __init__(self, scheduler: Scheduler, seed: int = 0, stops: float = 0.0) -> None:
         self.scheduler, self.random, self.stops = scheduler, random.Random(seed), stops
@@ -231,7 +231,11 @@ def driver_for(
     stops: float = 0.0,
     **config: Any,
 ) -> Driver:
-    """Make a driver of a scheduler on which these rows wait; `blocks` are those of each cache group."""
+    """Return a driver of a scheduler with these waiting rows.
+
+    Args:
+        blocks: number of blocks per cache group.
+    """
     pool = BlockPool(blocks * len(windows), size, len(windows))
     driver = kind(Scheduler(SchedulerConfig(seqs, budget, **config), pool, lengths, windows), seed, stops)
     for row in rows:
@@ -240,7 +244,7 @@ def driver_for(
 
 
 class Piped:
-    """Gets plans as bytes, in the place of a runner."""
+    """A runner that gets its plans pickled, as if through a pipe."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Rows under constraints beside rows without, and what each answer has to be."""
+"""Runs rows with and without constraints together and checks each answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KINDS = {
     "grammar": Kind({"grammar": 'start: "a" ("," /[b-d]/)~3..6'}, re.compile("a(,[b-d]){3,6}").fullmatch),
     "free": Kind({"max_tokens": 40}, lambda _: True),
 }
-# What rows ask for beside
+# Other parameters of rows
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.3, "top_p": 0.95},
@@ -83,7 +83,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A request, and what it is."""
+    """A request with the kind and the content of its constraint."""
 
     kind: str
     wish: str
@@ -116,14 +116,17 @@ def _rows() -> list[Row]:
 
 
 def constrained(runner: Any, on_host: bool = False) -> tuple[Any, ConstraintMasks, GrammarConstraints]:
-    """The runner, following constraints, what an engine needs for that, and what it follows."""
+    """Return the runner with constraints, its masks and its constraints."""
     followed = grammar_constraints(tokenizer())(frozenset([EOS]), VOCAB)
     return *following(runner, followed, on_host), followed
 
 
 def run(runner: Any, limits: Limits, work: Seq[Row], drafter: Drafter | None = None) -> Ran:
-    """Run the rows. As on a CPU, a runner that does not look ahead looks at its tokens on the host; a row that runs
-    alone always has its mask."""
+    """Run the rows with their constraints.
+
+    As on a CPU, a runner without look-ahead checks its tokens on the host. A sequence that runs alone always
+    gets its mask.
+    """
     runner, masks, _ = constrained(runner, on_host=not runner.looks_ahead and limits.seqs > 1)
     streams = stop_streams(tokenizer().rust)
     engine = make_engine(runner, limits, frozenset([EOS]), stop_streams=streams, masks=masks, drafter=drafter)
@@ -135,7 +138,7 @@ def text_of(completion: Completion) -> str:
 
 
 def check(row: Row, completion: Completion) -> bool:
-    """Whether the answer is whole: then it obeys its constraint, and else it was cut by what its row asks for."""
+    """Return True if the answer is complete, after checking it against its constraint or its limits."""
     params, text, error = row.request.params, text_of(completion), completion.error
     assert (completion.tokens.logprobs is not None) == params.asks_logprobs
     assert not any(stop in text for stop in params.stop)

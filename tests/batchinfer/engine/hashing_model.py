@@ -1,4 +1,4 @@
-"""A model whose cache holds token ids: the next token depends on every one of them, and a wrong block shows at once."""
+"""A model whose cache stores token ids: the next token depends on all of them, which reveals a wrong block."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, w
 
 
 def _attended_trees(inputs: AttentionInputs, tree: TreeMask, cache: LayerCache) -> Tensor:
-    """As `_attended`, in the rows of each sequence's last tokens, of which some are nodes of trees."""
+    """Attend like `_attended` for rows whose last tokens are nodes of a draft tree."""
     hidden, end = torch.full((len(inputs.positions), 1), -1 << 40), 0
     for table, queries, context in zip(
         inputs.block_tables, inputs.query_lens, inputs.context_lens, strict=True
@@ -122,15 +122,16 @@ def _attended_trees(inputs: AttentionInputs, tree: TreeMask, cache: LayerCache) 
 
 
 def state_of(tokens: Seq[int]) -> int:
-    """The hashing model's state behind these tokens, where its only layer has no window."""
+    """Return the state of the hashing model after these tokens, for one layer without a window."""
     return sum((token + 1) * (at * 40_503 % 1009 + 1) for at, token in enumerate(tokens)) % 65_521
 
 
 class HashingModel:
-    """`forward` gives, for the last token of each sequence, a number made of all tokens of its context, in a layer with
-    a window of those that it sees.
+    """A model whose state of a sequence is a hash of all tokens within each layer's window.
 
-    `room`: tokens that there is memory for; `windows`: of the layers, each in a cache group of its own.
+    Args:
+        room: maximum number of tokens per step before it runs out of memory.
+        windows: window of each layer; each layer is a cache group.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ def hashing_runner(
     windows: tuple[int | None, ...] = (None,),
     **more: Any,
 ) -> Any:
-    """The cache has one block more, which belongs to nobody."""
+    """Return a runner of a hashing model. Its cache has one more block, the padding slot of graphs."""
     k, v = (torch.full((blocks + 1, 1, block_size, 1), -1) for _ in "kv")
     cache = [LayerCache(k, v, block_size, group) for group in range(len(windows))]
     model, device = HashingModel(nan_every, room, windows), torch.device("cpu")
@@ -189,7 +190,7 @@ def hashing_runner(
 
 
 def captured_eagerly(run: Callable[[], Tensor]) -> Captured:
-    """Stands in for a graph: what it reads is read when it is replayed, where it was when it was captured."""
+    """Return a stand-in for a CUDA graph, which runs the function again at each replay."""
     result = run().clone()
 
     def replay() -> None:
@@ -206,7 +207,7 @@ def with_graphs(
     capture: Capture = captured_eagerly,
     drafts: bool = False,
 ) -> Any:
-    """The runner, decode steps replayed, and those that verify drafts."""
+    """Return the runner with graphs for its decode steps, and for steps that verify drafts if `drafts`."""
 
     def forward(token_ids: Tensor, inputs: Seq[AttentionInputs], plans: Seq[AttentionPlan]) -> Tensor:
         return runner.model.forward(token_ids, inputs, runner.caches, plans)

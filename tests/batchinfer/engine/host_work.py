@@ -49,9 +49,16 @@ STEPS = 40
 
 @dataclass(frozen=True)
 class Load:
-    """So many rows decode; the first `shared` tokens of their prompts are alike, and the first row's prompt is
-    `longest` tokens long. `ends`: so many rows end with each step that is timed. `at_once`: so many steps are launched
-    at once."""
+    """The rows of a decode benchmark.
+
+    Attributes:
+        rows: number of rows.
+        prompt: tokens per prompt.
+        shared: number of leading tokens that all prompts share.
+        longest: tokens of the first row's prompt.
+        ends: number of rows that end per timed step.
+        at_once: number of steps that one launch runs.
+    """
 
     rows: int
     prompt: int
@@ -88,7 +95,7 @@ EOS = 2
 
 
 class NoModel:
-    """Every row's next token is 7, but for `ends` rows of each step, other ones than in the step before."""
+    """A model that always returns token 7, except for `ends` rows per step, which get EOS in turn."""
 
     def __init__(self) -> None:
         self.ends, self._steps = 0, 0
@@ -114,11 +121,11 @@ class MovedByNobody(TritonOps):
     """Operators whose kernels the host launches between two replays, and which the interpreter would run."""
 
     def advance_rows(self, *_: Any) -> None:
-        """Leave the rows where they are."""
+        """Leave the rows unchanged."""
 
 
 class LaidByNobody(DeviceTables):
-    """On a GPU the host does no more than to ask for it."""
+    """Skips writing block tables, as the host of a GPU only launches that kernel."""
 
     def write(self, *_: Any) -> None:
         """Leaves what the tensors hold."""
@@ -156,8 +163,7 @@ def decoding(load: Load, most: int, model: NoModel | None = None) -> Engine:
 
 
 def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
-    """Seconds of each step once all rows decode, after some that do not count; of those that are launched at once,
-    their part."""
+    """Yield the seconds per step while all rows decode, after a warm-up. A launch of n steps counts as n."""
     reading = load.rows * load.prompt // BUDGET
     most = 200 + (steps + 9) * load.at_once + reading  # no row ends while others are still read
     model = NoModel()

@@ -1,6 +1,7 @@
-"""What stands in for a GPU where there is none: the engine is built as for one, and Triton's kernels are interpreted.
+"""A stand-in for a GPU on machines without one: Triton's kernels are interpreted.
 
-Only what asks CUDA itself is replaced: the device, its memory, and graphs, which launch again what was captured.
+Only calls to CUDA are replaced: the device, its memory and graphs. A replayed graph runs the captured calls
+again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Replace = Callable[[Any, str, Any], None]
 
 
 class NoMeter:
-    """Stands in for a GPU's memory, of which nothing is ever taken."""
+    """Stands in for the meter of a GPU's memory, with no memory in use."""
 
     def free(self) -> int:
         return 1 << 30
@@ -54,11 +55,13 @@ def _as_on_a_gpu(_: torch.device, *arithmetic: Any, **more: Any) -> Ops:
 
 
 def stand_in(replace: Replace, compiles: bool = True, quick: bool = False) -> None:
-    """Put the stand-ins in place, as `replace(module, name, value)` does it; nothing where there is a GPU.
+    """Replace calls to CUDA by stand-ins, or do nothing if a GPU is present.
 
-    `compiles`: the warm-up runs the steps that do nothing but compile kernels, too; `quick`: there is no profile run,
-    captures need no warm-up, and the kernels that take the interpreter the longest are their references, see
-    `launch_references`.
+    Args:
+        replace: called as `replace(module, name, value)`.
+        compiles: if True, the warm-up also runs the steps that only compile kernels.
+        quick: if True, skip the profile run and the warm-up of captures, and replace the slowest interpreted
+            kernels as `launch_references` does.
     """
     if DEVICE == "cuda":
         return
@@ -96,14 +99,16 @@ def build(*arguments: Any, **named: Any) -> LoadedWeights:
 
 
 def build_quick(*arguments: Any, **named: Any) -> LoadedWeights:
-    """The same, with references in the place of some kernels, see `launch_references`."""
+    """Load weights on the stand-in GPU, with `quick` stand-ins."""
     stand_in(setattr, compiles=False, quick=True)
     return load_weights(*arguments, **named)
 
 
 def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
-    """The same with captures before the first step for contexts of up to 16 tokens alone: longer ones come up later.
-    References are in the place of some kernels, see `launch_references`."""
+    """Load weights on the stand-in GPU with captures for contexts of up to 16 tokens before the first step.
+
+    Graphs for longer contexts are captured later. The stand-ins are `quick`.
+    """
     for module in (graph_sizes, dummy_steps):
         module.MIN_CONTEXT_BOUND = 16  # type: ignore[attr-defined]
     stand_in(setattr, compiles=False, quick=True)
@@ -125,7 +130,7 @@ def build_without_triton(*arguments: Any) -> LoadedWeights:
 
 
 def build_preempting(*arguments: Any, **named: Any) -> LoadedWeights:
-    """As `build_capturing_later`, with sequences that are preempted now and then."""
+    """Load weights like `build_capturing_later`, with a scheduler that preempts sequences."""
     loaded_model.Scheduler = PreemptingAhead  # type: ignore[attr-defined]
     return build_capturing_later(*arguments, **named)
 

@@ -16,8 +16,10 @@ from tests.batchinfer.engine.taped import launched
 
 
 def launch_references(replace: Callable[[Any, str, Any], None]) -> None:
-    """Have the references of the rotation and of the norm launched in their kernels' place. What the kernels compute is
-    the matter of their own tests."""
+    """Replace the kernels for rotary embeddings and RMSNorm by torch references, whose launches are recorded.
+
+    Other tests compare these kernels with their references.
+    """
     replace(triton_ops, "rope_store", _rope_store)
     replace(triton_ops, "rotate", _rotate)
     replace(triton_ops, "rms_norm", _rms_norm)

@@ -20,10 +20,13 @@ WORDS = st.lists(st.text("bcd", min_size=1, max_size=7), min_size=1, max_size=5)
 
 @dataclass(frozen=True)
 class Work:
-    """Rows, and a way to cut them.
+    """Rows and a way to cut them into steps.
 
-    `arrivals`: the steps before which the rows come. `windows`: those of the cache groups. Where `nan_every` is not 0,
-    one of so many sets of logits is NaN. `seed`: for what else is random.
+    Attributes:
+        arrivals: number of the step before which each row arrives.
+        windows: windows of the cache groups.
+        nan_every: if not 0, one of this number of logit vectors is NaN.
+        seed: seed of all other random choices.
     """
 
     limits: Limits
@@ -64,8 +67,10 @@ def _requests(draw: Any, row: int, shared: list[int], constrained: bool) -> Requ
 
 @st.composite
 def works(draw: Any, may_constrain: bool = False) -> Work:
-    """Draw rows, half of the time under constraints where they may be; these give no NaN, as forced tokens need no
-    logits."""
+    """Draw rows, half of them under constraints if these are allowed.
+
+    Rows under constraints have no NaN: a forced token needs no logits.
+    """
     constrained = may_constrain and draw(st.booleans())
     shared = draw(st.lists(TOKENS, max_size=14))
     count, windows = draw(st.integers(1, 9)), draw(WINDOWS)

@@ -26,7 +26,7 @@ GPU = Peaks(790e12, 4.3e12)
 
 @dataclass(frozen=True)
 class Row:
-    """One request: what it may answer at most, and what it will."""
+    """A request of a simulation: its prompt, the length of its answer, and the limit on that length."""
 
     prompt: int
     output: int

@@ -61,7 +61,11 @@ Place = tuple[int, int]  # the number of a row, and a position in its answer
 
 @dataclass(frozen=True)
 class Limits:
-    """How the work is cut. `scarce`: the scheduler hopes for short answers, so that rows are preempted."""
+    """The limits of a scheduler and its cache.
+
+    Attributes:
+        scarce: if True, the scheduler expects short answers, which leads to preemptions.
+    """
 
     budget: int = 64
     seqs: int = 64
@@ -99,7 +103,8 @@ class Ran:
 
     @property
     def logprobs(self) -> dict[bytes, list[Any] | None]:
-        """Return the log-probabilities of each answer's tokens, those of the likeliest, and which these are."""
+        """Return per row the log-probabilities of its tokens, of the top tokens, and the ids of the top
+        tokens."""
         found: dict[bytes, list[Any] | None] = {}
         for key, completion in self.completions.items():
             some = completion.tokens.logprobs
@@ -285,7 +290,7 @@ def spoil(runner: Any, bad: int, value: float = float("nan")) -> None:
 
 
 def following(runner: Any, constraints: Constraints, on_host: bool = False) -> tuple[Any, ConstraintMasks]:
-    """The runner, whose rows follow constraints, and what an engine needs for that."""
+    """Return the runner with rows that follow constraints, and the masks that an engine needs."""
     masks = ConstraintMasks(constraints)
     return replace(runner, sampler=replace(runner.sampler, mask=masks, on_host=on_host)), masks
 
@@ -298,8 +303,12 @@ def make_runner(
     adapters: Mapping[str, StoredAdapter] = MappingProxyType({}),
     places: int | None = None,
 ) -> ModelRunner:
-    """Make a runner in float32, whose cache is poisoned. `adapters`: by what requests call them, of which so many have
-    places on the device."""
+    """Return a runner in float32 with a poisoned cache.
+
+    Args:
+        adapters: adapters by the name that requests use.
+        places: number of adapters that fit on the device, or None for all.
+    """
     decoder = load_decoder(model, ops, torch.float32, device, MAX_LEN, [*adapters.values()], places)
     layout = cache_layout(model.spec.caches, limits.block_size, MAX_LEN)
     caches = allocate_caches(ops, model.spec.caches, layout, limits.blocks, torch.float32, device)
@@ -349,7 +358,7 @@ class AlwaysRepeated(MultiStepDecoding):
 
 
 def at_once(steps: int) -> MultiStepDecoding | None:
-    """Make an engine launch up to so many steps at once wherever it may."""
+    """Return a policy that launches up to `steps` decode steps at once whenever it is allowed."""
     return AlwaysRepeated(AdmissionCosts(0.0, 0.0, 0.0), steps) if steps > 1 else None
 
 

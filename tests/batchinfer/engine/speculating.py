@@ -1,4 +1,4 @@
-"""Drafts for engines: tokens of the answers of another run, of which a share is right."""
+"""Draft sources for tests that propose tokens of another run's answers, some of them wrong."""
 
 from __future__ import annotations
 
@@ -54,7 +54,12 @@ class Drafts:
 
 
 def remembered(ran: Ran, right: float, seed: int, most: int = 5) -> Guess:
-    """Propose up to `most` tokens of the answers of another run, of which a share is right."""
+    """Return a draft source that knows another run's answers.
+
+    Args:
+        right: probability that a proposed token is right.
+        most: maximum number of draft tokens.
+    """
     rng = random.Random(seed)
 
     def guess(sequence: Sequence) -> list[int]:
@@ -66,8 +71,12 @@ def remembered(ran: Ran, right: float, seed: int, most: int = 5) -> Guess:
 
 
 def branching(ran: Ran, right: float, seed: int, most: int = 9) -> Callable[[Sequence], DraftTree]:
-    """Propose trees of up to `most` tokens. Of those that stand where the answers of another run have a token, a share
-    is that."""
+    """Return a source of draft trees that knows another run's answers.
+
+    Args:
+        right: probability that a node on the answer's path gets the answer's token.
+        most: maximum number of nodes.
+    """
     rng = random.Random(seed)
 
     def guess(sequence: Sequence) -> DraftTree:

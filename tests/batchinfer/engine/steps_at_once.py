@@ -1,5 +1,4 @@
-"""Prints how many decode steps a GPU's host is expected to launch at once, and what that gives, by estimates alone:
-of a step, and of simulated jobs.
+"""Prints how many decode steps a GPU's host is expected to launch at once, and the estimated gain.
 
 python -m tests.batchinfer.engine.steps_at_once [GPU [LENGTH]]
 """
@@ -50,8 +49,8 @@ def main(gpu: str = "NVIDIA H100 80GB HBM3", length: str = "256") -> None:
 
 
 def job_line(rows: int) -> str:
-    """Return the cells of a batch of so many rows: the seconds of a job of eight such batches, one step at a time and
-    several at once, of the two smaller models."""
+    """Return a table row: for a batch of `rows`, the seconds of a job of eight batches with single and
+    multi-step decoding, for the two smaller models."""
     cells = [str(rows)]
     for cost in (MODELS["0.5B"], MODELS["1B"]):
         one = machine(cost, admission_costs(cost, H100), seqs=rows)

@@ -1,9 +1,9 @@
-"""Stands in for CUDA graphs on a CPU: what a function launches is taped, and launched again on the same tensors.
+"""A stand-in for CUDA graphs on a CPU: launches are taped and repeated on the same tensors.
 
-It gets wrong what a graph would get wrong. A number that the host computed is the one of the recording. A tensor that
-was made between two recordings, and so not by a replay, keeps what it held then. What a recording makes is poisoned
-before each replay, so that nobody finds it there who reads it too early. And what a capture forbids raises: reading
-from the device, and copying to it.
+It makes the mistakes of a real graph. A number from the host keeps the value of the recording. A tensor that
+was created between two recordings keeps its old value. Tensors of a recording are poisoned before each
+replay, which reveals early reads. Calls that a capture forbids raise: reading from the device and copying to
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ FORBIDDEN = ("aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "ate
 
 
 class Taped(GraphRecorder):
-    """Records on a CPU. `launches`: of operators and kernels, those of each recording."""
+    """Records graphs on a CPU.
+
+    Attributes:
+        launches: number of operators and kernels per recording.
+    """
 
     def __init__(self) -> None:
         self.launches: list[int] = []
@@ -80,7 +84,7 @@ class TapedGroup(TorchGroup):
 
 
 def launched(call: Callable[[], object], result: Tensor) -> Tensor:
-    """Make a call that fills a tensor, also in each replay of what is being recorded."""
+    """Make a call that fills a tensor, and repeat it in each replay if a recording is active."""
     tape: Any = _get_current_dispatch_mode()
     if isinstance(tape, _Tape):
         tape.launch(call)

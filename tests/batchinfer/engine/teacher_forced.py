@@ -1,4 +1,4 @@
-"""Runs an engine whose answers are given: the logits that each of their tokens was to be chosen from."""
+"""Runs an engine with forced answers and records the logits before each of their tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Way:
     budget: int = 4096
     seqs: int = 64
     caching: bool = True
-    blocks: int | None = None  # None: as many as there are; else so few that rows are preempted
+    blocks: int | None = None  # number of blocks; None for all, a small number for preemptions
     threads: int = 1
     backwards: bool = False
 
@@ -72,7 +72,7 @@ def load(
     tiles: bool = False,
     kv_cache: KvCacheDtype = "auto",
 ) -> LoadedModel:
-    """As a job with these options has it built; what the cache never held is poisoned."""
+    """Load the model as a job with these options does, with a poisoned cache."""
     loaded = load_model(
         EngineConfig(
             LoadConfig(
@@ -136,7 +136,7 @@ class Forced:
 
 
 def run_alone(loaded: LoadedModel, rows: Seq[Row]) -> dict[Place, Tensor]:
-    """Each row with nobody beside it, its prompt in one piece, an empty cache and one thread: the yardstick."""
+    """Return the reference logits: each row alone, with an unchunked prompt, an empty cache and one thread."""
     seen: dict[Place, Tensor] = {}
     for number in range(len(rows)):
         seen |= Forced(loaded, rows, Way(caching=False)).run([number])
@@ -150,8 +150,7 @@ def different(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[Pla
 
 
 def forced_logits(runner: ModelRunner, limits: Limits, rows: Seq[Row]) -> tuple[dict[Place, Tensor], Ran]:
-    """The logits of answers that are given, all of one length, so that they can be compared wherever another token
-    would have won; and what was run."""
+    """Return the logits before each token of forced answers of equal length, and the run."""
     sampler = RecordingSampler(frozenset(), answers=[row.answer for row in rows])
     engine = make_engine(Noted(replace(runner, sampler=sampler)), limits, frozenset())
     ran = drain(engine, greedy([row.prompt for row in rows], len(rows[0].answer), ignore_eos=True))

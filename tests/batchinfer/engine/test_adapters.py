@@ -50,7 +50,7 @@ from tests.lora_adapters import make_adapter, merged
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAMES = ("", "one", "two", "three")
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# What an adapter may change of a family: modules of their own, several products in one, stored the other way round
+# Modules that an adapter changes per family: own modules, several products in one, transposed weights
 MODULES = {
     "llama": LLAMA,
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
@@ -71,7 +71,7 @@ def base(family: str) -> PreTrainedModel:
 
 @cache
 def adapters(family: str) -> dict[str, StoredAdapter]:
-    """All modules; some, rank-stabilised, with ranks of their own; one product alone, with an alpha of its own."""
+    """Return three adapters: all modules; rsLoRA with different ranks; one module with its own alpha."""
     ends, made = MODULES[family], kept_folder()
     every = make_adapter(made / "one", base(family), ends, seed=1)
     some = make_adapter(
@@ -132,7 +132,13 @@ PREFIX = [11, 5, 203, 7, 7, 90, 41, 8, 17, 3, 250, 66, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def generating(names: Sequence[str], shared: Sequence[int], most: int = 9) -> list[Request]:
-    """Prompts most of which begin alike, whatever their adapters."""
+    """Return requests whose prompts begin alike, one per adapter name.
+
+    Args:
+        names: adapter of each row, "" for none.
+        shared: number of shared tokens of each row.
+        most: maximum number of output tokens.
+    """
     found = []
     for row, (name, length) in enumerate(zip(names, shared, strict=True)):
         prompt = np.array([*PREFIX[:length], row * 3 % 200, row % 7], np.int32)
@@ -143,7 +149,7 @@ def generating(names: Sequence[str], shared: Sequence[int], most: int = 9) -> li
 
 @cache
 def alone(quantization: Quantization, name: str, row: int, length: int, count: int) -> tuple[list[int], Any]:
-    """The answer to a row that runs by itself."""
+    """Return the tokens and log-probabilities of a row that runs alone."""
     limits = Limits(caching=False)
     requests = generating(["" if at != row else name for at in range(count)], [length] * count)
     ran = run(llama(quantization, limits), limits, [requests[row]])
@@ -155,7 +161,7 @@ def alone(quantization: Quantization, name: str, row: int, length: int, count: i
 def llama(quantization: Quantization, limits: Limits, places: int | None = None) -> ModelRunner:
     model: Checkpoint = quantized(checkpoint("llama"), quantization)
     ops = cpu_ops(model)
-    assert isinstance(ops, CpuOps), "rows depend on themselves alone, to the bit"
+    assert isinstance(ops, CpuOps), "CPU operators are bit-exact for any batch"
     return make_runner(model, ops, limits, adapters=adapters("llama"), places=places)
 
 
@@ -182,8 +188,7 @@ def test_a_row_has_the_answer_that_it_has_alone(
     quantization: Quantization,
     places: int | None,
 ) -> None:
-    """Whatever is beside it, comes from the cache, is preempted, or is cut into micro-batches; also where adapters take
-    turns on the device."""
+    """Batches, cached prefixes, preemptions, micro-batches and adapters that share a slot change nothing."""
     blocks = max(12, 4 * min(seqs, len(names))) if scarce else 200
     limits = Limits(budget, seqs, caching, blocks, scarce=scarce)
     runner: Any = llama(quantization, limits, places)
@@ -209,8 +214,7 @@ def test_rows_share_the_cache_with_those_of_their_adapter_alone() -> None:
 
 
 @TRITON
-def test_decode_steps_of_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a graph that whoever's adapters may use, beside the one of rows without any."""
+def test_decode_steps_with_any_adapters_replay_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.batchinfer.engine.test_triton_engine import gpus_config, loaded_as_a_job_does
 
     monkeypatch.setattr(decode_graphs, "CAPTURE_AT_USE", 1)
@@ -237,7 +241,8 @@ def test_decode_steps_of_adapters_are_replayed(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", first_of(["cpu", "torch"], 1))
 def test_adapters_take_turns_in_their_places(kind: str) -> None:
-    """Rows of one run next to one another, so each is moved once; a step has no more of them than there are places."""
+    """Rows of one adapter run consecutively, which moves each adapter once. A step has at most `places`
+    adapters."""
     limits, names = Limits(seqs=4), ("one", "one", "", "two", "two", "two", "three", "", "three", "one")
     ops = cpu_ops(checkpoint("llama")) if kind == "cpu" else TorchOps()
     requests = generating(names, [8] * len(names))

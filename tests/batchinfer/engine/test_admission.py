@@ -1,4 +1,4 @@
-"""Rows are admitted when all that runs can end: no preemption where lengths are known, little where they are not."""
+"""Tests when rows are admitted: no preemption if lengths are known, few if they are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = llama_cost(16, 2048, 8192, 32, 8, 64, 128_256, 2, 2)
 def steps_until_filled(
     costs: AdmissionCosts, every: int, prompt: int, places: int = 100, read: int = 0, at_once: int = 1
 ) -> int:
-    """A sequence ends in every so many steps; how many have passed when the first place is filled."""
+    """Return the number of steps until a freed slot is filled, if a sequence ends every `every` steps."""
     admission = BatchedAdmission(costs)
     admission.stop(places)
     admission.prefill_tokens, admission.steps = read, at_once
@@ -61,7 +61,7 @@ def test_steps_that_are_launched_at_once_waste_as_much_each():
 def test_prompts_that_keep_the_device_busy_do_not_wait():
     assert steps_until_filled(COSTS, every=1, prompt=1000) == 1
     assert steps_until_filled(COSTS, every=7, prompt=1000) == 7
-    assert steps_until_filled(COSTS, every=1, prompt=300, read=1000) == 1, "nor those behind other prompts"
+    assert steps_until_filled(COSTS, every=1, prompt=300, read=1000) == 1, "nor rows after other prompts"
 
 
 def test_without_peaks_only_what_the_host_takes_counts():
@@ -127,7 +127,7 @@ def test_rows_are_admitted_together_where_mixed_steps_are_dear():
 )
 @settings(max_examples=examples(40, 200), deadline=None, print_blob=True)
 def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
-    """Each row shares 0…3 leading blocks with those that share at least as many."""
+    """Each row shares 0 to 3 leading blocks with the rows that share at least this number."""
     pool = BlockPool(4000, size)
     chain = pool.allocate(3)
     ends = []
@@ -258,5 +258,5 @@ def test_estimates_follow_what_has_ended_and_what_still_runs():
     for survivor in survivors:
         survivor.tokens.extend([0] * 1600)
     lengths.update(survivors)
-    assert lengths.expected_length(fresh) == fresh.max_length, "most rows outlive what ended early"
+    assert lengths.expected_length(fresh) == fresh.max_length, "the longer rows end last"
     assert all(lengths.expected_length(s) > len(s) for s in survivors)

@@ -1,4 +1,4 @@
-"""Layers with and without a window: which share block tables, and that windows hold no more than they see."""
+"""Tests which layers share block tables, and that layers with a window keep no blocks outside it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def layout_of(windows: list[int | None], longest: int = 8192) -> CacheLayout:
 
 
 def shape(layout: CacheLayout) -> tuple[int, list[tuple[int | None, int]]]:
-    """(layers of a block, what each group keeps and how many layers it has)"""
+    """Return the number of layers per block, and per group the kept tokens and the number of layers."""
     return layout.depth, [(group.keeps, len(group.layers)) for group in layout.groups]
 
 
@@ -101,8 +101,8 @@ def test_sizes_are_those_of_what_is_seen(window, chunk, start, size) -> None:
     st.sampled_from([1, 2, 5, 16]),
 )
 def test_no_step_holds_more_than_is_set_aside(rows, window, tables, size) -> None:
-    """`rows`: length, chunk, and whether the chunk is that of the step before, which may be taken back. Each of the two
-    steps runs no more tokens than the budget."""
+    """`rows` are (length, chunk, is the chunk part of the step before, which may be undone). Each of the two
+    steps runs at most the budget of tokens."""
     sizes = TableSizes(size, (window,) * tables)
     steps = (
         [min(length, chunk) for length, chunk, before in rows if before is step] for step in (False, True)
@@ -161,7 +161,7 @@ def test_blocks_that_a_window_has_left_are_free_again() -> None:
     for step, tokens in zip(decodes[:-1], range(251, 299), strict=True):  # with the last one it has ended
         seen = {at // 8 for at in range(tokens - 24, tokens)}
         assert step.blocks_used == 3 * len(seen) + -(-tokens // 8)
-    # in the largest chunk, beside the whole context
+    # The window's part for the largest chunk is added to that for the whole context.
     assert max(s.blocks_used for s in ran.steps) <= layout.sizes.alone(300, 32) == 38 + 3 * 8
 
 
@@ -186,7 +186,7 @@ def test_a_window_needs_less_memory_and_the_same_memory_holds_more_rows(monkeypa
     st.sampled_from([100, 20]),
 )
 def test_stages_have_the_tables_of_the_whole(windows: list[int | None], border: int, longest: int) -> None:
-    """Each layer lies in a group of its kind, and a block of a stage is no deeper than it has to be."""
+    """Each layer is in a group of its kind, and a stage's blocks have no unused layers."""
     caches = [CacheSpec(2, 8, window=window) for window in windows]
     layout = cache_layout(caches, 16, longest)
     kind_of = {layer: group.keeps for group in layout.groups for layer in group.layers}

@@ -46,7 +46,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def calibrate(
     model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 3
 ) -> tuple[Loss, list[int]]:
-    """Write the folder; what it lost, and how many layers were done each time that it was told."""
+    """Write the folder. Return the loss, and the number of finished layers at each progress report."""
     folder.mkdir()
     draw, told = np.random.default_rng(3), list[int]()
     drawn = tuple(draw.integers(0, 260, 24).astype(np.int32) for _ in range(prompts))
@@ -66,7 +66,7 @@ def codes(folder: Path) -> dict[str, Tensor]:
 
 
 def test_it_makes_the_weights_that_a_cpu_makes(model: Path, tmp_path: Path) -> None:
-    """Of the same inputs, as the first layer has them: all but a few values between two codes."""
+    """The inputs of the first layer are equal on both devices: only rounding differs, in a few values."""
     (lost, told), (wanted, _) = (calibrate(model, tmp_path / device, device) for device in ("cuda", "cpu"))
     assert told == [0, 0, 1, 2], "layers are counted from when the prompts are answered"
     here, there = codes(tmp_path / "cuda"), codes(tmp_path / "cpu")

@@ -1,4 +1,4 @@
-"""Answers under constraints: masked, forced where there is but one way on, whole or an error."""
+"""Tests answers under constraints: masked tokens, forced tokens, complete answers and errors."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def test_what_is_cut_is_an_error_that_keeps_its_tokens(params: dict[str, Any], w
     assert len(answer.tokens.token_ids) > 0
 
 
-def test_min_tokens_end_no_answer_in_an_error() -> None:
-    """The constraint alone says when an answer may end."""
+def test_a_constraint_may_end_an_answer_before_min_tokens() -> None:
     row = request(0, [3, 1, 4], 12, choice=("bc", "bcd"), min_tokens=9)
     (answer,) = run([row]).completions.values()
     assert word([t for t in answer.tokens.token_ids if t != EOS]) in ("bc", "bcd")

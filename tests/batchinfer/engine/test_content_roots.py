@@ -34,7 +34,7 @@ BLOCK = 16
 
 
 class MadeUp(ContentRoots):
-    """Requests have one of two roots, neither of which is the usual one, or the usual one."""
+    """Content roots where a request has the usual root or one of two others."""
 
     @property
     def is_single(self) -> bool:
@@ -45,7 +45,7 @@ class MadeUp(ContentRoots):
 
 
 ROOTS = MadeUp(10_000)
-# A path is made of stretches of 7 tokens, which fill no whole blocks; the last token is nobody else's
+# Paths consist of parts of 7 tokens, which fill no whole blocks. The last token is unique per row.
 ROWS = st.lists(
     st.tuples(st.lists(st.integers(0, 1), max_size=14), st.integers(1, 30), st.integers(3, 8)),
     min_size=2,

@@ -1,4 +1,4 @@
-"""Which graph runs a step, what is copied into it, and what happens when there is none."""
+"""Tests which graph runs a step, which inputs are copied into it, and steps without a graph."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_the_bound_of_contexts_grows_in_few_steps(most, data):
 
 
 class Counting:
-    """Captures, and counts captures and replays. There is memory for so many captures as `room` says."""
+    """Captures functions, counts captures and replays, and runs out of memory after `room` captures."""
 
     def __init__(self, room: int = 1 << 30, lacks: Exception | None = None) -> None:
         self.captured: list[int] = []
-        self.places: dict[int, set[int]] = {}  # where results of so many rows lie
+        self.places: dict[int, set[int]] = {}  # by number of rows: addresses of the results
         self.tried = self.replays = 0
         self.room, self.lacks = room, lacks or torch.OutOfMemoryError("none left")
 
@@ -118,7 +118,7 @@ def test_steps_of_single_tokens_are_replayed_and_captured_once():
     assert all((s.launch == "full_graph") == (s in pure) for s in got.steps), "others are eager"
     assert sum(s.capture_s > 0 for s in got.steps) == len(capture.captured)
     assert set(capture.captured) <= {1, 2, 4, 8, 12}
-    assert all(capture.captured.count(size) <= 2 for size in capture.captured), "the plans are of two kinds"
+    assert all(capture.captured.count(size) <= 2 for size in capture.captured), "there are two kinds of plans"
     assert got.total("padded_tokens") > ran().total("padded_tokens"), "rows up to the size of the graph"
 
 
@@ -241,8 +241,7 @@ def test_graphs_read_what_tables_hold_now():
         assert row.read[-1] == [[*table, *[0] * (4 - len(table))]]
 
 
-def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_further():
-    """Else what rows share is sought anew."""
+def test_the_plan_of_the_last_step_is_reused_for_the_same_rows_one_token_later():
     one, other, row = sequence([1] * 20, 20), sequence([1] * 20, 20), OneRow()
     one.tables, other.tables = [[1, 2, 3, 4]], [[1, 2, 3, 4]]
     for each, context in ((one, 9), (one, 10), (one, 12), (one, 13), (other, 14), (other, 15)):
@@ -251,7 +250,7 @@ def test_the_plan_of_the_step_before_is_carried_on_for_the_same_rows_one_token_f
 
 
 def test_engines_that_take_turns_on_graphs_do_not_carry_on_each_others_plans():
-    """Though their rows are as long as each other's."""
+    """Rows of the two engines have equal lengths."""
     one, other, row = sequence([1] * 20, 20), sequence([1] * 20, 20), OneRow()
     one.tables, other.tables = [[1, 2, 3]], [[7, 8, 9]]
     turns = [(row.writer, row.state, row.tables), (PlanWriter(), StepState(), DeviceTables())]

@@ -1,6 +1,6 @@
-"""`engine.deterministic: true`: a row's logits have the same bits whatever runs beside it, however it is cut.
+"""Tests that `engine.deterministic: true` gives each row the same bits in any batch and with any chunks.
 
-Answers are forced upon the model, so that every logit of every row can be compared, and not only which token won.
+Answers are forced: all logits of all rows are compared, not only the chosen tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """Prompts alone, over the borders of blocks and tiles, and a tree of prefixes two levels deep."""
+    """Return separate prompts whose lengths cross blocks and tiles, and a prefix tree of two levels."""
     alone = [tokens(n, n) for n in (1, 2, 7, 16, 17, 33, 64, 65, 129, 200, 300)]
     trunk = tokens(1000, SHARED)
     tree = [trunk + tokens(2000 + n // 3, SHARED) + tokens(3000 + n, 2 * n + 1) for n in range(6)]
@@ -84,7 +84,7 @@ def checkpoint(name: str) -> Path:
 def yardstick(
     name: str, dtype: Dtype, quantization: Quantization, kv_cache: KvCacheDtype = "auto"
 ) -> tuple[LoadedModel, dict]:
-    """The model, and the logits of every row alone."""
+    """Return the model and the logits of each row alone."""
     loaded = load(checkpoint(name), dtype, quantization, kv_cache=kv_cache)
     return loaded, run_alone(loaded, rows())
 
@@ -168,13 +168,13 @@ def test_prefixes_that_are_read_once_for_all_change_nothing(monkeypatch, dtype, 
 
     monkeypatch.setattr(CpuOps, "plan_attention", watched)
     assert different(Forced(loaded, rows(), Way(4096, caching=caching)).run(), wanted) == []
-    assert max(levels) == (3 if caching else 1), "two levels that are shared, and what is each row's own"
+    assert max(levels) == (3 if caching else 1), "two shared levels, and the own part of each row"
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
-def test_blocks_of_so_many_vectors_change_nothing(dtype, quantization):
-    """Tiles lie at fixed positions. A block that is no multiple of a vector leaves gaps in them: other sums."""
+def test_the_block_size_in_vectors_changes_nothing(dtype, quantization):
+    """Tiles are at fixed positions. A block of another size would leave gaps in them and change sums."""
     _, wanted = yardstick("llama", dtype, quantization)
     for size in (32, 48):
         loaded = load(checkpoint("llama"), dtype, quantization, block_size=size)
@@ -201,9 +201,8 @@ def test_random_company(arithmetic, seed, caching):
 @pytest.mark.parametrize("block_size", [5, 16, 32])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_copied_blocks_change_no_bit_or_little_in_the_default_mode(block_size, deterministic):
-    """K and V are stored in eight bits of mantissa; in the default mode those that are copied may have been computed in
-    another step than those that are not, with sums in another order: each token is within tolerance of the likeliest.
-    """
+    """K and V have eight bits of mantissa. In the default mode a copied block may come from another step,
+    with another order of sums: each token is within tolerance of the most likely one."""
     chosen = (*few_rows(), *rows()[17:])
     runs = []
     for least in (None, 1):

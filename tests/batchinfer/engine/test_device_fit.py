@@ -1,4 +1,4 @@
-"""Memory: what a step takes is measured, the cache gets the rest, and what cannot be had is made smaller."""
+"""Tests how memory is divided: a step is measured, the cache gets the rest, and failed requests shrink."""
 
 from __future__ import annotations
 
@@ -67,7 +67,12 @@ def test_an_engine_takes_no_more_than_its_part(tmp_path: Path) -> None:
 
 
 class Device:
-    """A model, memory for so many tokens a step and so many blocks, and a meter that counts the tokens of a step."""
+    """A model on a device with limited memory, and a meter that counts the tokens of a step.
+
+    Args:
+        tokens: maximum number of tokens per step.
+        blocks: maximum number of blocks.
+    """
 
     def __init__(self, tokens: int = 1 << 30, blocks: int = 1 << 30, ops: Ops | None = None) -> None:
         checked = checkpoint("llama")
@@ -134,7 +139,7 @@ def test_the_largest_step_and_the_largest_decode_step_are_measured():
     device = Device()
     fitted = device.fit()
     assert device.needed == 1000 * (250 + 6)
-    assert device.wanted == [7, 61], "one block belongs to nobody"
+    assert device.wanted == [7, 61], "one block is the padding slot"
     assert (fitted.blocks, fitted.limits) == (60, STEPS)
     # every kind of step is run before the first real one
     assert max(device.steps[2:]) == 250
@@ -153,7 +158,7 @@ def test_parts_of_long_prompts_are_measured_where_they_may_take_more(monkeypatch
         run(self, chunks, *args, **kwargs)
 
     def peak(self):
-        """As if what stands in the cache took memory, too."""
+        """Count the cached context as memory, too."""
         return max(length * (1 + start) for start, length in seen[-1])
 
     monkeypatch.setattr(DummySteps, "_run", noted)
@@ -165,7 +170,7 @@ def test_parts_of_long_prompts_are_measured_where_they_may_take_more(monkeypatch
 
 
 class Replayed(GroupedPlan):
-    """Of single queries, for a graph that nobody replays with other contexts."""
+    """A plan of single queries for a graph that fits no other contexts."""
 
     sizes = ()
 
@@ -193,7 +198,7 @@ def test_the_largest_step_that_is_captured_in_pieces_is_measured_too(caplog):
     caplog.set_level("INFO")
     device = Device(ops=AsOnAGpu())
     fitted, graphs = device.fit(capture=Taped(), mixed=90), 2 * (len(SPEC.layers) + 1)
-    assert fitted.runner.graph_bytes >= graphs << 20, "those of decode steps, too"
+    assert fitted.runner.graph_bytes >= graphs << 20, "graphs of decode steps are included"
     assert fitted.free_bytes == device.free()
     assert "of it for graphs; 64.0 GiB are free" in caplog.text
     assert device.needed == 1000 * (250 + 6 + 90) + graphs * GRAPH_BYTES
@@ -295,7 +300,7 @@ def test_what_steps_need_is_taken_from_the_share_of_the_cache():
     sizes = (1000, TableSizes(16), JobSize(64, 1000, 250))
     assert cache_blocks(*sizes, None, 100_000, "cpu", 30_000) == 10
     assert cache_blocks(*sizes, 0.5, 100_000, "cuda", 30_000) == 20
-    assert cache_blocks(*sizes, 40_000, 100_000, "cuda", 30_000) == 40, "bytes are what the job asked for"
+    assert cache_blocks(*sizes, 40_000, 100_000, "cuda", 30_000) == 40, "bytes of the job file"
     with pytest.raises(OutOfMemory, match="lower max_tokens"):
         cache_blocks(*sizes, 0.5, 100_000, "cuda", 48_000)
 
@@ -350,8 +355,8 @@ def test_what_no_dummy_step_shows_is_counted_for_launched_steps_and_for_graphs(c
 
 
 def test_rows_are_masked_in_measured_steps_and_in_the_warm_up_where_constraints_can_be_followed(monkeypatch):
-    """Else nobody would count the memory of masks, and the first row under a constraint would wait for its kernel to
-    be compiled."""
+    """Otherwise the memory of masks would not be counted, and the first constrained row would wait for a
+    kernel to compile."""
     device, masked = Device(), []
     for name in ("mask", "masked_argmax"):
         real = getattr(CpuOps, name)

@@ -133,9 +133,8 @@ def run(work: Work, way: Way, limits: Limits, seed: int = 0) -> tuple[Ran, Besid
 @settings(max_examples=examples(9, 300), deadline=None, print_blob=True)
 @given(works(may_constrain=True), WAYS)
 def test_a_model_that_is_the_jobs_is_always_right(work: Work, way: Way) -> None:
-    """It is, if each position that it takes for read holds what it would: behind prefixes that others read, behind
-    preemptions, copies and proposals that were dropped, whichever row had a block before. Rows draw, have penalties,
-    biases, bans and constraints. With windows it is another model, and answers stay."""
+    """A wrong token would reveal a stale position: after shared prefixes, preemptions, copies or dropped
+    proposals. Windows make it a different model: then only answers are compared."""
     wanted = Way(forces=False).run(work, EASY)
     got, drafter = run(work, way, work.limits, work.seed)
     assert got.answers == wanted.answers
@@ -263,7 +262,7 @@ def test_a_model_is_asked_for_as_many_tokens_as_pay_best(
 
 
 class Slow:
-    """A clock that a runner makes go on: so many seconds for each token, and for each step."""
+    """A clock that a runner advances by a time per token and per step."""
 
     def __init__(self, step_s: float, token_s: float) -> None:
         self.now, self._step_s, self._token_s = 0.0, step_s, token_s
@@ -283,11 +282,10 @@ class Slow:
     [(1.0, 0.1, 0.0, True), (1.0, 0.9, 0.0, False), (0.0, 0.1, 1.0, False)],
     ids=["small", "as large", "bound by arithmetic"],
 )
-def test_a_model_is_asked_where_its_time_pays(
+def test_a_draft_model_is_queried_if_it_is_faster(
     own_s: float, model_s: float, token_s: float, asked: bool
 ) -> None:
-    """By what steps took: a model that takes as long as the job's, and steps that take longer with each draft, are
-    found out by a few attempts."""
+    """A slow draft model, or slow verification, is recognised after a few attempts."""
     rows = greedy([[row, 3, 5, 7] for row in range(4)], 120, ignore_eos=True)
     limits = replace(EASY, blocks=200)
     peaks = PEAKS if not token_s else Peaks(1e6, 1e12)

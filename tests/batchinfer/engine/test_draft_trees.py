@@ -123,7 +123,7 @@ class Guessing:
 
     def tokens(self, states: Tensor, count: int, ranks: int) -> Tensor:
         self.asked = max(self.asked, ranks)
-        found = torch.arange(20, 20 + ranks).repeat(len(states), count, 1)  # which nobody says
+        found = torch.arange(20, 20 + ranks).repeat(len(states), count, 1)  # tokens that no row generates
         for row, state in enumerate(states[:, 0].tolist()):
             for head, token in enumerate(self.behind[state][:count]):
                 if self.place < ranks:
@@ -135,7 +135,7 @@ class Guessing:
     ("place", "branches", "right"), [(0, False, True), (1, False, False), (1, True, True)]
 )
 def test_a_tree_is_right_where_the_second_candidate_is(place: int, branches: bool, right: bool) -> None:
-    """With a clock by which proposing takes nothing, and steps that take what those of a larger model would."""
+    """The heads cost nothing, and steps take the time of a larger model's steps."""
     rows = greedy([[i, 3, i % 5, 1] for i in range(3)], 40, ignore_eos=True, temperature=0.7)
     work, kept = Work(EASY, rows, [], (None,), 0, 0), KeptStates()
     wanted = Way().run(work, EASY)

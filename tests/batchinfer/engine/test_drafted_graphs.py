@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SHARED = 40
 ANSWER = 10  # tokens
-SEGMENT = 32  # keys, so that short rows have several
+SEGMENT = 32  # keys; short rows have several segments
 PEAKS = Peaks(1e12, 1e9)
 GUIDED = importlib.util.find_spec("llguidance") is not None  # not on every machine with a GPU
 ASKED: tuple[dict[str, Any], ...] = (
@@ -117,7 +117,7 @@ def work(most: int = ANSWER) -> list[Request]:
 
 
 def drawn_work() -> list[Request]:
-    """The same rows, all of which draw their tokens."""
+    """Return the rows of `work`, with sampled instead of greedy tokens."""
     return [
         replace(row, params=replace(row.params, temperature=1.1, seed=at)) for at, row in enumerate(work())
     ]
@@ -132,8 +132,10 @@ class InParts(MicroBatches):
 
 @cache
 def on_a_cpu(model: str, rows: Callable[[], list[Request]] = work) -> Ran:
-    """Rows without drafts by a CPU's operators, which take a hundredth of the interpreter's time. To be asked for
-    before something stands in for a GPU."""
+    """Return a run of the rows without drafts on CPU operators, a hundred times as fast as the interpreter.
+
+    Call it before `stand_in` replaces the device.
+    """
     return drain(loaded_on("cpu", model_of(model)).engine(), rows())
 
 

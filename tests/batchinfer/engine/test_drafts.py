@@ -1,4 +1,4 @@
-"""Drafts change no answer, whatever a row asks for; what proposes them, and how many of them it pays to verify."""
+"""Tests that drafts change no answer, which sources propose drafts, and how many drafts are worth verifying."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.batchinfer.engine.speculating import Drafts, assert_unchanged, rememb
 from tests.batchinfer.engine.test_look_ahead import AHEAD, WAYS, Way, run
 from tests.examples import examples
 
-PEAKS = Peaks(1e12, 1e9)  # reading weights takes as long as computing a thousand tokens
+PEAKS = Peaks(1e12, 1e9)  # reading the weights takes the time of computing a thousand tokens
 
 
 @settings(max_examples=examples(11, 300), deadline=None, print_blob=True)
@@ -53,8 +53,7 @@ PEAKS = Peaks(1e12, 1e9)  # reading weights takes as long as computing a thousan
 def test_answers_do_not_depend_on_drafts(
     work: Work, way: Way, right: float, waits: bool, holds: float
 ) -> None:
-    """Rows of any kind, broken logits, arrivals, chunks, windows, preemptions, look-ahead, graphs, micro-batches and
-    constraints, with drafts of which a share is right; steps wait for the one before or not."""
+    """Rows of all kinds, with look-ahead or without. A share of the drafts is right."""
     wanted = Way(forces=False).run(work, EASY)
     drafts = Drafts(remembered(wanted, right, work.seed), waits, holds)
     got = way.run(work, work.limits, drafts)
@@ -116,7 +115,7 @@ def test_other_answers_are_found_by_their_longest_stretch(answers: list[list[int
     for answer in answers:
         source.learn(array("i", answer))
         text += [*answer, -1]
-    source.learn(array("i", [9] * 3000))  # so that all of them are sorted in
+    source.learn(array("i", [9] * 3000))  # enough to sort all of them in
     (found,) = source.propose([_Row(end)], 5)  # type: ignore[list-item]
     for stretch in (12, 6, 3):
         wanted = end[-stretch:]
@@ -129,7 +128,7 @@ def test_other_answers_are_found_by_their_longest_stretch(answers: list[list[int
             continue
         begin = places[-1]
         expected = text[begin : min(begin + 5, text.index(-1, begin))]
-        if expected:  # an answer may end there: then a shorter stretch may stand where one goes on
+        if expected:  # an answer may end there: then the source may return a shorter text
             assert found == Proposal(array("i", expected), stretch, found is not None and found.agreed)
             return
     assert found is None
@@ -141,10 +140,10 @@ def test_other_answers_are_found_by_their_longest_stretch(answers: list[list[int
     st.integers(0, 120),
     st.integers(0, 120),
 )
-def test_a_given_answer_goes_on_behind_what_the_row_has_of_it(
+def test_a_known_answer_continues_after_the_differing_tokens(
     draft: list[int], other: list[int], cut: int, more: int
 ) -> None:
-    """The answer begins as the draft, then has other tokens in the place of some, and then is as the draft again."""
+    """The answer starts like the draft, has some other tokens, then continues like the draft."""
     cut = min(cut, len(draft))
     answer = [*draft[:cut], *other, *draft[cut + 2 : cut + 2 + more]]
     found = continue_draft(np.array(draft, np.int32), array("i", answer))
@@ -173,7 +172,11 @@ def test_a_given_answer_goes_on_behind_words_that_were_put_in_and_left_out() -> 
 
 
 class _Row:
-    """Stands in for a sequence, of which sources read the tokens only. `prompt`: how many of them; all by default."""
+    """Stands in for a sequence: draft sources read only its tokens.
+
+    Args:
+        prompt: number of prompt tokens; None if all tokens are in the prompt.
+    """
 
     def __init__(self, tokens: list[int], prompt: int | None = None) -> None:
         self.tokens, self.prompt_length = array("i", tokens), len(tokens) if prompt is None else prompt
@@ -255,7 +258,9 @@ def test_a_text_that_is_copied_is_recognised_by_few_words() -> None:
     assert acceptance.rate("prompt", proposal._replace(matched=1)) == before[1], "which says less"
     for _ in range(100):
         acceptance.record_verified("prompt", proposal, 3, 0)
-    assert acceptance.rate("prompt", proposal._replace(matched=9)) == before[9], "as unlikely as nobody knows"
+    assert acceptance.rate("prompt", proposal._replace(matched=9)) == before[9], (
+        "the prior of unknown sources"
+    )
 
 
 def costed(
@@ -308,7 +313,6 @@ SLOW = Peaks(1e9, 1e4)  # steps of a second
 
 
 def test_rows_with_drafts_miss_no_step_where_waiting_for_the_host_takes_little() -> None:
-    """Rows that came one after the other would wait for their tokens in turns."""
     work = Work(EASY, looping(4, 100), [0, 3, 4, 7], (None,), 0, 0)
     wanted, alone = Way().run(work, EASY), told(work, Way(), SLOW)
     got, missing = told(work, AHEAD, SLOW), told(work, AHEAD, SLOW, held=False)
@@ -323,15 +327,15 @@ def test_rows_with_drafts_miss_no_step_where_waiting_for_the_host_takes_little()
         (4, 0, 0.0003, 0.0, True),  # the host takes longer than the step, in either order
         (1, 16, 0.005, 0.0, False),  # all others would wait for the one
         (8, 4, 0.005, 0.0, True),
-        (8, 0, 0.0005, 0.001, False),  # rows take their time wherever they are
+        (8, 0, 0.0005, 0.001, False),  # rows are slow on the device and on the host
         (2, 0, 0.0012, 0.001, True),
     ],
 )
-def test_a_step_waits_where_more_tokens_a_second_come_of_it(
+def test_a_step_waits_for_drafts_if_that_gives_more_tokens_per_second(
     rows: int, plain: int, seconds: float, each: float, pays: bool
 ) -> None:
-    """Half of the rows with drafts wait for the tokens of the step in flight; reading the weights takes `seconds`, and
-    each row so long."""
+    """Half of the rows with drafts wait for the step in flight. Reading the weights takes `seconds`, each row
+    `each` seconds."""
     behind, now = (Decoding(n, 3 * n, 3.0 * n) for n in (rows - rows // 2, rows // 2))
     assert is_waiting_faster(lambda n, _: seconds + n * each, behind, now, plain) == pays
 
@@ -352,12 +356,12 @@ def test_drafts_in_the_place_of_padding_take_no_time() -> None:
     assert times.seconds(9, 0, 1) == times.seconds(9, 0, 7) > times.seconds(8, 0, 0)
     assert times.seconds(9, 0, 7) < times.seconds(9, 0, 8), "the next size"
     assert times.seconds(33, 0, 0) == times.seconds(40, 0, 0) < times.seconds(33, 0, 8)
-    assert times.seconds(60, 0, 5) < times.seconds(60, 0, 6), "of which no graph is as large"
+    assert times.seconds(60, 0, 5) < times.seconds(60, 0, 6), "the largest graph has fewer rows"
     assert times.seconds(9, 3, 1) < times.seconds(9, 3, 2), "a step that reads prompts is no such graph"
 
 
 def test_looking_for_drafts_takes_a_bounded_share_of_the_time() -> None:
-    """With a clock by which looking takes as long as a step, there is time for it once in about twenty steps."""
+    """The clock makes a lookup as slow as a step: one of about twenty steps has time for a lookup."""
     drafter, asked = costed(iter(np.arange(0.0, 1e6)).__next__), list[int]()
     rows = [_Row([1, 2, 3, 1, 2]) for _ in range(8)]
     sample = run(Way(), looping(1, 2)).steps[-1]
@@ -385,10 +389,10 @@ def test_looking_for_drafts_takes_a_bounded_share_of_the_time() -> None:
         ({1: 1.0, 16: 3.0}, {2: 1.13, 4: 1.4, 16: 3.0}),
     ],
 )
-def test_times_of_steps_between_two_that_were_measured_lie_between_theirs(
+def test_times_between_two_measured_steps_are_interpolated(
     measured: dict[int, float], expected: dict[int, float]
 ) -> None:
-    """As many times as long as the roofline, by the tokens of a row."""
+    """Times are multiples of the roofline, by tokens per row."""
     times, sample = DraftedStepTimes(SHAPE, PEAKS), run(Way(), looping(4, 3)).steps[-1]
     bounds = {tokens: times.seconds(1, 0, tokens - 1) for tokens in {*measured, *expected}}
     for tokens, ratio in measured.items():
@@ -400,7 +404,8 @@ def test_times_of_steps_between_two_that_were_measured_lie_between_theirs(
 
 
 def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
-    """While it is remembered none is tried, so that nothing but time would show that others are faster."""
+    """Such a step blocks further drafts while it is remembered: only a timeout could show that others are
+    faster."""
     times, sample = DraftedStepTimes(SHAPE, PEAKS), run(Way(), looping(4, 3)).steps[-1]
     plain = replace(sample, roofline_s=1.0, duration_s=times.seconds(4, 0, 0))
     for _ in range(30):

@@ -96,9 +96,8 @@ def made(name: str) -> tuple[Checkpoint, StoredLayer, EagleOf]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(3, 80), deadline=None, print_blob=True)
 @given(work=works(may_constrain=False))
-def test_a_head_proposes_what_that_of_the_reference_does(kind: str, work: Work) -> None:
-    """Over chunks, shared beginnings, copied blocks, preemptions, and drafts of which some were right; it reads nothing
-    that was never written, and answers are those without it."""
+def test_a_head_proposes_the_tokens_of_the_reference(kind: str, work: Work) -> None:
+    """Chunks, shared prefixes, copied blocks, preemptions and right drafts leave no unwritten state in use."""
     compare_drawn(*made(kind), work)
 
 
@@ -215,7 +214,7 @@ def test_other_folders_are_refused(published: Path) -> None:
 
 
 def test_a_head_without_logits_of_its_own_has_the_models(published: Path) -> None:
-    """SafeAILab's code makes no difference between tokens where it has all of them."""
+    """SafeAILab's code only remaps tokens if the head has fewer tokens than the model."""
     model = checkpoint("llama", **DEEP)
     weights_changed(published, lambda w: [w.pop(name) for name in ("lm_head.weight", "d2t", "t2d")])
     config = json.loads((published / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Vectors of encoders: those of transformers, whatever the batch and the order were."""
+"""Tests that an encoder's vectors equal transformers' vectors for any batch and order."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def engine_of(
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_those_of_transformers(family: str) -> None:
+def test_vectors_equal_those_of_transformers(family: str) -> None:
     """By the compiled operators in steps of a few prompts, and by torch's in one step."""
     ids, states = prompts(LENGTHS), reference(family, LENGTHS)
     for pooling, plain in (("cls", False), ("mean", False), ("last", True)):
@@ -148,8 +148,10 @@ def test_where_memory_is_scarce_prompts_run_one_after_the_other(
 
 @cache
 def reference_logits(family: str) -> list[Floats]:
-    """The logits of transformers, of one prompt at a time, whose second half is a second segment where there are
-    types."""
+    """Return the logits of transformers, one prompt at a time.
+
+    If the model has token types, the second half of a prompt is a second segment.
+    """
     place = encoder_folder(family)
     model = AutoModelForSequenceClassification.from_pretrained(
         place, dtype=torch.float32, attn_implementation="eager"
@@ -196,7 +198,7 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 )
 @settings(max_examples=examples(7, 300), deadline=None, print_blob=True)
 def test_no_batch_changes_a_logit(family: str, order: list[int], budget: int, seqs: int) -> None:
-    """To the bit, whatever segments others have, and the order is that of the requests."""
+    """Logits are bit-identical, also next to rows with other segments, and in the order of the requests."""
     runner = runner_of(family)
     alone = [vectors(drain(engine_of(runner), asked_logits(family, [row])))[0] for row in order]
     ran = drain(engine_of(runner, budget, seqs), asked_logits(family, order))

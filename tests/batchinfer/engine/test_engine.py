@@ -99,7 +99,7 @@ SETTINGS = (
     Limits(64, blocks=45, scarce=True),
     Limits(512, blocks=45, caching=False, scarce=True),
 )
-# Blocks that are scarce for rows that keep no more than their windows, and chunks that fit into so few
+# Few blocks for rows that keep only their windows, and chunks that fit into them
 SCARCE = {
     "mistral-window": {"blocks": 14, "budget": 64},
     "mixtral-window": {"blocks": 14, "budget": 64},
@@ -110,7 +110,7 @@ SCARCE = {
 
 
 def prompts() -> list[list[int]]:
-    """Half of the rows begin alike, so that there is something to share."""
+    """Return prompts, half of them with a shared prefix."""
     rng = random.Random(11)
     shared = [rng.randrange(250) for _ in range(300)]
     own = [[rng.randrange(250) for _ in range(n)] for n in LENGTHS]

@@ -25,8 +25,12 @@ class Stream:
 
 
 class Cuda:
-    """torch.cuda, as far as captures use it. `ends_with`: what the end of a capture raises; `starts_with`: a graph's
-    first launch."""
+    """The functions of torch.cuda that captures use.
+
+    Attributes:
+        ends_with: error at the end of a capture.
+        starts_with: error at a graph's first launch.
+    """
 
     Stream = Stream
 
@@ -35,7 +39,7 @@ class Cuda:
         self.called_elsewhere = False
         self.free_bytes, self.cached_bytes = 10 << 30, 0  # what torch keeps although nothing uses it
         self.pools: list[object] = []  # that were recorded to
-        self.ended: list[object] = []  # of these, which were ended behind a failure
+        self.ended: list[object] = []  # the pools whose capture was ended after a failure
         self.ends_with: Exception | None = None
         self.starts_with: Exception | None = None
         self.launched_in: list[str] = []
@@ -137,8 +141,8 @@ def test_what_other_threads_do_breaks_no_capture(cuda):
     assert cuda.launched_in == [MAIN]
 
 
-def test_what_captures_take_is_counted(cuda):
-    """The library's work space, what the graph's tensors lie in, and the graph itself; what a failed one took, too."""
+def test_memory_of_captures_is_counted_also_after_a_failure(cuda):
+    """The workspace of the library, the tensors of the graph and the graph itself are counted."""
 
     def allocate() -> None:
         cuda.free_bytes -= 100
@@ -170,8 +174,8 @@ def test_what_torch_keeps_for_steps_is_not_counted(cuda):
 
 
 def test_a_failed_capture_leaves_its_pool_to_itself(cuda):
-    """torch up to 2.12 takes the pool for one that a capture still records to. Where the allocator had no memory, the
-    capture ends well, and what it took is there for smaller ones."""
+    """torch up to 2.12 treats the pool as if a capture still recorded to it. After an allocation failure the
+    capture ends normally, and smaller captures reuse its memory."""
     recorder = GpuRecorder()
     with pytest.raises(torch.OutOfMemoryError):
         recorder.record(raising(torch.OutOfMemoryError("tried to allocate")))
@@ -237,4 +241,4 @@ def test_other_errors_stay_what_they_are(cuda):
             GpuRecorder().record(raising(error))
         with pytest.raises(type(error), match=str(error)):
             GpuRecorder().warm_up(raising(error))
-    assert cuda.main.waits_for == ["side"] * 2, "what the warm-up had launched is waited for all the same"
+    assert cuda.main.waits_for == ["side"] * 2, "launches of the warm-up are waited for"

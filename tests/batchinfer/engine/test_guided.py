@@ -1,6 +1,6 @@
-"""Answers under constraints of the real grammar library, in one batch with answers without, combined with all else.
+"""Tests answers under constraints of the real grammar library in one batch with unconstrained rows.
 
-Each whole answer obeys its constraint, and the tokens of every row are those that it gets alone.
+Each complete answer obeys its constraint, and each row has the tokens of a run alone.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def rehearsed(limits: Limits) -> DeviceRunner:
 
 @cache
 def alone() -> Ran:
-    """Each row with nobody beside it, its prompt in one piece and nothing in the cache."""
+    """Return the reference: each row alone, with an unchunked prompt and an empty cache."""
     return run(cpu_runner(ALONE), ALONE, rows())
 
 
 def test_rows_alone_obey_their_constraints_and_are_no_easy_ones() -> None:
-    """Of each kind some are whole, and what rows ask for beside shows: else the tests below would compare little."""
+    """Guards the tests below: each kind has complete answers, and other parameters of the rows take effect."""
     ran, whole = alone(), Counter[str]()
     for row in rows():
         whole[row.kind] += check(row, ran.completions[row.request.key])
@@ -110,7 +110,7 @@ def test_answers_are_those_of_rows_alone(way: str, look_ahead: bool, monkeypatch
     check_confidences(ran, alone(), [row.request for row in rows(wishes=("confidence",))])
     assert (sum(step.cached_tokens for step in ran.steps) > 0) == limits.caching
     assert any(step.prefill_tokens and step.decode_tokens for step in ran.steps)
-    assert (len(began) > 2) == limits.scarce, "rows are preempted in the middle of what they have to obey"
+    assert (len(began) > 2) == limits.scarce, "rows are preempted within their constraint"
 
 
 def check_confidences(ran: Ran, alone: Ran, requests: list[Request]) -> None:
@@ -129,7 +129,7 @@ def check_confidences(ran: Ran, alone: Ran, requests: list[Request]) -> None:
 @pytest.mark.parametrize("way", ["together", "preempted"])
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_drafts_change_no_answer(way: str, look_ahead: bool) -> None:
-    """Drafts of which most are right, behind each of which the grammar has a mask of its own."""
+    """The grammar has another mask after each draft, and a majority of the drafts is right."""
     limits, drafts = WAYS[way], Drafts(remembered(alone(), right=0.9, seed=5))
     ran = run(rehearsed(limits) if look_ahead else cpu_runner(limits), limits, rows(), drafts)
     assert ran.answers == alone().answers

@@ -1,4 +1,4 @@
-"""Heads beside a model on a GPU: its steps are replayed, whole and in pieces, and keep what the heads read."""
+"""Tests draft heads on a GPU: steps are replayed, whole and in pieces, and keep the states that heads read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLAIN, AMONG_FEW = (request(0, [1], ANSWER, **ASKED[at]).params for at in (0, 4)
 
 
 class MedusaOf:
-    """Medusa heads, each of which reads the state behind which a row's last token was sampled."""
+    """Medusa heads. Each head reads the state before a row's last token."""
 
     def __init__(self, heads: Any, model: Any) -> None:
         self._heads, self._model = heads, model.eval()
@@ -162,6 +162,6 @@ def compare(drafter: Asking, reference: HeadReference) -> int:
     for row, tokens, proposed in compared:
         allowed = row.request.params.allowed_token_ids or range(VOCAB)
         wanted = reference.proposed(tokens, max(1, len(proposed)), list(allowed))
-        # Nothing is proposed behind a token that ends the answer, nor of states that are no numbers
+        # No draft follows a stop token or a state of NaN.
         assert proposed == wanted or (not proposed and wanted[0] in row.stop_token_ids)
     return sum(bool(proposed) for _, _, proposed in compared)

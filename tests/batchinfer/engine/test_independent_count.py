@@ -1,5 +1,7 @@
-"""FLOPs of a run equal what torch counts over transformers' eager model of the same checkpoint, fed the same rows, less
-the (query, key) pairs that a causal mask hides; and those of every single token that ran."""
+"""Tests that the FLOPs of a run equal torch's count over the eager model of transformers, with the same rows.
+
+The pairs of query and key that a causal mask hides are subtracted. FLOPs per token are compared, too.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def eager(family: str) -> Any:
 
 
 def counted_flops(model: Any, prompt: list[int], answer: list[int], cached: int) -> int:
-    """Of one row, of whose prompt the cache holds so many tokens, teacher-forced: every position but the last one's."""
+    """Return torch's FLOPs of a teacher-forced row without its last token.
+
+    Args:
+        cached: number of prompt tokens in the cache.
+    """
     config = model.config
     heads, size = config.num_attention_heads, config.head_dim
     tokens = torch.tensor([prompt + answer[:-1]])

@@ -1,5 +1,8 @@
-"""Layers that read the K and V of an earlier one, and layers without attention, against a plain decoder: greedy tokens
-and logits in float32, however the work is cut and shared; and what their caches hold."""
+"""Tests layers that read the K and V of an earlier layer, and layers without attention.
+
+Greedy tokens and logits in float32 equal a plain decoder's for any cut and any sharing; caches are checked,
+too.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ MODELS = {
 COMPARED = list(MODELS)
 CODED = ("int8", "fp8")
 MODELS["whole"] = MadeUp((0, 1, 2, 3))
-# Layers that keep codes: some read those of others, and some have a window
+# Quantised caches, of layers that share K and V or have a window
 MODELS |= {dtype: MadeUp((0, 1, 1, 0), (None, 24, 24, None), {"cache_dtype": dtype}) for dtype in CODED}
 # Blocks that are scarce where windows give theirs back
 SCARCE = {"shared-windows": {"blocks": 75}, "both": {"blocks": 58}}
@@ -70,7 +73,7 @@ ALWAYS = (SETTINGS[1], SETTINGS[2], SETTINGS[5])  # mixed and shared; private pi
 
 @pytest.fixture(scope="module", autouse=True)
 def larch() -> Iterator[None]:
-    """The family, as long as these tests run."""
+    """Register the model family during these tests."""
     with pytest.MonkeyPatch.context() as patch:
         register(patch)
         yield
@@ -90,7 +93,7 @@ def plain(name: str) -> PlainDecoder:
 
 @cache
 def logits_of(name: str, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
-    """From which a plain decoder would choose each token of an answer, after those before it."""
+    """Return the plain decoder's logits before each token of an answer."""
     return plain(name).logits([*prompt, *answer[:-1]])[len(prompt) - 1 :]
 
 
@@ -105,7 +108,7 @@ def short() -> list[list[int]]:
 
 
 def check(name: str, ran: Ran, seen: dict[Place, Tensor], rows: list[list[int]], most: int = OUTPUT) -> None:
-    """Every answer is the plain decoder's greedy one: each token is the likeliest after those before it."""
+    """Check that every answer is the plain decoder's greedy answer, with its logits."""
     end = MODELS[name].config["eos_token_id"]
     for row, prompt in enumerate(rows):
         tokens = ran.tokens(row)
@@ -212,7 +215,7 @@ def test_costs_count_what_is_read_and_what_is_kept() -> None:
     assert step_cost(own, "attention", 5) == tuple(3 * part for part in step_cost(bare, "attention", 5))
     assert (own.layers, reading.layers, bare.layers) == (3, 3, 1)
     written = step_cost(own, "rope_store", 5)[1] - step_cost(reading, "rope_store", 5)[1]
-    # of k and v what goes in and what comes out, and the slots
+    # k and v are read and written, and slots are read
     assert written == 2 * 5 * (2 * a_token + 8)
     projections = 2 * 48 * 2 * 2 * 16
     assert own.parameters - reading.parameters == projections
@@ -270,9 +273,9 @@ def coded_ops(dtype: str, device: str) -> Ops:
         pytest.param("fp8", "gpu", marks=[TRITON, pytest.mark.slow]),
     ],
 )
-def test_a_cache_of_codes_holds_what_they_stand_for(dtype: str, device: str) -> None:
-    """Logits are those of a plain decoder that rounds K and V to codes, but where a sum in another order has turned a
-    code into the next one; without codes they are further away."""
+def test_a_quantised_cache_has_the_logits_of_a_decoder_that_rounds_k_and_v(dtype: str, device: str) -> None:
+    """Another order of sums may round a value to its neighbour. Without quantisation, the difference is
+    larger."""
     rows = [Row(prompt, [7, 11, 13]) for prompt in alike() if len(prompt) in (17, 33)]
     got = forced(dtype, coded_ops(dtype, device), "cpu" if device == "cpu" else DEVICE, rows)
     wanted, exact = (
@@ -324,7 +327,8 @@ def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: 
 
 
 def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not that torch's operators cannot, which nobody asked for: what they stand in for, and what would help."""
+    """The message names the CPU's operators and the remedy, not torch's operators, which the job did not
+    select."""
     uncovered = r"model\.kv_cache_dtype: int8 needs the compiled CPU operators: they do not cover .* 512"
     with pytest.raises(Unavailable, match=uncovered):
         choose_ops(torch.device("cpu"), torch.float32, group=1, head_dim=512, codes=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities of output tokens: those of transformers' logits, whatever else a step does."""
+"""Tests that log-probabilities of output tokens match transformers' logits."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def reference(family: str) -> Any:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_they_are_those_of_transformers_logits(family: str, way: str) -> None:
-    """Greedy and sampled rows, with penalties, bans and stop strings, beside rows that do not ask; and the tokens are
-    those of a run in which nobody asks."""
+def test_logprobs_equal_those_of_transformers_logits(family: str, way: str) -> None:
+    """Also with sampling, penalties, bans and stop strings, next to rows without log-probabilities. Tokens
+    equal the tokens of a run without log-probabilities."""
     model, limits, requests = checkpoint(family), WAYS[way], rows()
     if family == "gemma2" and limits.scarce:
         limits = replace(limits, blocks=75)
@@ -131,7 +131,7 @@ def test_models_that_transformers_computes_have_them() -> None:
 
 @pytest.mark.parametrize("asking", [range(7), (0, 2, 5), (3,), (6,)])
 def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, ...]) -> None:
-    """Penalties, bans and masks write to the logits, of which no copy is kept but for this."""
+    """Penalties, bans and masks change the logits in place; only rows with log-probabilities need a copy."""
     torch.manual_seed(2)
     logits = torch.randn(7, 40) * 3
     logits[:, 7] = 20.0
@@ -184,8 +184,8 @@ def test_they_are_kept_where_a_single_thing_changes_the_logits(kind: dict[str, A
     torch.testing.assert_close(sampled.logprobs.chosen, wanted)
 
 
-def test_those_among_allowed_tokens_are_of_the_model_s_logits_behind_the_mask_alone() -> None:
-    """Whatever else a row asks for, and whatever the rows beside it do; its top ones are nobody's business."""
+def test_logprobs_among_allowed_tokens_are_of_the_masked_logits_of_the_model() -> None:
+    """The other parameters of the row and the other rows have no effect."""
     torch.manual_seed(3)
     logits = torch.randn(6, 40) * 3
     kinds: list[dict[str, Any]] = [
@@ -225,7 +225,7 @@ def test_more_than_the_vocabulary_has_are_all_of_it() -> None:
 
 
 def test_they_are_copied_out_of_the_arrays_of_a_step() -> None:
-    """A view would keep a step's whole array for as long as any of its rows runs."""
+    """A view would keep the step's array alive while any of its rows runs."""
     collected, top = CollectedLogprobs(), np.zeros((1, 2), np.float32)
     collected.append(TokenLogprobs(np.zeros(1, np.float32), top, np.zeros((1, 2), np.int32)), 0)
     top[:] = 9

@@ -84,8 +84,7 @@ WAYS = st.builds(Way, on_host=st.booleans()) | st.builds(
 @settings(max_examples=examples(10, 250), deadline=None, print_blob=True)
 @given(works(may_constrain=True), WAYS)
 def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> None:
-    """Rows of any kind, broken logits, arrivals, chunks, windows, preemptions, look-ahead, graphs, micro-batches,
-    forced tokens, and masks that are filled only where they are needed change no answer."""
+    """Rows of all kinds, broken logits, windows, preemptions, look-ahead, graphs and partly filled masks."""
     wanted, got = Way(forces=False).run(work, EASY), way.run(work, work.limits)
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
@@ -106,7 +105,7 @@ def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> N
 
 
 def check(row: Request, answer: Completion) -> None:
-    """A whole answer is one of those allowed, and another one is an error that keeps its tokens."""
+    """Check that a complete answer is allowed, and that an error keeps the tokens of an incomplete one."""
     said = word([token for token in answer.tokens.token_ids.tolist() if token != EOS])
     if answer.error is None:
         assert (answer.finish_reason, answer.tokens.text_length) == ("stop", None)
@@ -166,7 +165,7 @@ def test_a_row_that_stops_ran_one_token_too_many_which_counts_as_padding() -> No
 
 
 def test_rows_are_preempted_only_when_no_token_is_awaited() -> None:
-    """`Scheduler` asserts it; here it is made to come to that."""
+    """`Scheduler` asserts it; the test provokes the case."""
     scarce, work = Limits(blocks=12, block_size=4, seqs=6, scarce=True), rows(6, 25, ignore_eos=True)
     got = run(AHEAD, work, scarce)
     assert got.total("preemptions") > 0

@@ -32,7 +32,7 @@ PIECES = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integ
 @settings(max_examples=examples(100, 3000), deadline=None)
 @given(st.lists(PIECES, max_size=8), st.integers(0, 40))
 def test_a_loop_is_found_at_the_token_that_closes_it(pieces: list[tuple[list[int], int]], least: int) -> None:
-    """Pieces that repeat, one after the other, of few different tokens: cycles within cycles, and ones that break."""
+    """The pieces repeat few tokens: cycles within cycles, and cycles that break."""
     answer = [token for piece, times in pieces for token in piece * times]
     prompt = [1, 1, 1, 1, 1]
     tokens, detector = array("i", prompt), LoopDetector(least, len(prompt))
@@ -44,7 +44,7 @@ def test_a_loop_is_found_at_the_token_that_closes_it(pieces: list[tuple[list[int
 
 
 def test_a_token_takes_the_same_time_in_an_answer_of_any_length() -> None:
-    """Operations on tokens are counted: none is looked at more than a few times."""
+    """Counts operations on tokens: each token is compared at most a few times."""
 
     class Counted(array):  # type: ignore[type-arg]
         reads = 0

@@ -47,7 +47,7 @@ def test_a_size_that_held_is_returned_to() -> None:
     st.integers(1, 40) | st.none(),
 )
 def test_pieces_are_the_step_in_order(spans, tokens, fewer):
-    """Also where a piece is cut once more, for which there was too little memory."""
+    """Pieces may be cut again if memory is too small."""
     chunks = [Chunk(sequence([1] * sum(span), 5, n), *span) for n, span in enumerate(spans)]
     for number, chunk in enumerate(chunks):
         chunk.sequence.tables = [[100 * number + at for at in range(20)]]
@@ -92,7 +92,7 @@ def run(room: int) -> tuple[Ran, int]:
 
 
 def before_forward(monkeypatch: pytest.MonkeyPatch, called: Callable[[Tensor], Any]) -> None:
-    """Call this before each step of the model; what it returns is held while the step runs."""
+    """Call a function before each step of the model and keep its result alive during the step."""
     whole = HashingModel.forward
 
     def forward(model: HashingModel, token_ids: Tensor, *step: Any) -> Tensor:
@@ -141,7 +141,7 @@ def test_a_size_for_which_there_is_never_memory_is_tried_ever_more_seldom():
     batches = MicroBatches()
     failed = try_steps(batches, wanted=60, room=40, steps=100 * STEPS_BEFORE_RETRY)
     assert failed == [0, *(STEPS_BEFORE_RETRY * (2**n - 1) for n in range(1, 7))]
-    assert batches.most_tokens == 30, "what is known to fit, not half of what does not"
+    assert batches.most_tokens == 30, "the size that fitted, not half of the size that failed"
 
 
 def test_a_size_that_held_for_long_is_trusted_again_as_soon_as_at_first():
@@ -205,7 +205,7 @@ def test_answers_do_not_depend_on_it(room, caplog):
     assert said[0] == 40
     assert said == sorted(set(said), reverse=True), "each size is tried once"
     sizes = [s.prefill_tokens + s.decode_tokens for s in got.steps]
-    assert max(sizes[2:]) <= most, "the scheduler was not told"
+    assert max(sizes[2:]) <= most, "the scheduler has the old maximum"
 
 
 def test_what_is_not_torch_s_says_in_its_own_words_that_memory_is_out(monkeypatch):

@@ -47,8 +47,8 @@ def made(**options: Any) -> tuple[Checkpoint, StoredMtp, MtpReference]:
 @pytest.mark.parametrize("first", [1, 3], ids=["experts", "dense"])
 @settings(max_examples=examples(2, 80), deadline=None, print_blob=True)
 @given(work=works(may_constrain=False))
-def test_a_layer_proposes_what_that_of_the_reference_does(first: int, work: Work) -> None:
-    """Over chunks, shared beginnings, copied blocks, preemptions, and drafts of which some were right."""
+def test_a_layer_proposes_the_tokens_of_the_reference(first: int, work: Work) -> None:
+    """Chunks, shared prefixes, copied blocks, preemptions and right drafts change nothing."""
     compare_drawn(*made(first_k_dense_replace=first), work)
 
 

@@ -19,7 +19,7 @@ ENOUGH = 60  # longest rows that the cache has room for
 
 @st.composite
 def trees(draw: Any) -> list[list[int]]:
-    """Rows of three levels, each of any length, in the order of a walk; none is the beginning of another."""
+    """Return rows of a tree of three levels, depth first. No row is a prefix of another one."""
     rng = random.Random(draw(st.integers(0, 1 << 30)))
     longest = [draw(st.sampled_from([2, 9, 40, 150])) for _ in range(3)]
     branches = [draw(st.integers(1, 5)) for _ in range(3)]
@@ -90,8 +90,8 @@ def rows_of_one_step(*rows: list[int]) -> Step:
 
 
 def test_rows_of_one_step_copy_from_one_another() -> None:
-    """The third shares more with the second than the second with the first: what the second copied in this step comes
-    from the first, as copies of a step are made side by side."""
+    """The third row shares the most with the second. It copies from the first row, as the second row's copies
+    are made in the same step."""
     step = rows_of_one_step([7] * 20 + [1] * 5, [7] * 20 + [2] * 9, [7] * 20 + [2] * 6 + [3] * 4)
     first, second, third = (chunk.sequence.tables[0][1] for chunk in step.chunks)
     assert [chunk.length for chunk in step.chunks] == [25, 9, 4]
@@ -108,8 +108,8 @@ def test_the_block_in_which_a_prompt_ends_is_copied_too() -> None:
     assert [chunk.length for chunk in step.chunks] == [19, 1, 3]
 
 
-def test_one_block_is_kept_for_all_that_wait_for_the_same_tokens() -> None:
-    """The first row ends before the others are admitted; what they share with it stays until the last one is."""
+def test_one_source_block_is_kept_for_all_waiting_rows() -> None:
+    """The first row ends before the others are admitted; its block stays until the last one is."""
     rows = [sequence([7] * 23 + [10 + key] * 30, 4, key, exact=True) for key in range(6)]
     driver = driver_for(rows, blocks=40, size=16, seqs=1)
     scheduler = driver.scheduler
@@ -124,7 +124,7 @@ def test_one_block_is_kept_for_all_that_wait_for_the_same_tokens() -> None:
 
 
 def test_a_source_is_not_given_away_before_it_was_copied() -> None:
-    """A block that is kept for rows of this step may not be what another one of them gets to write to."""
+    """A block that rows of this step copy may not be given to a row that writes."""
     rows = [sequence([7] * 23 + [1] * 20, 2, 0, exact=True)]
     rows += [sequence([7] * 23 + [10 + n] * (20 + n), 20, n, exact=True) for n in range(1, 6)]
     driver = driver_for(rows, blocks=9, size=16, seqs=4)
@@ -149,7 +149,7 @@ def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
 
 
 def test_what_a_row_that_does_not_fit_would_copy_is_not_held() -> None:
-    """The last row alone needs the whole cache, and waits for the step in flight of one that has left."""
+    """The last row needs the whole cache and waits for a row that left with a step in flight."""
     common = list(range(10))
     first = sequence([*common, 50], 1, 0, exact=True)
     other = sequence([70, 71], 1, 1, exact=True)

@@ -1,5 +1,7 @@
-"""Steps that read prompts are replayed in pieces: the same answers, whatever the layers are, and nothing is read but
-what a graph would read. `Taped` stands in for the device."""
+"""Tests that steps with prompts are replayed in pieces, with the same answers and no reads outside a graph.
+
+`Taped` replaces the device's graphs.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def runner_for(
     most: int = 80,
     ops: Ops | None = None,
 ) -> Any:
-    """As for a GPU, on torch's operators if on no others; the last block of the cache belongs to nobody."""
+    """Return a runner as for a GPU, by default on torch's operators. The cache's last block is the padding
+    slot."""
     runner = looking_ahead(make_runner(model, ops or TorchOps(), replace(limits, blocks=limits.blocks + 1)))
     if recorder is None:
         return runner
@@ -127,8 +130,8 @@ def test_layers_that_read_the_cache_of_another_or_attend_to_nothing(monkeypatch,
 @TRITON
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
 @pytest.mark.parametrize("family", first_of(("deepseek_v3", "qwen2_moe"), 1))
-def test_bits_and_counts_of_experts_are_the_same_where_they_have_to_be(family):
-    """Triton's operators, deterministic: padding rows change no bit, and count as nobody's tokens."""
+def test_padding_rows_change_no_bit_and_no_count_of_experts(family):
+    """Runs Triton's operators in deterministic mode."""
     model = checkpoint(family)
     limits, recorder, found = replace(LIMITS, budget=30), Taped(), []
     for own in (None, recorder):
@@ -149,8 +152,10 @@ def test_rows_that_copy_from_the_middle_of_a_block_are_captured_too():
 
 
 class Full(Taped):
-    """A device that has memory for so many recordings, and on which a warm-up of steps of more than `most` tokens
-    fails, which leaves less."""
+    """A device with memory for `room` recordings.
+
+    Warm-ups of more than `most` tokens run out of memory and reduce the rest.
+    """
 
     lacks: Exception = torch.OutOfMemoryError("none left")
 

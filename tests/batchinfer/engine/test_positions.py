@@ -1,4 +1,4 @@
-"""The rotary table is as long as the job's longest row, whatever a checkpoint promises; nothing is read behind it."""
+"""Tests that the rotary table has the length of the job's longest row, and that nothing reads past its end."""
 
 from __future__ import annotations
 

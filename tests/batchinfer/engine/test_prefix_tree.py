@@ -27,7 +27,7 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def tree(system: int, document: int, documents: int, questions: int, seed: int) -> list[list[int]]:
-    """Shuffled rows: common instructions, a document of about so many tokens, a question of its own."""
+    """Return shuffled rows: `system` common tokens, a document of about `document` tokens, and a question."""
     rng = random.Random(seed)
     head = [1] * system
     texts = [
@@ -72,8 +72,8 @@ def prompt_tokens(driver: Driver) -> int:
 
 
 SCARCE, SOME, PLENTY = 1.3, 3.0, 30.0  # memory, in longest rows
-# A block that nobody uses gives way to what rows write. What the next row would have copied from it, it copies from a
-# row that still runs; it runs again what none of them has.
+# An unused block is evicted for tokens of running rows. The next row then copies from a running row instead,
+# and recomputes the rest.
 MORE = {SCARCE: 1.02, SOME: 1.02, PLENTY: 1.0}
 
 
@@ -99,7 +99,7 @@ def test_each_node_runs_once(shape, room, budget, tmp_path):
     [
         # Each batch is sent when nothing is left of the one before: the next request is announced
         ((0, 200, 3, 10), 4, {"blocks": 60, "queued": 1}),
-        # A border of batches costs nothing: documents begin behind the same 70 tokens and end before the 128th
+        # A border of batches costs nothing: documents start after the same 70 tokens and end before token 128
         ((70, 50, 16, 8), 64, {"blocks": 80, "queued": 12, "seqs": 4}),
         ((5000, 50, 3, 4), REQUEST_BATCH, {"blocks": 400}),
     ],

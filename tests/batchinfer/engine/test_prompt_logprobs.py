@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts' tokens: those of transformers' logits, whatever was cached, cut or preempted."""
+"""Tests that log-probabilities of prompt tokens match transformers with caching, chunks and
+preemptions."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ def check(ran: Ran, requests: list[Request], theirs: Any, atol: float = 1e-4) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers are those of rows that do not ask, and rows that do not ask share what others have run."""
+def test_prompt_logprobs_equal_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt log-probabilities change no answer, and other rows still share prefixes."""
     monkeypatch.setattr(row_scores, "_ROWS_AT_ONCE", 7)
     model, limits, requests = checkpoint(family), Limits(budget=24), rows(1, LENGTHS)
     runner, eos = make_runner(model, TorchOps(), limits), frozenset(model.spec.eos_token_ids)
@@ -106,8 +107,8 @@ def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("budget", [24, 300])
-def test_drafts_change_none_of_them(budget: int) -> None:
-    """Steps score prompts beside the drafts of rows that decode, which come and go as few run at once."""
+def test_drafts_change_no_prompt_logprob(budget: int) -> None:
+    """Steps score prompts together with drafts of decoding rows."""
     model, limits, requests = (
         checkpoint("llama"),
         Limits(budget=budget, seqs=3),
@@ -142,7 +143,6 @@ def test_preempted_prompts_run_again() -> None:
 
 
 def test_logits_that_are_not_finite_make_an_error() -> None:
-    """Also where those of the answer are."""
     model, limits = checkpoint("llama"), Limits(budget=8, caching=False)
     runner = make_runner(model, TorchOps(), limits)
     bad = 259

@@ -1,4 +1,5 @@
-"""How the ranks of an engine meet, what each of them has, and that their steps equal the steps of one process."""
+"""Tests how the ranks of an engine connect, the part of each rank, and that their steps equal a single
+process's."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def test_stages_cover_the_layers_in_order_and_the_one_with_the_head_has_fewer() 
         assert [at for first, end in spans for at in range(first, end)] == list(range(12))
         assert len(spans) == stages
     layer = sum(map(prod, layer_parameters(spec.layers[0]).values()))
-    heavy = replace(spec, vocab=4 * layer // spec.hidden)  # the head weighs as much as four layers
+    heavy = replace(spec, vocab=4 * layer // spec.hidden)  # the head weighs four layers
     assert stage_spans(heavy, 2) == [(0, 8), (8, 12)]
     with pytest.raises(CannotSplit, match="at most 12"):
         stage_spans(spec, 13)

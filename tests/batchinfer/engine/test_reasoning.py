@@ -1,4 +1,4 @@
-"""Constraints that begin behind the reasoning, and budgets of it, in one batch with rows that have neither."""
+"""Tests constraints that begin after the reasoning, and reasoning budgets, in one batch with other rows."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def alone() -> Ran:
 
 
 def check(one: Thinker, completion: Completion) -> str:
-    """What became of a row. A whole answer obeys its constraint, behind reasoning that keeps to its budget."""
+    """Return the outcome of a row after checking its answer, its constraint and its reasoning budget."""
     params, ids = one.request.params, completion.tokens.token_ids.tolist()
     if params.reasoning is None:
         return "plain"
@@ -177,14 +177,14 @@ markers = st.lists(tokens, min_size=1, max_size=3).map(tuple)
     st.one_of(st.just(()), markers),
     st.one_of(st.none(), st.integers(0, 6)),
 )
-def test_the_engine_and_the_result_cut_at_the_same_place(
+def test_the_engine_and_the_result_cut_reasoning_at_the_same_token(
     wanted: list[int],
     begin: tuple[int, ...],
     end: tuple[int, ...],
     answer: tuple[int, ...],
     budget: int | None,
 ) -> None:
-    """Whatever tokens come, and whatever markers there are: behind the one where the answer begins, all may come."""
+    """All tokens may follow the marker where the answer begins."""
     whole = (*end, *answer)
     earlier = [whole[at : at + len(answer)] for at in range(len(whole) - len(answer))]
     assume(not answer or answer not in earlier)  # else a part of the end that is forced ends the reasoning

@@ -100,7 +100,7 @@ def ran(
 
 
 def plain(row: Request) -> Request:
-    """The row without what makes a token depend on those before it."""
+    """Return the row without parameters that depend on earlier tokens."""
     kept = replace(row.params, min_tokens=0, repetition_penalty=1.0, frequency_penalty=0.0, bad_tokens=())
     return replace(row, params=replace(kept, logprobs=None))
 
@@ -128,7 +128,7 @@ def test_answers_and_work_are_those_of_single_steps(
     assert [sample.step for sample in got.steps] == list(range(len(got.steps)))
     for before, after in pairwise(got.steps):
         assert after.started_s >= before.started_s + before.duration_s - 1e-9
-    if not graphs:  # there a capture runs a step once more
+    if not graphs:  # a capture runs a step twice
         useful = got.total("prefill_tokens") + got.total("decode_tokens")
         assert useful + got.total("padded_tokens") == launches.computed
 
@@ -192,8 +192,8 @@ def rows_of(count: int, most: int, **more: Any) -> Work:
     )
 
 
-def test_steps_behind_a_replayed_one_are_replayed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the same graph serves: that of the model that stands in here does for eight contexts."""
+def test_steps_after_a_replayed_one_are_replayed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the stand-in model fits eight contexts."""
     prepared, moved, carried = list[int](), list[int](), list[bool]()
     run, further, plan = DecodeGraphs.run, RepeatedReplays.run, HashingOps.plan_captured
 
@@ -208,16 +208,14 @@ def test_steps_behind_a_replayed_one_are_replayed_without_the_host(monkeypatch: 
     got, launches = ran(work, EASY, 3, graphs=True)
     assert launches.steps == [1, *[3] * 8]
     assert (len(prepared), len(moved)) == (12, 12), "in two launches contexts pass 8 and 24"
-    assert carried == [False, *[True] * 11], (
-        "the plan of attention is that of the step before, a token further"
-    )
+    assert carried == [False, *[True] * 11], "attention reuses the plan of the last step, one token later"
     assert got.answers == ran(work, EASY, 1)[0].answers
     assert [s.decode_tokens for s in got.steps] == [0, *[6] * 24]
     assert {s.launch for s in got.steps[1:]} == {"full_graph"}
 
 
 def test_rows_that_end_in_the_middle_run_on_as_padding() -> None:
-    """Those that a step of one token would have left out, and the steps that were launched behind it."""
+    """Single steps would have left these rows out of later steps."""
     work = rows_of(8, 30)
     single, got = ran(work, EASY, 1)[0], ran(work, EASY, 3)[0]
     stopped = sum(c.finish_reason == "stop" for c in got.completions.values())
@@ -237,7 +235,7 @@ def test_what_rows_share_is_read_once_in_each_step() -> None:
 
 
 def test_rows_end_with_an_error_where_logits_are_not_finite() -> None:
-    """In any of the steps; what they run on with is no token of theirs."""
+    """The logits of any step may be NaN. The row's later tokens are dropped."""
     work = replace(rows_of(12, 30, ignore_eos=True), nan_every=31)
     single, (got, launches) = ran(work, EASY, 1)[0], ran(work, EASY, 4)
     assert max(launches.steps) == 4
@@ -248,7 +246,7 @@ def test_rows_end_with_an_error_where_logits_are_not_finite() -> None:
 
 def test_known_ends_are_not_run_over() -> None:
     """A row gets no blocks for tokens that it may not have, and the others go on."""
-    tight = replace(EASY, blocks=12, seqs=4)  # three blocks each, all of which they need
+    tight = replace(EASY, blocks=12, seqs=4)  # each row needs three blocks, all of them
     requests = [request(row, [row, 3, 1, 4], most, ignore_eos=True) for row, most in enumerate((9, 8, 9, 2))]
     work = Work(tight, requests, [0] * 4, (None,), 0, 0)
     got, launches = ran(work, tight, 4, graphs=True)
@@ -297,7 +295,7 @@ def test_no_row_runs_on_beside_one_whose_next_token_depends_on_the_last(asks: di
 
 
 def choose(device_s: float, rows: int = 64, length: float = 1000, most: int = 4) -> int:
-    """Return the choice for a device that takes so long for a step, and answers of this length."""
+    """Return the chosen number of steps for a step time of the device and a mean answer length in tokens."""
     chooser = MultiStepDecoding(AdmissionCosts(0.0, 1e-3, 3.5e-6, weights_s=device_s), most)
     chooser.record_tokens(int(100 * length), 100)
     return chooser.choose_steps(rows, 0)
@@ -306,11 +304,11 @@ def choose(device_s: float, rows: int = 64, length: float = 1000, most: int = 4)
 def test_steps_are_launched_at_once_where_the_host_is_slower() -> None:
     assert choose(5e-3) == choose(1.25e-3) == 1, "the device is"
     assert [choose(s) for s in (1.0e-3, 0.7e-3)] == [2, 4]
-    assert choose(0.3e-3) == 4, "as many as may be"
+    assert choose(0.3e-3) == 4, "the maximum"
     assert choose(3e-3, rows=1024) == 2, "each row is work for the host"
     assert choose(0.3e-3, length=12) < 4, "half of the tokens of short answers would be dropped"
     assert choose(0.3e-3, length=2) == 1
-    assert choose(0.0) == 1, "nobody knows what the device takes"
+    assert choose(0.0) == 1, "the device time is unknown"
 
 
 def test_lengths_of_answers_are_learnt_from_steps_and_ends() -> None:

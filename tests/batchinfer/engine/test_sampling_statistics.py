@@ -1,8 +1,9 @@
-"""Draws follow the distribution that their parameters define: each parameter by itself, and many together.
+"""Tests that draws follow the distribution that their parameters define, each parameter alone and several
+together.
 
-The distributions are computed here from what the documentation says, in float64. The draws are those of the real
-sampler; they come from fixed keys, so that a test that passes once always does. Bounds are such that draws from the
-right distribution exceed one with a probability below 1e-6.
+The expected distributions are computed here in float64 from the documentation. The draws use the real sampler
+with fixed keys: a test that passes once always passes. Draws from the right distribution exceed a bound with
+a probability below 1e-6.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def distribution(params: SamplingParams, allowed: Callable[[int], bool] = lambda
 
 
 def filtered(shares: Shares, params: SamplingParams) -> Shares:
-    """Return what top_k, top_p and min_p leave, one behind the other."""
+    """Return the shares after top_k, top_p and min_p, in this order."""
     order = np.argsort(-shares, kind="stable")
     if params.top_k:
         shares[order[params.top_k :]] = 0
@@ -109,7 +110,7 @@ def filtered(shares: Shares, params: SamplingParams) -> Shares:
 
 
 def keys_of(params: SamplingParams, count: int) -> list[bytes]:
-    """Return the keys of so many equal rows, as an index has them."""
+    """Return the work keys of `count` equal rows, as in an index."""
     text, tokens = params.canonical().to_json(), token_bytes(np.array(PROMPT, np.int32))
     return [work_key(b"statistics", text, tokens, occurrence) for occurrence in range(count)]
 
@@ -117,7 +118,7 @@ def keys_of(params: SamplingParams, count: int) -> list[bytes]:
 def draws(
     params: SamplingParams, rows: int, ops: Ops, places: int = PLACES, mask: TokenMask | None = None
 ) -> NDArray[np.int64]:
-    """Return the next tokens of so many equal rows, as if they came at each of so many places: (places, rows)."""
+    """Return the next tokens of `rows` equal rows as if drawn at each of `places` positions, [places, rows]."""
     prompt, sequences = np.array(PROMPT, np.int32), list[Sequence]()
     for key in keys_of(params, rows):
         sequences.append(Sequence.of(Request(key, prompt, params), ContentRoots(1000), None, 0.0))
@@ -134,8 +135,11 @@ def draws(
 
 
 def surprise(seen: NDArray[np.int64], wanted: Shares) -> float:
-    """Return chi-square of counts over the bound that it exceeds with a probability below 1e-6 (Wilson and Hilferty,
-    1931); infinite for what cannot come. Rare ones are counted together, so that 10 or more of each are expected."""
+    """Return chi-square of the counts divided by a bound, or infinity if an impossible token was drawn.
+
+    Random counts exceed the bound with a probability below 1e-6 (Wilson and Hilferty, 1931). Rare tokens are
+    merged until the expected count is 10.
+    """
     if seen[wanted == 0].any():
         return float("inf")
     expected = wanted * seen.sum()
@@ -147,8 +151,7 @@ def surprise(seen: NDArray[np.int64], wanted: Shares) -> float:
 
 
 @pytest.mark.parametrize("case", first_of(CASES, 5))
-def test_draws_follow_their_distribution(case: str) -> None:
-    """And none that lacks what the case is about, or the test could not fail."""
+def test_draws_follow_their_distribution_and_not_the_default_one(case: str) -> None:
     params = params_of(case)
     tokens = draws(params, DRAWS // PLACES, TorchOps())
     seen = np.bincount(tokens.ravel(), minlength=VOCAB)
@@ -199,7 +202,7 @@ def test_draws_under_a_constraint_follow_what_it_leaves(case: str) -> None:
     assert surprise(seen, distribution(params)) > 1
 
 
-# Of parameters that say where answers end and what comes beside them, the files in which a test has exact values
+# Parameters about ends of answers and extra outputs, with the test files that check exact values
 EXACT = {
     "max_tokens": "engine/test_constraints.py",
     "stop": "input/tokenizer/test_stop_strings.py",

@@ -26,7 +26,7 @@ prompts = st.lists(
 )
 
 
-# launching a step takes as long as a few tokens do, and as long as any prompt here does
+# launching a step takes the time of a few tokens, or of any prompt here
 COSTS = [AdmissionCosts(launch_s, 0.0, 0.0, 1e-3, 1e-3, 1e-6) for launch_s in (4e-3, 1.0)]
 # of one to three cache groups
 windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1, max_size=3).map(tuple)
@@ -116,7 +116,11 @@ def test_rows_of_one_step_share_the_prefix_that_is_computed_in_it():
 
 
 def shared_rows(windows: tuple[int | None, ...], later: bool) -> tuple[Driver, list[Sequence]]:
-    """Two rows that share 40 tokens run one after the other; the second is added at once, or once the first decodes."""
+    """Run two rows that share 40 tokens in sequence.
+
+    Args:
+        later: if True, the second row is added once the first row decodes.
+    """
     rows = [sequence([7] * 40 + [i] * 3, 30, i, exact=True) for i in (1, 2)]
     driver = driver_for(rows[:1], blocks=200, seqs=1, windows=windows)
     if later:

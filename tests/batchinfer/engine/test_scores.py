@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations: those of transformers, whatever the batch, the chunks, the cache were."""
+"""Tests that log-probabilities of continuations match transformers for any batch, chunks and cache."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def reference(family: str, rows: tuple[Row, ...], **options: Any) -> list[tuple[
 
 
 def scored(model: Any, row: Row) -> tuple[Any, Any]:
-    """What transformers says of each continuation by itself."""
+    """Return transformers' log-probabilities of each continuation alone, and which tokens are the most
+    likely."""
     (context, each), logprobs, best = row, list[Any](), list[Any]()
     for one in each:
         with torch.no_grad():
@@ -99,8 +100,8 @@ SHAPES = (
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "granite", "mixtral"])
-def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each node of a row's trie is run once, and the context of the row beside it comes from the cache."""
+def test_scores_equal_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node of a row's trie runs once, and the context of other rows comes from the cache."""
     monkeypatch.setattr(row_scores, "_ROWS_AT_ONCE", 7)
     rows, limits = drawn(1, SHAPES), Limits(budget=24)
     ran = drain(
@@ -121,19 +122,17 @@ def test_those_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ran.total("decode_tokens") == 0
 
 
-def test_what_is_asked_of_a_cached_beginning_runs_again() -> None:
-    """Rows that are alike up to the middle of what is scored: the cache has K and V of it, and no logits."""
+def test_scored_tokens_of_a_cached_prefix_run_again() -> None:
+    """The rows differ within the scored tokens: the cache has their K and V, but no logits."""
     context, shared = tuple(range(40, 57)), tuple(range(60, 72))
     rows: tuple[Row, ...] = tuple((context, ((*shared, last), (7, last))) for last in (1, 2, 3))
     model, limits = checkpoint("llama"), Limits(budget=64, block_size=4)
     ran = drain(make_engine(make_runner(model, TorchOps(), limits), limits, frozenset()), asked(rows))
     check(ran, reference("llama", rows))
-    assert ran.total("cached_tokens") == 2 * (len(context) - 1), (
-        "all but the token behind which something is asked"
-    )
+    assert ran.total("cached_tokens") == 2 * (len(context) - 1), "all tokens before the first scored one"
 
 
-# The length of a context, and those of its continuations
+# The length of a context, and the lengths of its continuations
 SHAPE = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple))
 
 

@@ -61,7 +61,7 @@ def test_values_come_back():
     [([ONE, TWO, THREE], [7, 0, 9]), ([THREE, ONE], [9, 7]), ([ONE, THREE], [7, 9]), ([TWO], [0])],
 )
 def test_each_gets_the_token_that_was_sampled_for_it(asked, tokens):
-    """0 where none was: what the sequence runs on with is dropped."""
+    """0 if there is no sampled token: the sequence's further tokens are dropped."""
     device_tokens = DeviceTokens(torch.tensor([7, -1, 9]))
     assert device_tokens.of(awaited_from(asked, [ONE, TWO, THREE]), CPU).tolist() == tokens
     assert device_tokens.of(None, CPU).tolist() == [7, 0, 9]

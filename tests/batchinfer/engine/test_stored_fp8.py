@@ -30,7 +30,8 @@ from tests.packed_weights import make_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lanes are computed too, by NumPy
 
-# Sizes that 128 does not divide, so that fused parts begin within a block; experts, latents; a part of a stored tensor
+# Sizes that are no multiple of 128: fused parts begin within a block. Experts, latents, a part of a stored
+# tensor.
 SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "blocks": ("llama", "block", SIZES),
@@ -109,8 +110,8 @@ def test_codes_and_scales_stand_for_the_dequantised_weights(kind: str) -> None:
         assert all(torch.equal(codes[name], wanted[name]) for name in others)
 
 
-def test_what_stays_in_codes_and_what_it_takes() -> None:
-    """What the checkpoint leaves in floats is computed in the job's dtype, as is a product one part of which is."""
+def test_quantised_weights_of_a_checkpoint_stay_quantised() -> None:
+    """Floats of the checkpoint, and products with a float part, are computed in the job's dtype."""
     kind = "blocks"
     model, source = stored(kind), checkpoint_source(folders(kind)[0], quantization="stored")
     first, second = (dict(layer.forms) for layer in model.spec.layers)

@@ -81,7 +81,7 @@ def test_what_stays_in_int8() -> None:
 
 @pytest.mark.parametrize("name", ["gptq", "gptq without groups", "awq", "w4a16", "w4a16 with zeros"])
 def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
-    """Its codes and scales stand for the dequantised weights; what a CPU does not have in int4 is in int8."""
+    """Values and scales give the dequantised weights. Int4 layouts that a CPU does not support become int8."""
     make_published(tmp_path / "stored", tmp_path / "plain", name)
     whole = inspect_checkpoint(tmp_path / "stored")
     model = whole.for_quantization("int4")

@@ -64,7 +64,7 @@ def test_a_gpu_computes_the_dequantised_model() -> None:
 
 @cache
 def linears() -> tuple[Path, Path]:
-    """Of linear layers, but for one o_proj."""
+    """Return folders of a stored and a plain model with MXFP4 linear layers, except for one o_proj."""
     made = kept_folder()
     make_published(made / "stored", made / "plain", "mxfp4 of linear layers")
     return made / "stored", made / "plain"
@@ -152,8 +152,8 @@ def test_what_gpt_oss_20b_takes(tmp_path: Path) -> None:
     assert [round(size / 2**30, 1) for size in taken] == [12.8, 39.0]
 
 
-def test_asked_for_in_other_codes_they_are_quantised_again() -> None:
-    """From what they stand for; scales of their own groups are gone."""
+def test_weights_are_quantised_again_for_another_format() -> None:
+    """The values are dequantised; scales of their own groups are lost."""
     model = inspect_checkpoint(folders()[0]).for_quantization("int8")
     assert not model.spec.forms
     assert {form.codes for form in model.spec.quantized("int8").forms} == {"int8"}

@@ -50,7 +50,7 @@ def test_rejected_positions_count_as_padding_and_their_blocks_are_free_again() -
     got = run(Way(), rows, limits, drafts)
     assert got.answers == one.answers
     assert got.total("padded_tokens") == sum(drafted for drafted, _ in drafts.took) > 50
-    # a block a position: those of the last token and of the drafts are not held once the step has ended
+    # one block per position: blocks of the last token and of drafts are freed after the step
     assert [s.blocks_used for s in got.steps[:-1]] == [s.blocks_used for s in one.steps[:-1]]
     for name in COUNTED:
         assert got.total(name) == one.total(name), name

@@ -1,5 +1,7 @@
-"""A tree's logits in one step are those of each of its paths run as a text of its own; and what runs behind its right
-path finds that one's K and V, as if nothing else had run."""
+"""Tests that a tree's logits in one step equal the logits of each path as a separate text.
+
+Steps after the right path find its K and V as if nothing else had run.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Rows:
             return self.runner.model.logits(hidden)
 
     def alone(self, tokens: list[int]) -> Tensor:
-        """The logits behind the last of these tokens."""
+        """Return the logits after the last of these tokens."""
         row = self.row(tokens)
         found = self.logits(Chunk(row, 0, len(tokens)))[0]
         self.blocks += row.tables[0]

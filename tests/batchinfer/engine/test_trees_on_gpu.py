@@ -1,5 +1,7 @@
-"""Trees of drafts on a GPU: steps that verify them are replayed, in pieces, and launched one operator at a time; right
-nodes are moved behind the text before the host knows them; and answers are those without drafts."""
+"""Tests draft trees on a GPU: steps that verify them run as graphs, in pieces and eagerly.
+
+Accepted nodes are moved after the text before the host knows them. Answers are those without drafts.
+"""
 
 from __future__ import annotations
 

@@ -107,7 +107,11 @@ SETTINGS = {
 
 
 def prompts(every: int = 1) -> list[list[int]]:
-    """Short and long ones, of which the second half begins alike; or every second of them."""
+    """Return short and long prompts, the second half of them with a shared prefix.
+
+    Args:
+        every: keep every n-th prompt.
+    """
     rng = random.Random(11)
     shared = [rng.randrange(250) for _ in range(SHARED)]
     own = [[rng.randrange(250) for _ in range(n)] for n in (1, 7, 17, 33)]
@@ -133,7 +137,7 @@ def on_the_cpu(variant: str, limits: Limits, rows: list[list[int]]) -> Ran:
 
 def cases() -> Iterator[Any]:
     for variant, setting in product(VARIANTS, SETTINGS):
-        if variant == "llama-one-layer":  # for what is about the engine, not about layers
+        if variant == "llama-one-layer":  # for tests of the engine, not of layers
             continue
         thin = setting == "chunked" and variant in ALWAYS
         yield pytest.param(variant, setting, marks=[] if thin else [pytest.mark.slow])
@@ -146,7 +150,7 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
     if limits.scarce and layout.sizes.windowed:
         # of fewer layers; rows are preempted all the same, see `Preempting`
         limits = replace(limits, blocks=60)
-    # half of the rows do for what a family's layers add; to preempt some takes all
+    # half of the rows suffice for a family's layers; preemption needs all of them
     rows = prompts(2 if setting == "chunked" and variant != "llama" else 1)
     wanted = on_the_cpu(variant, limits, rows)
     levels = []
@@ -164,7 +168,7 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
     assert got.answers == wanted.answers
     assert len({tuple(tokens) for tokens, _ in got.answers.values()}) >= len(rows) - 1
     together = layout.whole is not None and not caches[0].latent
-    assert any(levels) == (limits.caching and together), "rows that begin alike are to be attended together"
+    assert any(levels) == (limits.caching and together), "rows with a shared prefix attend together"
     assert (got.total("preemptions") > 0) == limits.scarce
     if limits.budget == 32:
         assert any(s.prefill_tokens and s.decode_tokens for s in got.steps), "no step mixed both"
@@ -194,9 +198,9 @@ def test_prompts_are_decompressed_where_the_cache_keeps_latents(monkeypatch, set
 
 
 @pytest.mark.parametrize("quantization", first_of(["int8", "fp8"], 1))
-def test_codes_are_what_their_reference_says(quantization):
-    """Sums of int8 codes are exact, those of fp8 nearly, so that logits differ only by what attention and norms round,
-    but where that turns the code of an activation into the next one."""
+def test_logits_of_quantised_weights_equal_their_reference(quantization):
+    """Int8 sums are exact, fp8 sums nearly. Logits differ only by rounding in attention and norms, unless
+    that rounds an activation to the next quantised value."""
     plain, model = model_of("llama"), model_of(f"llama+{quantization}")
     got, wanted = (forced(model, ops, DEVICE) for ops in (triton_ops(model), CodedOps()))
     off, unquantised = farthest(got, wanted), farthest(forced(plain, TorchOps(), DEVICE), wanted)
@@ -213,7 +217,7 @@ def test_codes_are_what_their_reference_says(quantization):
 def logits_of(
     ops: Ops, limits: Limits, requests: list[Request], variant: str = "llama"
 ) -> tuple[dict[Place, Tensor], Ran]:
-    """Run an engine that looks ahead as a GPU's does: its logits, and what it ran."""
+    """Run an engine with look-ahead, as on a GPU, and return its logits and the run."""
     sampler = RecordingSampler(frozenset())
     runner = Noted(
         replace(looking_ahead(make_runner(model_of(variant), ops, limits, DEVICE)), sampler=sampler)
@@ -223,7 +227,10 @@ def logits_of(
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """So that these short sequences and narrow layers have several, whose sums are to be added in one order only."""
+    """Make segments short enough that these short sequences and narrow layers have several.
+
+    Their sums must be added in one order.
+    """
     for module in ("attention_plan", "attention_splits", "part_room"):
         monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
     segmented = partial(prefill_attention, segment=SEGMENT)
@@ -234,7 +241,7 @@ def short_segments(monkeypatch):
 
 
 def apart(ops: Ops, requests: list[Request], variant: str = "llama") -> dict[Place, Tensor]:
-    """Run each row alone, its prompt in one piece and nothing in the cache: the yardstick."""
+    """Return the reference logits: each row alone, with an unchunked prompt and an empty cache."""
     alone = Limits(budget=4096, seqs=1, caching=False)
     return {place: row for one in requests for place, row in logits_of(ops, alone, [one], variant)[0].items()}
 
@@ -242,7 +249,7 @@ def apart(ops: Ops, requests: list[Request], variant: str = "llama") -> dict[Pla
 def same_bits(
     ops: Ops, limits: Limits, requests: list[Request], wanted: dict[Place, Tensor], variant: str = "llama"
 ) -> Ran:
-    """Run the rows, whose logits have to be those of `wanted`."""
+    """Run the rows and check that their logits equal `wanted` bit by bit."""
     got, run = logits_of(ops, limits, requests, variant)
     assert different({place: got[place] for place in wanted}, wanted) == []
     return run
@@ -264,7 +271,7 @@ def test_a_row_has_the_same_bits_in_a_batch():
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
 def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
-    """In chunks, with what others left in the cache, preempted, the last first."""
+    """Chunks, cached prefixes, preemption and the reverse order."""
     variant = f"llama+{quantization}"
     ops = triton_ops(model_of(variant), deterministic=True)
     requests = greedy(prompts(), 4, ignore_eos=True)
@@ -321,14 +328,12 @@ def test_all_of_the_gpus_path(monkeypatch):
     assert before == len(runner.graphs.sizes) + 1 == 5, "all sizes, and the largest with shared keys"
     assert runner.graphs.steps.drafted == 0, "nothing has drafts"
     assert runner.mixed is not None
-    assert (runner.mixed.sizes, runner.mixed.captured) == ([32], 2), (
-        "before the layer's attention and behind it"
-    )
+    assert (runner.mixed.sizes, runner.mixed.captured) == ([32], 2), "before and after the layer's attention"
     rows = prompts(2)
     wanted = on_the_cpu("llama-one-layer", SETTINGS["chunked"], rows).answers
     copies = copies_of_steps(monkeypatch)
     with recorded() as later:
-        for _ in range(2):  # what comes again is captured, and is replayed in pieces until then
+        for _ in range(2):  # a repeated size is captured, and is replayed in pieces before
             found = drain(loaded.engine(), greedy(rows, OUTPUT))
             assert found.answers == wanted
             assert "eager" not in {step.launch for step in found.steps}
@@ -464,8 +469,8 @@ def _flash_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 @pytest.mark.parametrize(
     ("install", "extra"), [(_flashinfer, "flashinfer"), (_flash_attention, "flash-attn")]
 )
-def test_answers_are_the_same_where_a_library_reads_prompts(monkeypatch, install, extra):
-    """A module with its interface stands in, and is taken to be faster."""
+def test_answers_are_the_same_if_a_library_computes_prefill_attention(monkeypatch, install, extra):
+    """A fake module has the library's interface and is assumed to be faster."""
     count = install(monkeypatch)
     monkeypatch.setattr(prefill.PromptPrefill, "DTYPES", (torch.float32,))
     monkeypatch.setattr(contest, "MARGIN", float("inf"))

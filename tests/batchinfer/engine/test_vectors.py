@@ -1,4 +1,4 @@
-"""Vectors of prompts: those of transformers, whatever the batch, the chunks, the cache and preemptions were."""
+"""Tests that vectors of prompts match transformers for any batch, chunks, cache and preemptions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ LENGTHS = (1, 17, 40, 63, 2, 5, 90, 33)
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_those_of_transformers(family: str, pooling: Pooling) -> None:
+def test_vectors_equal_those_of_transformers(family: str, pooling: Pooling) -> None:
     """In chunks of a small budget, with prefixes that are shared where a vector is of the last token."""
     model, limits = checkpoint(family), Limits(budget=24, caching=pooling == "last")
     ran = run(make_runner(model, TorchOps(), limits), limits, LENGTHS, pooling)
@@ -164,7 +164,7 @@ def test_states_that_are_not_finite_make_an_error(pooling: Pooling, value: float
 
 
 def both(lengths: tuple[int, ...], pooling: Pooling, **more: Any) -> list[Request]:
-    """Requests for the vectors of these prompts, and behind each of them one for the text that follows it."""
+    """Return requests for the vectors of these prompts, each followed by a request for the prompt's text."""
     prompts = drawn_prompts(lengths)
     texts = greedy(prompts, 6, ignore_eos=True, **more)
     found = [
@@ -180,9 +180,10 @@ def both(lengths: tuple[int, ...], pooling: Pooling, **more: Any) -> list[Reques
     pooling=st.sampled_from(POOLINGS),
     asks=st.sampled_from([{}, {"logprobs": 2}, {"prompt_logprobs": 1}]),
 )
-def test_texts_beside_change_nothing(data: st.DataObject, pooling: Pooling, asks: dict[str, Any]) -> None:
-    """Steps make vectors of some prompts and sample behind others, whatever else these ask for; with `mean`, the cache
-    has no states, and texts find prefixes there all the same."""
+def test_generating_rows_in_the_batch_change_no_vector(
+    data: st.DataObject, pooling: Pooling, asks: dict[str, Any]
+) -> None:
+    """With `mean`, the cache has no states, but generating rows still find prefixes in it."""
     cut = data.draw(cuts())
     lengths = tuple(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=5)))
     ran = drain(make_engine(cut.runner(), cut.limits, frozenset()), both(lengths, pooling, **asks))

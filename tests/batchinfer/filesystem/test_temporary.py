@@ -1,4 +1,4 @@
-"""A temporary folder is gone with its process, or with the next command; what others use or own stays."""
+"""Tests that a temporary folder is removed with its process, or by the next command, and other folders stay."""
 
 from __future__ import annotations
 

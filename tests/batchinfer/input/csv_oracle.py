@@ -1,4 +1,4 @@
-"""What Python's csv module makes of a file, record by record: slow, simple, and written by others."""
+"""Parses a file with Python's csv module, record by record, as a slow and independent reference."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _fed(lines: list[bytes], cap: int) -> Iterator[str]:
 
 
 def found(chunks: Iterator[bytes], dialect: CsvDialect, cap: int) -> list[Row]:
-    """What our own reader makes of the same bytes, however they are cut into chunks."""
+    """Return the rows that our own reader finds in these chunks of bytes."""
     rows: list[Row] = []
     for number, record, _ in CsvRecords(LineBuffer(chunks), dialect, cap, lambda: False):
         if isinstance(record, RowProblem):
@@ -74,7 +74,7 @@ def found(chunks: Iterator[bytes], dialect: CsvDialect, cap: int) -> list[Row]:
 
 
 def drawn(source: random.Random) -> tuple[bytes, CsvDialect, int]:
-    """A file that is mostly marks, how it is to be read, and the limit on a record."""
+    """Draw a file that consists mostly of delimiters and quotes, its dialect, and the limit of a record."""
     delimiter, quote = source.choice(
         [(",", '"'), (";", '"'), ("\t", "'"), ("|", None), ("^", "]"), ("\\", "-")]
     )

@@ -184,7 +184,7 @@ class SchemaMaker:
 
 @dataclass
 class Counts:
-    """What was tried, and what came of it."""
+    """Counts of schemas and texts that were tried."""
 
     followed: int = 0  # schemas that are not refused
     texts: int = 0

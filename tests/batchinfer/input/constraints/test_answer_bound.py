@@ -1,4 +1,4 @@
-"""Bounds of answers: no value that is valid under a schema is written longer, and what has no bound is named."""
+"""Tests bounds of answers: no valid value is written longer, and the error names the part without a bound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bytes_of(schema: Any) -> int:
 
 
 def written(value: Any) -> str:
-    """As the engine writes it: characters are escaped where they have to be."""
+    """Return the value as the engine writes it, with escapes only where necessary."""
     if isinstance(value, Decimal):
         return f"{value:f}"
     if isinstance(value, list):

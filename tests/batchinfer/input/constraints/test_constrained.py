@@ -1,4 +1,4 @@
-"""Constraints by llguidance with tokenizers of each kind: what is decoded follows them."""
+"""Tests constraints by llguidance with each kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def constraints_of(definition: str, ends: tuple[int, ...], vocab: int) -> Gramma
 def answer(
     tokenizer: Tokenizer, eos: tuple[int, ...], params: SamplingParams, seed: int, vocab: int = 400
 ) -> Answer:
-    """Of a model that knows so many tokens and takes any that is allowed."""
+    """Return the answer of a model that knows `vocab` tokens and picks any allowed one at random."""
     constraints = constraints_of(tokenizer.to_str(), ends_of(tokenizer, eos), vocab)
     rng, bits, ids = np.random.default_rng(seed), np.zeros((1, -(-vocab // 32)), np.int32), []
     constraint = constraints.start(params)

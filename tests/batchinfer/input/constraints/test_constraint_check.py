@@ -1,4 +1,7 @@
-"""Anything may end the process that compiles constraints: one is refused after it ended a second one, by itself."""
+"""Tests that the driver survives any end of the process that compiles constraints.
+
+A constraint is rejected after it ended a second process, which compiled it alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of wrong constraints: each message has the place and what would be right."""
+"""Tests the messages about wrong constraints: each names the place and the remedy."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ RULES = {2: "f262d9ba0bc29b9a12ce96482455f5b82efb4ed5646deb31be019ffae3ac488f"}
 
 
 def test_a_change_of_the_rules_has_a_version() -> None:
-    """Answers that were stored by other rules may have to be generated anew: see CONSTRAINT_RULES, and put the new
-    digest here, beside another version where they do."""
+    """Answers that were stored under other rules may be invalid: see CONSTRAINT_RULES. Add the new digest
+    here, with another version if answers must be generated again."""
     schemas = [generated_schema(one) for one in ALIKE]
     for one in schemas:
         translate_patterns(subschemas(one))

@@ -1,6 +1,6 @@
-"""Chat templates shaped like those of published families: the same arguments, and the same ways to read them.
+"""Chat templates shaped like published ones, with the same arguments and the same use of them.
 
-They are rebuilt and shortened; what they print is not what the models were trained with.
+They are rewritten and shortened: prompts differ from those the models were trained on.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ CORPUS = [
 
 @pytest.fixture(scope="module", params=["byte_level", "metaspace"])
 def tokenizer(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer with merges, which puts its EOS behind a text, in the two ways that checkpoints have."""
+    """A tokenizer with merges that appends its EOS to a text, in two variants as in checkpoints."""
     folder: Path = tmp_path_factory.mktemp("continued") / "model"
     make_model_folder(folder, "llama")
     rust = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))

@@ -17,8 +17,8 @@ OWN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "se
        "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
        "repetition_stop")  # fmt: skip
 
-# Each of these digests stands for stored answers, so none may ever change: a new option is absent from the key at its
-# default. New rows are added at the end.
+# Each digest is the key of stored answers and may never change: a new option is absent from the key at its
+# default. Add new rows at the end.
 ROWS: list[tuple[dict[str, Any], str]] = [
     ({}, "af83b9d7e434ef6c8d3bc0d6b3bf3ec3135ac37ee88f2a0d7d27d5ab7b7e35d4"),
     ({"ids": [5]}, "0c982f2ba5cc5b45225d4a1fd2b766a36c23d285ed9984e18902a80a0701fb60"),

@@ -1,4 +1,4 @@
-"""Tokens of texts that answers do not get: those that a tokenizer gives the text, by itself and behind a space."""
+"""Tests tokens of banned texts: the tokens of the text alone, and those after a space."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 def test_a_word_is_barred_by_itself_and_behind_a_space() -> None:
     assert found("the") == {ids("the"), ids(" the")}
-    assert len(ids(" the")) == 1, "one token, which the word by itself is no beginning of"
+    assert len(ids(" the")) == 1, "one token, which does not start with the token of the bare word"
     assert found(" the", "\n", "the") == {ids("the"), ids(" the"), ids("\n")}
 
 

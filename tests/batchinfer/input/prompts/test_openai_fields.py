@@ -1,4 +1,4 @@
-"""Fields of OpenAI's requests and of vLLM's: those that change nothing here, and those that have another name here."""
+"""Tests fields of OpenAI's and vLLM's requests that have no effect or another name here."""
 
 from __future__ import annotations
 

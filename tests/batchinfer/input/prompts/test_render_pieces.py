@@ -1,4 +1,4 @@
-"""However a batch is cut into pieces, what is prepared of it is the same."""
+"""Tests that the pieces of a batch do not change the prepared rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was prepared comes back in the order of the chunks; no more workers start than have something to do."""
+"""Tests that prepared rows return in the order of the chunks, and that no idle workers start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from batchinfer.input.prompts import render_pool
 from batchinfer.input.prompts.render_pool import RenderPool
 
-LATE = 4  # the first chunk takes as long as this many others
+LATE = 4  # the first chunk takes the time of this number of others
 
 
 class Worker:

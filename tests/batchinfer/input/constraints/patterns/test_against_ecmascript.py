@@ -1,4 +1,4 @@
-"""Patterns mean what a real engine of ECMAScript makes of them, or are refused."""
+"""Tests that patterns match like a real ECMAScript engine, or are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.batchinfer.input.constraints.random_schemas import library
 from tests.examples import examples
 
 TEXTS, WALKS, STEPS = 30, 4, 30
-# Why an expression of ECMAScript may be refused: it cannot be followed, or whoever writes it means something else
+# Why an ECMAScript pattern may be rejected: it is unsupported, or its author probably meant something else
 LIMITED = (
     *(
         "cannot be followed",

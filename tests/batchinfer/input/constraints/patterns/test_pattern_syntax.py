@@ -21,7 +21,7 @@ from tests.batchinfer.input.constraints.patterns.test_against_ecmascript import 
 )
 from tests.examples import examples
 
-# What Rust's syntax has, or any but ECMAScript's, and what is told
+# Syntax of Rust or other engines, but not ECMAScript, with the error text
 FOREIGN = {
     "(?i)a": "(?i) at character 1 sets flags",
     "b(?x) a": "(?x) at character 2 sets flags",
