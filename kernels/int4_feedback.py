@@ -54,7 +54,7 @@ def round_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group:
 
 
 def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """Round several weights (n, N, K). All synchronisation with a GPU happens before the loop over columns."""
+    """Round n weights (n, N, K) to int4: (n, N, K) int8. Synchronises with a GPU only before the loop over columns."""
     outputs, inputs = weight.shape[1:]
     order = products.diagonal(0, 1, 2).argsort(dim=-1, descending=True, stable=True)
     within = order[:, None].expand(-1, inputs, -1)

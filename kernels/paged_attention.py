@@ -204,7 +204,7 @@ def bias_of(bias: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
 
 
 def _hidden(query_at: Tensor, key_at: Tensor, window: int | None, causal: bool) -> Tensor:
-    """Return True for keys that a query does not see: those outside its window, and later ones if `causal`."""
+    """Return True for keys that a query does not see: outside its window, or later than the query if `causal`."""
     hidden = (key_at > query_at) & causal
     if window is None:
         return hidden

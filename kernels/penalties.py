@@ -75,7 +75,7 @@ def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
 
 
 def _penalise(logits: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
-    """Penalise one row of logits, (vocab,), with the penalties of row number i."""
+    """Penalise one row of logits, (vocab,), in place, with penalty number i, for its tokens `prompt` and `answer`."""
     factor = penalties.repetition[i]
     said, counts = torch.unique(_known(answer, logits), return_counts=True)
     seen = torch.unique(torch.cat((said, _known(prompt, logits)))) if factor != 1.0 else said

@@ -92,9 +92,10 @@ def prefix_groups(
 
 
 def _columns(tables: StepTables, few: Ints, full: Ints) -> int:
-    """Return a number of leading blocks that is at least the longest shared prefix, to compare fewer blocks.
+    """Return a number of leading blocks that is at least the longest prefix that two sequences of `few` share.
 
-    Prefixes are compared by a hash: equal prefixes have equal sums of products.
+    Comparing fewer blocks is faster. Prefixes are compared by a hash: equal prefixes have equal sums of products.
+    `full` are the whole blocks of each sequence.
     """
     most = int(np.partition(full, -2)[-2])
     columns = FEWEST_COLUMNS
@@ -114,7 +115,10 @@ def _all_differ(values: NDArray[Any]) -> bool:
 
 
 def _nested(order: Ints, shared: Ints, minimum: GroupMinimum) -> Iterator[PrefixGroup]:
-    """Yield the groups among sorted sequences, depth first. `shared[i]` units are shared by sequences i and i + 1."""
+    """Yield the groups among sequences that are sorted by their blocks, enclosing groups first.
+
+    `order` are the sequences; shared[i] is the number of units that sequences i and i + 1 of it share.
+    """
     # [start, end) of sequences, the units that enclosing groups cover, and the level
     ranges = [(0, len(order), 0, 0)]
     while ranges:

@@ -37,7 +37,7 @@ class Routing:
     group_score: GroupScore = "max"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for inconsistent values."""
+        """Raise ValueError if the numbers of experts and groups contradict each other."""
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"cannot choose {self.chosen} of {self.experts} experts")
         if not 1 <= self.chosen_groups <= self.groups or self.experts % self.groups:

@@ -99,7 +99,7 @@ def kept_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def _keep_top(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the probabilities as float64, set to 0 outside top-k and then outside the nucleus of the rest.
+    """Return the probabilities as float64, set to 0 for tokens outside top-k and then outside the nucleus of the rest.
 
     Sorts only the most likely tokens of a row, and more of them if the nucleus may be larger.
     """
@@ -131,7 +131,7 @@ def _ranked(probabilities: Tensor, some: int) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set probabilities (rows, some), in descending order, to 0 beyond top-k and top-p, in place."""
+    """Set probabilities (rows, some), which are sorted in descending order, to 0 beyond top-k and top-p, in place."""
     some = ordered.shape[1]
     most = torch.where(top_k > 0, top_k, some)
     ordered.masked_fill_(torch.arange(some, device=ordered.device)[None] >= most[:, None], 0.0)

@@ -10,17 +10,18 @@ from batchinfer.filesystem.durable import refuse_existing
 
 
 def run_or_export(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
-    """Run benchmarks, or export a workload.
+    """Run the benchmarks, or export one workload to `options.export` if it is set.
 
     Args:
         options: The options of the command.
-        notice: Called with a line for each step of the work.
+        notice: Called with a line of text for each step of the work.
 
     Returns:
         The result as text for people, and as a JSON object.
 
     Raises:
         UsageError: The options are wrong.
+        OutputConflict: The file to export to exists.
     """
     # Import torch only after the options have been checked
     from batchinfer.bench.export import export_workload

@@ -26,9 +26,9 @@ RECORDS = 1000  # minimum items of an answer: no answer is complete before max_t
 
 
 def schema(number: int, turn: int) -> str:
-    """Return the JSON Schema of a long list of orders.
+    """Return the JSON Schema of a list of at least RECORDS orders, as JSON text.
 
-    Names in the schema contain `number` and `turn`, so each combination has to be compiled.
+    Each pair of `number` and `turn` gives another schema, which has to be compiled.
     """
     name, mark = f"customer_{number}", f"sent_{turn}"
     order = {
@@ -43,13 +43,21 @@ def schema(number: int, turn: int) -> str:
 
 
 def under_schemas(rows: Sequence[Row], schemas: int, turn: int) -> list[Row]:
-    """Return the rows with schemas. There are `schemas` different schemas, which no other turn uses."""
+    """Return the rows with a JSON Schema each; `schemas` different ones take turns.
+
+    `turn` is the number of the repetition; different turns have different schemas.
+    """
     texts = [schema(number, turn) for number in range(schemas)]
     return [replace(row, schema=texts[number % schemas]) for number, row in enumerate(rows)]
 
 
 def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
-    """Return the same model with support for schemas. Raises errors of reading the tokenizer."""
+    """Return the model with support for JSON Schemas, with the tokenizer of the benchmark's model.
+
+    Args:
+        loaded: The model.
+        options: The options of the command, which name the checkpoint or shape.
+    """
     definition, vocab = _tokenizer(options)
     eos = loaded.engine_limits.eos_token_ids
     constraints = EverySampled(GrammarConstraints(definition, eos, vocab, loaded.info.threads))
@@ -71,66 +79,75 @@ def _tokenizer(options: BenchOptions) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class SampledConstraint:
-    """A constraint whose forced tokens are sampled: each row takes the same number of steps as without a constraint.
+    """A constraint that does not skip forced tokens, the tokens that are the only allowed continuation.
 
-    See `batchinfer.engine.schedule.constraints` for its methods.
+    They are sampled, so each row takes the same number of steps as without a constraint.
+
+    Attributes:
+        grammar: The constraint whose methods are called; see `batchinfer.engine.schedule.constraints`.
     """
 
     grammar: RowConstraint
 
     @property
     def needs_end(self) -> bool:
-        """Return the value of the wrapped constraint."""
+        """Return True if the answer would be incomplete if it ended now."""
         return self.grammar.needs_end
 
     @property
     def ended(self) -> bool:
-        """Return the value of the wrapped constraint."""
+        """Return True if the answer is complete and no token may follow."""
         return self.grammar.ended
 
     @property
     def over(self) -> bool:
-        """Return the value of the wrapped constraint."""
+        """Return True if all tokens are allowed from now on."""
         return self.grammar.over
 
     @property
     def failure(self) -> RowError | None:
-        """Return the value of the wrapped constraint."""
+        """Return why the constraint cannot be followed further, or None."""
         return self.grammar.failure
 
     def take(self, token: int) -> None:
-        """Append a token."""
+        """Append a generated token to the answer."""
         self.grammar.take(token)
 
     def allows(self, token: int) -> bool:
-        """Return True if the token is allowed and no token is forced."""
+        """Return True if the token may follow and no token is forced."""
         return not self.grammar.jump_forward() and self.grammar.allows(token)
 
     def fork(self) -> SampledConstraint:
-        """Return a copy."""
+        """Return a copy of the constraint with the same answer so far."""
         return SampledConstraint(self.grammar.fork())
 
     def jump_forward(self) -> Sequence[int]:
-        """Compute the forced tokens, but return none of them."""
+        """Compute the tokens that are forced next, but return none of them."""
         self.grammar.jump_forward()
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class EverySampled:
-    """An implementation of `batchinfer.engine.schedule.constraints.Constraints` that samples forced tokens."""
+    """Creates constraints that sample forced tokens, for an engine.
+
+    It has the interface `batchinfer.engine.schedule.constraints.Constraints`.
+
+    Attributes:
+        grammars: Creates the wrapped constraints.
+    """
 
     grammars: GrammarConstraints
 
     @property
     def work(self) -> ConstraintWork:
-        """Return the time spent on constraints."""
+        """Return the time spent on constraints so far."""
         return self.grammars.work
 
     def start(self, params: SamplingParams) -> SampledConstraint:
-        """Return the constraint of a new row."""
+        """Return the constraint of a new row with these sampling parameters."""
         return SampledConstraint(self.grammars.start(params))
 
     def fill(self, constraints: Sequence[Any], bits: NDArray[np.int32]) -> None:
-        """Fill the masks of rows."""
+        """Write the token mask of each constraint's row to `bits`, (rows, words) int32."""
         self.grammars.fill([one.grammar for one in constraints], bits)

@@ -10,7 +10,7 @@ from batchinfer.filesystem.durable import FileOps, write_new
 
 
 def export_workload(workload: Workload, path: Path) -> None:
-    """Write one object per row with prompt_token_ids and max_tokens.
+    """Write a workload to a new JSONL file: an object with prompt_token_ids and max_tokens per row.
 
     Raises:
         OutputConflict: The file exists.

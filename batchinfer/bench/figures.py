@@ -15,15 +15,38 @@ MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """The figures of one run. Shares and efficiencies are fractions of `wall_s`, if not stated otherwise."""
+    """The figures of one run. Times are in seconds, shares and efficiencies are fractions.
+
+    Attributes:
+        wall_s: Wall time, planning included.
+        plan_s: Time of planning.
+        model_s: Time in the model and the sampler.
+        steps: Number of steps.
+        decode_step_s: Median duration of full decode steps; see `decode_step_seconds`.
+        rows_run: Rows that were computed.
+        prompt_tokens_run: Prompt tokens that were computed, without recomputed tokens.
+        decode_tokens_run: Decode tokens that were computed.
+        recomputed_tokens: Tokens that were computed again after preemptions.
+        preemptions: Number of preemptions.
+        mfu: `compute_seconds` as a fraction of the wall time.
+        mbu: Bytes moved, as a fraction of the peak bandwidth × wall time.
+        roofline_efficiency: `roofline_s` as a fraction of the wall time.
+        plan_efficiency: `ideal_s` as a fraction of the wall time.
+        padding_share: Padding, as a fraction of all positions computed.
+        recomputed_share: Recomputed tokens, as a fraction of all tokens computed.
+        overhead_share: Time outside of the model, as a fraction of the wall time.
+        roofline_s: Sum of the roofline times of all operators in all steps.
+        step_bound_s: Lower bound if operators overlap; see `step_bound_seconds`.
+        ideal_s: Roofline time of the ideal job.
+    """
 
     wall_s: float
     plan_s: float
-    model_s: float  # in the model and the sampler
+    model_s: float
     steps: int
-    decode_step_s: float  # see `decode_step_seconds`
+    decode_step_s: float
     rows_run: int
-    prompt_tokens_run: int  # without recomputed tokens
+    prompt_tokens_run: int
     decode_tokens_run: int
     recomputed_tokens: int
     preemptions: int
@@ -31,16 +54,19 @@ class RunFigures:
     mbu: float
     roofline_efficiency: float
     plan_efficiency: float
-    padding_share: float  # of all positions computed
-    recomputed_share: float  # of all tokens run
-    overhead_share: float  # time outside of the model
+    padding_share: float
+    recomputed_share: float
+    overhead_share: float
     roofline_s: float
-    step_bound_s: float  # see `step_bound_seconds`
+    step_bound_s: float
     ideal_s: float
 
 
 def operator_seconds(run: Run, model: ModelCost, peaks: Peaks) -> dict[str, float]:
-    """Return the roofline seconds of each operator over the run's steps, without recomputed tokens."""
+    """Return the roofline time of each operator over all steps of a run, in seconds by name.
+
+    Recomputed tokens are not counted.
+    """
     total: dict[str, float] = {}
     for costs in _step_costs(run, model):
         for name, cost in costs.items():
@@ -49,12 +75,12 @@ def operator_seconds(run: Run, model: ModelCost, peaks: Peaks) -> dict[str, floa
 
 
 def step_bound_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
-    """Return the roofline seconds of the run if the operators of a step overlapped perfectly."""
+    """Return the roofline time of the run, in seconds, if the operators of each step overlapped perfectly."""
     return sum(step_total(costs).seconds(peaks) for costs in _step_costs(run, model))
 
 
 def decode_step_seconds(run: Run) -> float:
-    """Return the median duration of pure decode steps with the largest number of rows, or 0 if there are none."""
+    """Return the median duration, in seconds, of pure decode steps with the largest number of rows; 0 if there are none."""
     decoding = [step for step in run.steps if step.decode_tokens and not step.prefill_tokens]
     most = max((step.decode_tokens for step in decoding), default=0)
     full = [step.duration_s for step in decoding if step.decode_tokens == most]
@@ -62,7 +88,7 @@ def decode_step_seconds(run: Run) -> float:
 
 
 def compute_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
-    """Return the seconds that the useful FLOPs of the model take at the peaks. MFU is this divided by the wall time.
+    """Return the seconds that the model's useful FLOPs take at the peak rates. MFU is this divided by the wall time.
 
     Products of quantised values count with the peak of their type.
     """
@@ -70,7 +96,6 @@ def compute_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
 
 
 def _step_costs(run: Run, model: ModelCost) -> Iterator[dict[str, Cost]]:
-    """Yield the cost of each operator per step, without recomputed tokens."""
     return (model.step(step) for step in run.shapes)
 
 
@@ -80,7 +105,14 @@ def _products(cost: Cost) -> Cost:
 
 
 def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFigures:
-    """Compute the figures of a run."""
+    """Return the figures of a run.
+
+    Args:
+        run: The timed run.
+        ideal: The work of the ideal job for the same rows.
+        model: The costs of the model's operators.
+        peaks: The peak rates of the device.
+    """
     prefill, decoded, recomputed, padded = (
         sum(getattr(sample, name) for sample in run.steps)
         for name in ("prefill_tokens", "decode_tokens", "recomputed_tokens", "padded_tokens")
@@ -114,7 +146,7 @@ def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFi
 
 
 def medians(runs: Sequence[RunFigures]) -> dict[str, float]:
-    """Return the median of each figure over the runs. Equal counts stay integers."""
+    """Return the median of each figure over the runs, by name. If all values are equal, their type is kept."""
     columns = {name: [asdict(run)[name] for run in runs] for name in asdict(runs[0])}
     return {name: _median(values) for name, values in columns.items()}
 

@@ -18,7 +18,13 @@ from batchinfer.plan.simulation.step_time import StepTime
 
 
 def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | None:
-    """Return the step times measured by `batchinfer doctor --measure`, or None if they are not measured."""
+    """Return step times for this machine from `batchinfer doctor --measure`, or None if nothing is measured.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: Dtype of the run.
+        quantization: Quantisation of the linear layers as loaded.
+    """
     here = detect(device)
     peaks, times = here.peaks(dtype, quantization), here.step_time(dtype, quantization)
     found = None if peaks is None or times is None else StepTime.calibrated(peaks, times)
@@ -27,7 +33,15 @@ def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | No
 
 
 def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -> float:
-    """Simulate the rows and return the seconds in the engine. Every answer has max_tokens tokens."""
+    """Return the forecast time in the engine, in seconds, from a simulation of the rows.
+
+    Every answer has its max_tokens tokens.
+
+    Args:
+        loaded: The model, with its limits and memory.
+        rows: The rows of a workload.
+        time: The durations of steps.
+    """
     runner, limits = loaded.runner, loaded.limits
     machine = SimulatedEngine(
         runner.cost,

@@ -12,38 +12,53 @@ from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 
 @dataclass(slots=True)
 class PrefixNode:
-    """Prompt tokens [start, end) that the same rows share."""
+    """A node of the prefix tree: prompt tokens [start, end) that the same rows share.
+
+    Attributes:
+        start: First token.
+        end: End of the tokens, exclusive.
+        longest: The most output tokens of these rows; they need at least longest - 1 decode steps.
+    """
 
     start: int
     end: int
-    longest: int = 0  # the longest output of these rows; they need at least longest - 1 decode steps
+    longest: int = 0
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens of the node."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Ideal:
-    """The work of the ideal job."""
+    """The work of an ideal job, in which each shared prefix and each duplicate is computed once.
+
+    Attributes:
+        prefill_tokens: Prompt tokens to compute.
+        decode_tokens: Generated tokens to compute.
+        sampled: Tokens to sample.
+        pairs: Attended (query, key) pairs, summed over layers.
+        kv_tokens: Cached tokens read, summed over layers.
+        steps: The fewest steps: the tokens of the longest output.
+    """
 
     prefill_tokens: int
     decode_tokens: int
     sampled: int
-    pairs: int  # (query, key) pairs, summed over layers
-    kv_tokens: int  # cached tokens read, summed over layers
-    steps: int  # the minimum: tokens of the longest output
+    pairs: int
+    kv_tokens: int
+    steps: int
 
     @property
     def step(self) -> StepShape:
-        """Return all work as if it were one step."""
+        """Return all work of the job as if it were one step."""
         tokens = self.prefill_tokens + self.decode_tokens
         return StepShape(tokens, self.sampled, self.pairs, self.kv_tokens)
 
 
 def ideal_job(rows: Sequence[Row], windows: Sequence[int | None]) -> Ideal:
-    """Compute the ideal work of a workload.
+    """Return the work of the ideal job for the rows of a workload.
 
     In layers with a window, reads of prefixes by decode steps are not counted.
 
@@ -70,7 +85,10 @@ def ideal_job(rows: Sequence[Row], windows: Sequence[int | None]) -> Ideal:
 
 
 def attended(start: int, end: int, window: int | None) -> int:
-    """Return the number of (query, key) pairs of causal attention for the queries at positions [start, end)."""
+    """Return the number of (query, key) pairs of causal attention for queries at positions [start, end).
+
+    A query attends to at most `window` keys, its own included; None: no limit.
+    """
     if window is None:
         return (end - start) * (start + end + 1) // 2
     full = min(max(start, window), end)  # from here on, each query attends to `window` keys
@@ -78,17 +96,17 @@ def attended(start: int, end: int, window: int | None) -> int:
 
 
 def ideal_costs(ideal: Ideal, cost: ModelCost) -> dict[str, Cost]:
-    """Return the cost of each operator over the whole job. Weights are read once per step."""
+    """Return the cost of each operator over the whole ideal job, by name. Weights are read once per step."""
     again = cost.another_step()
     whole = cost.step(ideal.step)
     return {name: cost + again[name] * (ideal.steps - 1) for name, cost in whole.items()}
 
 
 def prefix_nodes(rows: Sequence[Row]) -> Iterator[PrefixNode]:
-    """Yield the nodes of the compressed trie of prompts, children before parents.
+    """Yield the nodes of the prefix tree of all prompts, children before parents.
 
-    The last token of a prompt always runs, because its logits are needed: rows with equal prompts share all tokens
-    except the last.
+    The last token of a prompt is always computed, because its logits are needed: rows with equal prompts share all
+    tokens except the last.
 
     Args:
         rows: Rows without duplicates.

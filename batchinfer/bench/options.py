@@ -22,10 +22,30 @@ QUANTIZATIONS = get_args(RequestedQuantization)
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options of the command. None: the engine chooses the value."""
+    """The options of `batchinfer bench`.
+
+    Attributes:
+        workloads: Names of workloads.
+        model: A named shape, a checkpoint folder, or a name in the Hugging Face cache.
+        dtype: Dtype of the run, or "auto".
+        quantization: Quantisation of the linear layers, or "auto".
+        kv_cache_dtype: Format of the KV cache; "auto": not quantised.
+        deterministic: True if a row's answer must not depend on other rows.
+        device: "cpu", "cuda" or "auto".
+        threads: CPU threads; None: all cores.
+        max_num_seqs: Maximum number of sequences that run at a time; None: the engine chooses.
+        max_num_batched_tokens: Maximum number of tokens per step; None: the engine chooses.
+        rows: Rows of a workload; None: its default.
+        max_tokens: Limit of output tokens per row; None: no limit.
+        schemas: Each number adds runs with this number of different JSON Schemas.
+        drafts: True to add runs with draft tokens.
+        repeat: Runs of each workload.
+        against: Name of another engine to compare with, or None.
+        export: File to export a workload to instead of a run, or None.
+    """
 
     workloads: tuple[str, ...] = DEFAULT_WORKLOADS
-    model: str = DEFAULT_MODEL  # a named shape, a checkpoint folder, or a name in the Hugging Face cache
+    model: str = DEFAULT_MODEL
     dtype: str = "auto"
     quantization: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -36,8 +56,8 @@ class BenchOptions:
     max_num_batched_tokens: int | None = None
     rows: int | None = None
     max_tokens: int | None = None
-    schemas: tuple[int, ...] = ()  # additional runs with these numbers of different schemas
-    drafts: bool = False  # additional runs with drafts
+    schemas: tuple[int, ...] = ()
+    drafts: bool = False
     repeat: int = 3
     against: str | None = None
     export: Path | None = None

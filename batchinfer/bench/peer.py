@@ -21,19 +21,24 @@ BATCH = 32  # rows; on two CPU cores, the times with 16, 32 and 64 differed by l
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """The result of a run with transformers."""
+    """The result of a run with transformers.
 
-    wall_s: float  # from token ids to token ids
-    answers: tuple[tuple[int, ...], ...]  # of each row
+    Attributes:
+        wall_s: Seconds from token ids to token ids.
+        answers: Token ids of each row's answer.
+    """
+
+    wall_s: float
+    answers: tuple[tuple[int, ...], ...]
 
 
 class TransformersPeer:
-    """A checkpoint in transformers, in the same process and with the same number of threads."""
+    """A checkpoint that is loaded with transformers in this process, with the same number of threads."""
 
     name = "transformers"
 
     def __init__(self, checkpoint: Path, dtype: str, device: torch.device | str) -> None:
-        """Load the checkpoint. Raises OSError if the folder cannot be loaded."""
+        """Load the checkpoint in a dtype such as "bfloat16". Raises OSError if the folder cannot be loaded."""
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
         self._device = torch.device(device)
@@ -47,9 +52,9 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> PeerRun:
-        """Run all rows, including duplicates, in batches of similar length.
+        """Generate the answers of all rows, including duplicates, in batches of rows of similar length.
 
-        A batch generates as many tokens as its longest row needs; the answers of the others are cut.
+        A batch generates as many tokens as its longest row needs; the answers of shorter rows are cut.
         """
         began = time.perf_counter()
         answers: list[tuple[int, ...]] = [()] * len(rows)
@@ -76,7 +81,6 @@ class TransformersPeer:
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[list[int]]:
-    """Yield batches of row numbers, sorted by length to reduce padding."""
     order = sorted(range(len(rows)), key=lambda n: (len(rows[n].prompt), rows[n].max_tokens))
     yield from (order[at : at + BATCH] for at in range(0, len(order), BATCH))
 

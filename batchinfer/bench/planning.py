@@ -26,9 +26,15 @@ CONTEXT = b"batchinfer bench"  # a constant part of work keys: benchmarks store 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned workload."""
+    """A workload with its plan.
 
-    keys: tuple[bytes, ...]  # the work keys of the rows
+    Attributes:
+        keys: The work key of each row.
+        plan: The order of all requests.
+        tokens: The prompts, which requests are read from.
+    """
+
+    keys: tuple[bytes, ...]
     plan: Plan
     tokens: Prompts
 
@@ -36,7 +42,7 @@ class Planned:
 def plan_rows(
     rows: Sequence[Row], folder: Path, threads: int, roots: ContentRoots, deduplicate: bool = True
 ) -> Planned:
-    """Write the index of the rows and plan them.
+    """Write an index of the rows to a folder and plan them.
 
     Args:
         rows: The rows of the workload.
@@ -68,12 +74,17 @@ def plan_rows(
 
 
 def row_keys(prepared: Prepared) -> tuple[bytes, ...]:
-    """Return the work key of each row."""
+    """Return the work key of each row, 32 bytes."""
     return tuple(prepared.keys[at : at + 32] for at in range(0, len(prepared.keys), 32))
 
 
 def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
-    """Return the rows in the form in which an index stores them."""
+    """Return the rows in the form in which an index stores them.
+
+    Args:
+        rows: The rows of the workload.
+        deduplicate: If False, duplicates get different work keys.
+    """
     asked = [(row.max_tokens, row.schema) for row in rows]
     params = {one: number for number, one in enumerate(dict.fromkeys(asked))}
     texts = [_params(*one) for one in params]

@@ -28,26 +28,47 @@ OPERATORS_SHOWN = 4
 
 @dataclass(slots=True)
 class Series:
-    """The runs of one workload. The variants take turns."""
+    """The timed runs of one workload. In each repetition all variants run once.
+
+    Attributes:
+        ours: Plain runs.
+        without: Runs without deduplication, if the workload has duplicates.
+        under: Runs with JSON Schemas, by the number of different schemas.
+        drafted: Runs with draft tokens.
+        peer: Runs with transformers.
+    """
 
     ours: list[Run] = field(default_factory=list)
-    without: list[Run] = field(default_factory=list)  # without deduplication, if there are duplicates
-    under: dict[int, list[Run]] = field(default_factory=dict)  # by the number of different schemas
-    drafted: list[Run] = field(default_factory=list)  # with drafts
-    peer: list[PeerRun] = field(default_factory=list)  # with transformers
+    without: list[Run] = field(default_factory=list)
+    under: dict[int, list[Run]] = field(default_factory=dict)
+    drafted: list[Run] = field(default_factory=list)
+    peer: list[PeerRun] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """The runs of a workload."""
+    """The runs of a workload, with its ideal job and forecast.
+
+    Attributes:
+        workload: The workload.
+        ideal: The work of the ideal job.
+        series: The runs.
+        forecast_s: The forecast time in the engine, in seconds; None if step times are not measured.
+    """
 
     workload: Workload
     ideal: Ideal
     series: Series
-    forecast_s: float | None = None  # forecast of the engine's time; None: step times are not measured
+    forecast_s: float | None = None
 
     def to_json(self, cost: ModelCost, peaks: Peaks, peer: str | None) -> dict[str, Any]:
-        """Return the figures as JSON: medians over the runs, in seconds, tokens and fractions."""
+        """Return the figures of the workload as JSON: medians over the runs, in seconds, tokens and fractions.
+
+        Args:
+            cost: The costs of the model's operators.
+            peaks: The peak rates of the device.
+            peer: Name of the engine to compare with, or None.
+        """
         figures = medians([run_figures(run, self.ideal, cost, peaks) for run in self.series.ours])
         walls = [run.wall_s for run in self.series.ours]
         tokens = self.workload.prompt_tokens + self.workload.output_tokens
@@ -106,7 +127,15 @@ class WorkloadResult:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The results of all workloads, and the setup."""
+    """The results of all workloads, and the settings of the run.
+
+    Attributes:
+        options: The options of the command.
+        info: The settings of the engine.
+        cost: The costs of the model's operators.
+        peaks: The peak rates of the device.
+        results: One result per workload.
+    """
 
     options: BenchOptions
     info: EngineInfo
@@ -116,7 +145,7 @@ class BenchReport:
 
     @cached_property
     def json(self) -> dict[str, Any]:
-        """Return the report as JSON: the setup, and an object per workload in `results`."""
+        """Return the report as JSON: the settings, and an object per workload in `results`."""
         return {
             "batchinfer": __version__,
             "torch": version("torch"),
@@ -139,7 +168,7 @@ class BenchReport:
         return "cpu" if self.info.device == "cpu" else "cuda"
 
     def table(self) -> str:
-        """Return the report as text for people."""
+        """Return the report as text for people: one block per workload."""
         return "\n\n".join([self._head(), *(_block(result) for result in self.json["results"])])
 
     def _head(self) -> str:
@@ -287,7 +316,7 @@ def _times(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _relative(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median over turns of our time ÷ the other time: other load in a turn slows both."""
+    """Return the median over repetitions of our time ÷ the other time: other load in a repetition slows both."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 

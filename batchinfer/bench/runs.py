@@ -27,14 +27,23 @@ from batchinfer_kernels.cost import Peaks, StepShape
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A timed run and its answers."""
+    """A timed run of a workload and its answers.
 
-    wall_s: float  # from token ids in memory to the last answer, planning included
-    plan_s: float  # writing the index and planning
+    Attributes:
+        wall_s: Seconds from token ids in memory to the last answer, planning included.
+        plan_s: Seconds of writing the index and planning.
+        plan: The plan.
+        steps: A sample of each step.
+        shapes: The amount of work of each step, without recomputed tokens.
+        answers: Token ids of each row's answer, in the workload's order.
+    """
+
+    wall_s: float
+    plan_s: float
     plan: Plan
     steps: tuple[StepSample, ...]
-    shapes: tuple[StepShape, ...]  # per step, without recomputed tokens
-    answers: tuple[tuple[int, ...], ...]  # per row, in the workload's order
+    shapes: tuple[StepShape, ...]
+    answers: tuple[tuple[int, ...], ...]
 
 
 Planner = Callable[[Sequence[Row], Path, int, ContentRoots, bool], Planned]
@@ -47,14 +56,14 @@ def timed_run(
     planner: Planner = plan_rows,
     peaks: Peaks | None = None,
 ) -> Run:
-    """Run the rows with an empty cache.
+    """Run the rows of a workload with an empty KV cache, and return times and answers.
 
     Args:
         loaded: The model.
         rows: The rows of the workload.
-        deduplicate: If False, duplicates run, too.
-        planner: Plans the rows.
-        peaks: The peak speeds of the device; drafts are only used with peaks.
+        deduplicate: If False, duplicates are computed, too.
+        planner: Plans the rows; see `plan_rows`.
+        peaks: The peak rates of the device; drafts are only used with peaks.
 
     Raises:
         OutOfMemory: A row does not fit. Errors of planning and running are raised as well.
@@ -80,13 +89,13 @@ def _run(planned: Planned, roots: ContentRoots, engine: Engine, info: EngineInfo
 
 
 def _shape(step: StepSample) -> StepShape:
-    """Return the shape of a step without recomputed tokens."""
+    """Return the amount of work of a step, without recomputed tokens."""
     tokens = step.prefill_tokens + step.decode_tokens - step.recomputed_tokens
     return StepShape(tokens, step.sampled_tokens, step.pairs, step.kv_tokens, step.copied_tokens)
 
 
 class InProcessHost:
-    """An engine in this process with the interface that `run_plan` needs. `receive` runs one step."""
+    """An engine in this process with the interface of a worker that `run_plan` needs. `receive` runs one step."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self._engine, self.info = engine, info
@@ -94,7 +103,7 @@ class InProcessHost:
 
     @property
     def wants_more(self) -> bool:
-        """Return True if the engine's queue has room."""
+        """Return True if the engine's queue has room for further requests."""
         return self._engine.unfinished < max_queued_requests(self.info.max_num_seqs)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -102,10 +111,10 @@ class InProcessHost:
         self._engine.add(requests)
 
     def exhausted(self) -> None:
-        """Return at once: a single engine needs no notice that all requests are submitted."""
+        """Do nothing: a single engine needs no notice that all requests are submitted."""
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Run a step and return its results; [] if no request is unfinished."""
+        """Run a step and return its results, or [] if no request is unfinished. `timeout_s` is ignored."""
         if not self._engine.unfinished:
             return []
         output = self._engine.step()
@@ -113,20 +122,20 @@ class InProcessHost:
         return [WorkDone(output.completions, output.requests, steps)]
 
     def finish(self, within_s: float) -> None:
-        """Mark the engine as finished; `run_plan` has received all answers."""
+        """Mark the engine as finished. `within_s` is ignored, because `run_plan` has received all answers."""
         self.left = True
 
 
 @dataclass(slots=True)
 class _Answers:
-    """The sink of `run_plan`."""
+    """Collects the answers and step samples of `run_plan`."""
 
     steps: list[StepSample] = field(default_factory=list)
     completions: dict[bytes, Completion] = field(default_factory=dict)
     failed: bool = False
 
     def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Ignore the planned batch."""
+        """Do nothing: the batch and its requests need no preparation."""
 
     def take(self, done: WorkDone) -> None:
         self.steps += done.steps
@@ -138,10 +147,10 @@ class _Answers:
         return self.failed
 
     def tick(self) -> None:
-        """Return at once: there is no progress display."""
+        """Do nothing: there is no progress display."""
 
     def of_rows(self, keys: Sequence[bytes], rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-        """Return the answer of each row.
+        """Return the answer of each row, in the order of `keys`.
 
         Raises:
             BatchInferError: A row failed (OutOfMemory if it did not fit), or an answer has the wrong length.

@@ -46,12 +46,12 @@ DRAFTS: tuple[DraftName, ...] = ("prompt", "answers")  # the draft sources that 
 
 
 def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = None) -> BenchReport:
-    """Run the workloads.
+    """Run all workloads of `batchinfer bench` and return the report.
 
     Args:
         options: The options of the command.
-        notice: Called with a line for each step of the work.
-        measure: Replaces `measure_peaks`.
+        notice: Called with a line of text for each step of the work.
+        measure: Called with a device and dtypes instead of `measure_peaks`.
 
     Raises:
         UsageError: The options are wrong. Errors of loading and running are raised as well.
@@ -86,14 +86,14 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
 
 
 def workload_of(options: BenchOptions, name: str) -> Workload:
-    """Return a workload with token ids in the vocabulary of the model."""
+    """Return the workload `name` with token ids in the vocabulary of the model."""
     spec = shape_config(options.model) if options.is_shape else open_checkpoint(options.folder).spec
     vocab = spec.vocab
     return make_workload(name, vocab, options.rows, options.max_tokens)
 
 
 def best_peaks(before: Peaks, after: Peaks) -> Peaks:
-    """Return the higher value of each peak: other load on the machine lowers measurements."""
+    """Return the higher value of each peak of two measurements: other load on the machine lowers measurements."""
     integer = max(before.coded_ops_per_s or 0.0, after.coded_ops_per_s or 0.0)
     return Peaks(
         max(before.flops_per_s, after.flops_per_s),
@@ -140,7 +140,7 @@ def _dtype(options: BenchOptions, machine: MachineFacts) -> Dtype:
 
 
 def _quantization(options: BenchOptions, machine: MachineFacts, dtype: Dtype) -> Quantization:
-    """Return the quantization, resolved as in a job. Dummy weights are not quantised.
+    """Return the quantisation, resolved as in a job. Dummy weights are not quantised.
 
     Raises:
         UsageError: `--quantization stored` is set, but the checkpoint has no quantised weights that can be used.
@@ -211,7 +211,7 @@ def _run_series(
     peer: TransformersPeer | None,
     notice: Notice,
 ) -> Series:
-    """Run a warm-up, then all variants in turns, which makes them see the same load on the machine."""
+    """Run a warm-up, then all variants of a workload in turns, so that they see the same load on the machine."""
     rows, repeat, series = workload.rows, options.repeat, Series()
     notice(f"{workload.name}: warm-up, {timed_run(loaded, rows).wall_s:.2f} s")
     if peer is not None:

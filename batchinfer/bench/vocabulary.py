@@ -11,7 +11,7 @@ _LETTERS = "etaoinshrdlucmfwypvbgk"  # the most common letters in English
 
 
 def made_up_tokenizer(vocab: int) -> str:
-    """Return the definition of a byte-level BPE tokenizer with `vocab` tokens, which is the same on every machine.
+    """Return the JSON definition of a byte-level BPE tokenizer with `vocab` tokens, the same on every machine.
 
     The tokens are the 256 bytes, one special token, and random words of 2 … 9 letters, half of them after a space.
     """

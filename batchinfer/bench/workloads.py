@@ -22,38 +22,44 @@ LONG_TAIL = 20  # times the median
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a workload. It generates exactly `max_tokens` tokens, greedily."""
+    """A row of a workload. It generates exactly `max_tokens` tokens, greedily.
+
+    Attributes:
+        prompt: Token ids.
+        max_tokens: Number of output tokens.
+        schema: JSON text of a JSON Schema for the answer, or None.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
-    schema: str | None = None  # JSON text of a schema
+    schema: str | None = None
 
     @property
     def length(self) -> int:
-        """Return the tokens of prompt and output."""
+        """Return the number of tokens of prompt and output."""
         return len(self.prompt) + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A named list of rows, in an order as in a user's input."""
+    """A named list of rows, in an order that a user's input could have."""
 
     name: str
     rows: tuple[Row, ...]
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the prompt tokens of all rows."""
+        """Return the number of prompt tokens of all rows."""
         return sum(len(row.prompt) for row in self.rows)
 
     @property
     def output_tokens(self) -> int:
-        """Return the output tokens of all rows."""
+        """Return the number of output tokens of all rows."""
         return sum(row.max_tokens for row in self.rows)
 
     @property
     def longest(self) -> int:
-        """Return the tokens of prompt and output of the longest row."""
+        """Return the number of tokens of the longest row, prompt and output together."""
         return max(row.length for row in self.rows)
 
     @property
@@ -63,7 +69,7 @@ class Workload:
 
 
 def make_workload(name: str, vocab: int, rows: int | None = None, most_out: int | None = None) -> Workload:
-    """Create a built-in workload.
+    """Return a built-in workload.
 
     Args:
         name: The name of the workload.
@@ -101,14 +107,14 @@ def _ids(r: random.Random, count: int) -> tuple[int, ...]:
 
 
 def shared_prefix(rows: int) -> list[Row]:
-    """512 prompt tokens that all rows share, then 32 … 128 different ones; 8 output tokens."""
+    """Return rows with 512 prompt tokens that all share, then 32 … 128 different ones, and 8 output tokens."""
     r = random.Random(1)
     prefix = _ids(r, 512)
     return [Row(prefix + _ids(r, r.randint(32, 128)), 8) for _ in range(rows)]
 
 
 def mixed(rows: int) -> list[Row]:
-    """Prompts of 16 … 1024 and outputs of 8 … 256 tokens, both log-uniform."""
+    """Return rows with prompts of 16 … 1024 and outputs of 8 … 256 tokens, both log-uniform."""
     r = random.Random(2)
 
     def length(low: int, high: int) -> int:
@@ -118,15 +124,16 @@ def mixed(rows: int) -> list[Row]:
 
 
 def decode(rows: int) -> list[Row]:
-    """32 prompt tokens, 128 output tokens."""
+    """Return rows with 32 prompt tokens and 128 output tokens."""
     r = random.Random(3)
     return [Row(_ids(r, 32), 128) for _ in range(rows)]
 
 
 def prefix_tree(rows: int) -> list[Row]:
-    """64 prompt tokens that all rows share, then documents of 256 tokens with 16 questions each; 16 output tokens.
+    """Return rows with questions about documents: 16 questions per document, 16 output tokens each.
 
-    Documents differ in their first token, and so do the questions about a document: this fixes the lengths of prefixes.
+    A prompt is 64 tokens that all rows share, a document of 256 tokens, and a question of 16 … 48 tokens. Documents
+    differ in their first token, and so do the questions about a document: this fixes the lengths of prefixes.
     """
     r = random.Random(4)
     preamble = _ids(r, PREAMBLE)
@@ -140,7 +147,7 @@ def prefix_tree(rows: int) -> list[Row]:
 
 
 def duplicates(rows: int) -> list[Row]:
-    """`decode`'s sizes; 40 % of the rows repeat an earlier one."""
+    """Return rows with 32 prompt tokens and 128 output tokens; 40 % of the rows repeat another one."""
     r = random.Random(5)
     repeated = round(rows * DUPLICATE_SHARE)
     own = [Row(_ids(r, 32), 128) for _ in range(rows - repeated)]
@@ -150,7 +157,7 @@ def duplicates(rows: int) -> list[Row]:
 
 
 def long_tail(rows: int) -> list[Row]:
-    """32 prompt tokens, 24 … 40 output tokens, except one row in the middle with 20 times the median output."""
+    """Return rows with 32 prompt tokens and 24 … 40 output tokens, but one in the middle with 20 times the median."""
     r = random.Random(6)
     found = [Row(_ids(r, 32), r.randint(24, 40)) for _ in range(rows)]
     middle = len(found) // 2
@@ -162,7 +169,10 @@ def long_tail(rows: int) -> list[Row]:
 
 
 def long_context(rows: int) -> list[Row]:
-    """2,048 … 4,096 prompt tokens, 64 output tokens: decode steps are bound by reading the KV cache."""
+    """Return rows with 2,048 … 4,096 prompt tokens and 64 output tokens.
+
+    Their decode steps are bound by reading the KV cache.
+    """
     r = random.Random(7)
     return [Row(_ids(r, r.randint(2048, 4096)), 64) for _ in range(rows)]
 

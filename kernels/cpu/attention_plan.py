@@ -160,7 +160,11 @@ def whole_items(lens: Sequence[int], group: int, most_rows: int = MAX_ROWS) -> I
 
 
 def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
-    """Return items of at most `most` queries of one sequence, from its first tile outside groups to its end."""
+    """Return the work items of the keys that each sequence reads on its own, with at most `most` queries each.
+
+    `lens` are the queries of each sequence, `starts` its first query in the step, and `first_tiles` the tile from which
+    on it shares no keys.
+    """
     pieces = -(-lens // most)
     sequence = np.repeat(np.arange(len(lens)), pieces)
     piece = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -176,7 +180,10 @@ def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
 
 
 def _queries(lens: Ints, ends: Ints, sequences: Ints) -> Ints:
-    """Return the numbers of the queries of these sequences, in order."""
+    """Return the numbers of the step's queries that belong to `sequences`, in order.
+
+    `lens` are the queries of each sequence and `ends` the end of its queries in the step.
+    """
     counts = lens[sequences]
     if counts.max() == 1:
         return (ends - 1)[sequences]
@@ -194,7 +201,7 @@ def _group_items(shared: PrefixGroup, first_row: int, count: int, most: int) -> 
 
 
 def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> Items:
-    """Sort items by level and then by falling size: rows × last position."""
+    """Return the items sorted by `level`, and within a level by falling size: rows × last position."""
     size = items[:, 1] * rows[items[:, 0] + items[:, 1] - 1, 1]
     order = np.lexsort((-size, level))
     ends = np.searchsorted(level[order], np.arange(levels + 1), side="right")
@@ -210,7 +217,7 @@ def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> I
 def _shared(
     lens: Ints, contexts: Ints, tables: NDArray[np.int32] | None, pages: CachePages | None
 ) -> list[PrefixGroup]:
-    """Return the groups of sequences with few queries, counted in tiles."""
+    """Return the groups of sequences with few queries that share leading tiles; none without tables and pages."""
     if tables is None or pages is None:
         return []
     minimum = GroupMinimum(LEAST_SHARERS, LEAST_SHARED_TILES)

@@ -139,10 +139,10 @@ def _compiler() -> str:
 
 @contextmanager
 def _alone(library: Path, compilers: Compilers) -> Iterator[None]:
-    """Lock the library against other processes that build it.
+    """Hold a lock file, so that only one process at a time builds the library; others wait.
 
-    If the lock is not available, because another user owns it or its holder is suspended, the process builds without
-    it. Raises NoCompiler.
+    If the file cannot be locked in time, because another user owns it or its holder is suspended, the process builds
+    without the lock. Raises NoCompiler.
     """
     try:
         for place in reversed((library.parent, *library.parent.parents)):
@@ -166,7 +166,7 @@ def _lock_file(path: Path) -> AbstractContextManager[IO[str] | None]:
 
 
 def _locked(lock: IO[str]) -> bool:
-    """Return True if the lock is held, or if the file system has no locks: each process then builds its own."""
+    """Try to lock the file without waiting. Return True on success, or if the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -175,7 +175,7 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...], sources: Sources) -> None:
-    """Compile into a temporary folder and rename, so an interrupted build is never loaded."""
+    """Compile the sources into a temporary folder, then rename the library, so an interrupted build is never loaded."""
     command = (_compiler(), *flags)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
@@ -194,7 +194,7 @@ def _cores() -> int:
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
-    """Return a digest of everything that the library depends on, including the CPU, because of `-march=native`."""
+    """Return a digest of everything that the library depends on: compiler, flags, sources, and the CPU."""
     version = Compilers().call((compiler, "--version"))
     sources = [path.read_text() for path in (*of, *sorted(FOLDER.glob("*.h")))]
     parts = (*sources, *flags, compiler, version, platform.machine(), _cpu())
@@ -202,7 +202,7 @@ def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
 
 
 def _cpu() -> str:
-    """Return the model and instruction sets of the CPU."""
+    """Return a text with the model and instruction sets of this CPU."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor()

@@ -337,7 +337,7 @@ class CachedOperators:
         return out
 
     def _added(self, bias: Tensor, q_heads: int, scale: float) -> Tensor:
-        """Return the bias divided by the scale, because it is added before scaling, with padding for whole vectors."""
+        """Return the bias divided by the scale, because C code adds it before scaling, padded to whole vectors."""
         check_bias(bias, q_heads)
         return F.pad(bias.float() / scale, (0, self.lanes))
 
@@ -393,7 +393,7 @@ class CachedOperators:
         block_size: int,
         q: Tensor,
     ) -> Cache:
-        """Return the C structure of the caches. Raises ValueError if they do not match the heads of q."""
+        """Return the C structure of K and V caches. Raises ValueError if they do not match the heads of q."""
         if q.shape[2] * q.element_size() % WORD_BYTES:
             raise ValueError(
                 f"heads of {q.shape[2]} values of {q.dtype} are not whole words of {WORD_BYTES} bytes"
@@ -410,7 +410,7 @@ class CachedOperators:
         return Cache(*map(address, caches), address(k_scale), address(v_scale))
 
     def _function_of(self, name: str, dtype: torch.dtype, coded: bool = False) -> Any:
-        """Return a function of the library for quantised caches if `coded`, else of the other one."""
+        """Return the C function `name` for a dtype, from the library for quantised caches if `coded`."""
         functions = self._coded if coded else self._functions
         if coded and not functions:
             raise ValueError(f"{name}: the operators for a quantised cache are not loaded")

@@ -183,9 +183,12 @@ class CompiledOperators(CachedOperators):
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
 
     def pack_rounded_int8(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
-        """Quantise a weight (outputs, inputs) to int8 and pack it, with the same bits as `round_int8` and `pack_codes`.
+        """Quantise a weight to int8 and pack it, with the same bits as `round_int8` and `pack_codes`.
 
-        `bias` is (outputs,) or None; `kind` is the epilogue of the product.
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,), or None.
+            kind: the epilogue of the product.
         """
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
@@ -195,7 +198,13 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_expert_int8(
         self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Quantise weights (experts, outputs, inputs) to int8 and pack them; `bias` is (experts, outputs) or None."""
+        """Quantise the weights of several experts to int8 and pack them, each as `pack_rounded_int8` does.
+
+        Args:
+            weight: (experts, outputs, inputs).
+            bias: (experts, outputs), or None.
+            kind: the epilogue of the product.
+        """
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
@@ -204,7 +213,7 @@ class CompiledOperators(CachedOperators):
         return PackedExperts(panels, _reordered(bias, order), shape, kind, starts, scales)
 
     def _rounded_int8(self, weight: Tensor, kind: Kind, panels: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise a weight into its panels and return the starts and scales of its columns."""
+        """Quantise a weight (outputs, inputs) into `panels`, and return the starts and scales of its columns."""
         (outputs, inputs), gated = weight.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
         starts, scales = torch.empty(columns, dtype=torch.int32), torch.empty(columns)
@@ -267,7 +276,16 @@ class CompiledOperators(CachedOperators):
         bias: Tensor | None,
         kind: Kind = "plain",
     ) -> PackedExperts:
-        """Pack the int4 weights of several experts; arguments as in `pack_int4`, with a first dimension of experts."""
+        """Pack the int4 weights of several experts, each as `pack_int4` does.
+
+        Args:
+            codes: (experts, outputs, inputs) int8 in -8 … 7.
+            scales: (experts, outputs, groups) float32.
+            zeros: (experts, outputs, groups) float32, the zero points, or None.
+            group: inputs that share a scale, a multiple of 8.
+            bias: (experts, outputs), or None.
+            kind: the epilogue of the product.
+        """
 
         def packed(expert: int, panels: Tensor) -> Columns:
             own = None if zeros is None else zeros[expert]
@@ -278,7 +296,14 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_expert_int4(
         self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Quantise weights (experts, outputs, inputs) to int4 and pack them; arguments as in `pack_rounded_int4`."""
+        """Quantise the weights of several experts to int4 and pack them, each as `pack_rounded_int4` does.
+
+        Args:
+            weight: (experts, outputs, inputs).
+            group: inputs that share a scale.
+            bias: (experts, outputs), or None.
+            kind: the epilogue of the product.
+        """
         return self._int4_experts(
             weight, group, bias, kind, lambda at, panels: self._rounded_int4(weight[at], group, kind, panels)
         )
@@ -291,7 +316,7 @@ class CompiledOperators(CachedOperators):
         kind: Kind,
         packed: Callable[[int, Tensor], Columns],
     ) -> PackedExperts:
-        """Pack int4 weights of experts. `packed` fills the panels of one expert and returns its columns."""
+        """Pack int4 weights of experts; `packed` fills the panels of one expert and returns its Columns."""
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs) // 2, torch.uint8).view(count, -1)
@@ -309,7 +334,7 @@ class CompiledOperators(CachedOperators):
         kind: Kind,
         panels: Tensor,
     ) -> Columns:
-        """Fill the panels of a weight and return its columns."""
+        """Pack an int4 weight into `panels`, and return the starts, scales and zeros of its columns."""
         outputs, inputs = codes.shape
         groups = -(-inputs // group) if group > 0 else 0
         if (
@@ -329,7 +354,7 @@ class CompiledOperators(CachedOperators):
         return starts, taken, self._in_panels(-scales * zeros, self._order(outputs, kind))
 
     def _rounded_int4(self, weight: Tensor, group: int, kind: Kind, panels: Tensor) -> Columns:
-        """Quantise a weight into its panels and return its columns.
+        """Quantise a weight (outputs, inputs) into `panels`, and return the starts, scales and zeros of its columns.
 
         Groups in which two scales have almost equal errors are quantised by the reference, because summing the errors
         in another order could select the other scale.
@@ -365,7 +390,7 @@ class CompiledOperators(CachedOperators):
         return in_groups and weight.dtype in (torch.float32, torch.bfloat16)
 
     def _int4_columns(self, scales: Tensor, sums: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Return the starts of a weight's sums and the scales of its groups, in the order of its columns."""
+        """Return the starts of an int4 weight's sums and the scales of its groups, in the order of its columns."""
         scales = scales.float().contiguous()
         (outputs, groups), gated = scales.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
@@ -383,7 +408,13 @@ class CompiledOperators(CachedOperators):
         return columns.view(len(columns), -1, self.tile).transpose(0, 1).contiguous()
 
     def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:
-        """Pack weights (experts, outputs, inputs) that are not quantised, with biases (experts, outputs) or None."""
+        """Pack the weights of several experts that are not quantised.
+
+        Args:
+            weight: (experts, outputs, inputs).
+            bias: (experts, outputs), or None.
+            kind: the epilogue of the product.
+        """
         count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         size = len(order) * padded(inputs * weight.element_size()) // weight.element_size()
@@ -440,7 +471,14 @@ class CompiledOperators(CachedOperators):
     def pack_mxfp4(
         self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"
     ) -> PackedExperts:
-        """Pack one MXFP4 weight; arguments as in `pack_expert_mxfp4`, without the dimension of experts."""
+        """Pack one MXFP4 weight, as the weight of a single expert.
+
+        Args:
+            codes: (outputs, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
+            exponents: (outputs, inputs / 32) uint8, biased by 127.
+            bias: (outputs,), or None.
+            kind: the epilogue of the product.
+        """
         return self.pack_expert_mxfp4(
             codes[None], exponents[None], None if bias is None else bias[None], kind
         )

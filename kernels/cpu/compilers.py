@@ -55,7 +55,7 @@ class Compilers:
             _kill(process)
 
     def _started(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a process in its own session: Ctrl-C in a terminal must not stop it, as the library is still needed."""
+        """Start a command in its own session, because Ctrl-C in a terminal must not stop the compiler."""
         pipe = subprocess.PIPE
         with self._lock:
             self.check()

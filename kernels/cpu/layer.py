@@ -236,8 +236,6 @@ class StepPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensors:
-    """The tensors that layers pass to each other, and buffers."""
-
     x: Tensor
     residual: Tensor
     attended: Tensor  # rotated q, and the output of attention

@@ -75,7 +75,7 @@ class ReusedPages:
         self._free, self._old = [], []
 
     def _taken(self, size: int) -> mmap.mmap | None:
-        """Return the smallest free mapping of at least `size` and at most twice `size` bytes."""
+        """Remove and return the smallest free memory mapping of `size` to 2 × `size` bytes; None if there is none."""
         fitting = [each for each in (*self._free, *self._old) if size <= len(each) <= 2 * size]
         if not fitting:
             return None

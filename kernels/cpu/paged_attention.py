@@ -90,7 +90,7 @@ def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[li
 
 
 def _tiles(shape: SequenceShape, causal: bool) -> Iterator[SequenceShape]:
-    """Cut a long chunk of a long sequence to bound the masks: 1,024 queries × 16,384 keys took 370 MiB with 4 heads."""
+    """Cut the queries of a sequence into pieces, to bound the memory of masks and scores."""
     most = max(1, MAX_GROUP_PAIRS // shape.context)
     for at in range(0, shape.queries, most):
         queries = min(most, shape.queries - at)
@@ -168,14 +168,14 @@ def _mask(query_at: Tensor, key_at: Tensor, contexts: Tensor, window: int | None
 
 
 def _tree_mask(tree: TreeMask, queries: Tensor, keys: int) -> Tensor:
-    """Return the mask (G, 1, Q, keys) of the step's queries (G, Q)."""
+    """Return True for keys that the step's queries (G, Q) see in their draft trees: (G, 1, Q, keys)."""
     chosen = queries.flatten().numpy()
     seen = TreeMask(tree.last[chosen], tree.bits[chosen]).seen(0, len(chosen), keys)
     return torch.from_numpy(seen).view(len(queries), 1, -1, keys)
 
 
 def _gather(cache: Tensor, group: AttentionGroup) -> Tensor:
-    """Return the cached rows (G, kv_heads, K, D), with zeros in unused slots, whose memory may contain NaN."""
+    """Return the cached K or V of a group, (G, kv_heads, K, D), with 0 in unused slots, which may hold NaN."""
     members, _, blocks = group.shape
     pages = cache.index_select(0, group.blocks).view(members, blocks, *cache.shape[1:])
     return pages.transpose(1, 2).flatten(2, 3).masked_fill_(group.unused, 0)
@@ -228,7 +228,7 @@ def grouped_latent_attention(
 
 
 def _put(result: Tensor, group: AttentionGroup, out: Tensor) -> None:
-    """Write the results of a group's queries to `out`, without padding."""
+    """Write the attention output of a group's queries (G × Q, heads, D) to their rows of `out`, without padding."""
     if group.real is None:
         out.index_copy_(0, group.queries, result)
     else:
@@ -242,7 +242,7 @@ def _attend(
     group: AttentionGroup,
     rules: ScoreRules,
 ) -> Tensor:
-    """Compute attention of gathered K and V (G, kv_heads, keys, D).
+    """Compute attention of a group of sequences over gathered K and V: (G × Q, heads, D).
 
     The heads that share a KV head become rows of one query matrix, so K and V are read once for all of them.
     """
@@ -264,7 +264,7 @@ def _attend(
 
 
 def _biased(bias: Tensor, group: AttentionGroup, mask: Tensor, heads: tuple[int, int]) -> Tensor:
-    """Return the bias of the scores, (G, kv_heads, share * queries, keys), with -inf for masked keys."""
+    """Return a bias of the scores, (G, kv_heads, share * queries, keys), with -inf for keys that `mask` excludes."""
     keys = mask.shape[-1]
     reach = bias.shape[1] // 2
     distances = torch.arange(keys)[None, None] - group.query_at[..., None]
@@ -276,7 +276,10 @@ def _biased(bias: Tensor, group: AttentionGroup, mask: Tensor, heads: tuple[int,
 def _weighed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention of (G, kv_heads, rows, D) in float32, with a cap or sinks (kv_heads, rows)."""
+    """Compute attention with a cap of scores or with sinks (kv_heads, rows), in float32: (G, kv_heads, rows, D).
+
+    q is (G, kv_heads, rows, D), k and v are (G, kv_heads, keys, D); `mask` is True for keys that a row sees.
+    """
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     if soft_cap is not None:
         scores = (scores / soft_cap).tanh_() * soft_cap

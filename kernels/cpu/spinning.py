@@ -50,7 +50,7 @@ class SpinControl:
 
 
 def _hold_team(runtime: ctypes.CDLL, ready: threading.Event, end: threading.Event) -> None:
-    """Start a team with one thread more than there are cores, and keep it until `end` is set."""
+    """Start an OpenMP team with more threads than cores, set `ready`, and keep the team until `end` is set."""
     nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL) is a no-op
     runtime.GOMP_parallel(nothing, None, runtime.omp_get_num_procs() + 1, 0)
     ready.set()
@@ -58,7 +58,10 @@ def _hold_team(runtime: ctypes.CDLL, ready: threading.Event, end: threading.Even
 
 
 def _loaded_runtime() -> ctypes.CDLL | None:
-    """Return GNU OpenMP if this process has loaded it: a second copy would not control torch's threads."""
+    """Return the GNU OpenMP library if this process has loaded it, else None.
+
+    A second copy would not control torch's threads.
+    """
     noload = getattr(os, "RTLD_NOLOAD", None)
     if noload is None:
         return None

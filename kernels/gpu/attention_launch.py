@@ -114,7 +114,7 @@ def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) 
 def _decode_tiles(
     arch: str, work: Work, dtype: torch.dtype, padded: int, codes: str, rows: int, trees: bool
 ) -> KVTiles:
-    """Return the tiles of decode attention for up to `rows` rows per sequence: query heads per KV head × queries."""
+    """Return the tiles of decode attention for up to `rows` rows (queries × query heads per KV head) per sequence."""
     coded = codes != "none"
     if work == "deterministic" or rows <= FEWEST_ROWS:
         return _tiles(arch, work, dtype, padded, coded)
@@ -126,7 +126,7 @@ def _decode_tiles(
 
 
 def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
-    """Return tiles that do not spill with a quantised cache and draft trees, which need a second loop. Not measured.
+    """Return `tiles` changed so that registers do not spill with a quantised cache and draft trees. Not measured.
 
     With eight warps the assembler uses at most 128 registers; 64 rows of the largest heads need more.
     """
@@ -138,7 +138,7 @@ def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
 
 
 def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
-    """Return tiles that do not spill with a quantised cache, where `tiles` would. Not measured."""
+    """Return `tiles` changed so that registers do not spill with a quantised cache. Not measured."""
     if work == "coded decode":
         # The two warps measured on an H100 spill with heads of 72 and 80 on compute capability 10.0
         return KVTiles(16, 64, 4, 5) if arch == "100" and padded == 128 else tiles
@@ -348,7 +348,7 @@ def _options(
 def _registers(
     arch: str, tiles: KVTiles, dtype: torch.dtype, head_dim: int, deterministic: bool
 ) -> dict[str, int]:
-    """Return the bound of registers per thread, raised for float32 products and for many rows of large heads.
+    """Return the launch option that bounds registers per thread, if a kernel would spill without it.
 
     Without a bound, NVIDIA's assembler aims at 80, 128 or 168 registers to keep more warps resident, and spills if a
     kernel needs a few more. With a bound it hoists more loads, and kernels with operands in registers spill unless

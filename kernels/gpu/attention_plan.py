@@ -257,7 +257,7 @@ class LaunchPlan:
         return all(self._serve(own, lengths) for own in self.splits.values())
 
     def _serve(self, splits: Splits, lengths: Ints) -> bool:
-        """Return True if the splits serve up to these contexts.
+        """Return True if the splits of own keys stay valid while contexts grow to `lengths`.
 
         A window drops keys in whole segments, so a row at fixed positions may need one more segment on the way than at
         the end.
@@ -283,7 +283,7 @@ class LaunchPlan:
         return other._on(self.arrays, splits, other.lengths)
 
     def _on(self, arrays: StepArrays, splits: Mapping[int | None, Splits], lengths: Ints) -> LaunchPlan:
-        """Return the plan with its arrays replaced by the same numbers of `arrays`, which `splits` already use."""
+        """Return the plan with its arrays replaced by the arrays of the same numbers in `arrays`."""
         p = self.prefixes
         return replace(
             self,
@@ -386,7 +386,6 @@ def _seen(lens: Ints, contexts: Ints) -> Ints:
 
 
 def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> NDArray[np.int32] | None:
-    """Return the items of prefill attention, or None. `chunks` is `lens` for sequences that prefill handles, else 0."""
     if not chunks.any():
         return None
     return prefill_items(chunks, contexts, shape.chunk_tokens, np.cumsum(lens) - lens, shape.causal)
@@ -412,9 +411,12 @@ def _plan_prefixes(
     arrays: StepArrays,
     room: Room | None,
 ) -> tuple[Prefixes | None, Ints]:
-    """Add the shared prefixes to `arrays`; return them and the number of shared keys of each sequence of `few`.
+    """Add the arrays of shared prefixes to `arrays`.
 
-    Over latents nothing is shared.
+    `few` are the sequences of decode attention. Over latents nothing is shared.
+
+    Returns:
+        The prefixes, or None, and the number of shared keys of each sequence of `few`.
     """
     starts, parts = np.zeros(len(few), np.int64), np.zeros(len(few), np.int64)
     if shape.latent:
@@ -451,7 +453,7 @@ def _plan_prefixes(
 
 
 def _queries_of(rows: Ints, counts: Ints) -> Ints:
-    """Return the numbers of the queries of some rows, if each row has `counts` queries."""
+    """Return the numbers of the queries of `rows`, if row i has counts[i] queries."""
     if counts.max(initial=1) == 1 == counts.min(initial=1):
         return rows
     own = counts[rows]
@@ -495,7 +497,7 @@ def _spans(
 
 
 def _outer(spans: list[tuple[Ints, int, int]], counts: Ints) -> list[tuple[Ints, int, int]]:
-    """Return the levels that fit the capacity for members; levels with a smaller `first` take precedence.
+    """Return the levels of shared keys that fit the capacity of a step; levels with a smaller `first` take precedence.
 
     A level inside one that is dropped is dropped too. `counts` are the queries of each row.
     """
@@ -511,7 +513,10 @@ def _outer(spans: list[tuple[Ints, int, int]], counts: Ints) -> list[tuple[Ints,
 
 
 def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
-    """Return items (m, 6) and members: up to `most` rows of a level × `segment` keys, the largest items first."""
+    """Return the work items (m, 6) of shared keys, the largest first, and the rows of each item.
+
+    An item is up to `most` rows of a level × `segment` keys.
+    """
     found, members, before = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)], 0
     for level in levels:
         firsts = np.arange(0, len(level.rows), most), np.arange(level.first, level.end, segment)

@@ -175,14 +175,17 @@ class Splitter:
         return not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
 
     def _own(self, contexts: Ints, starts: Ints, window: int | None, nearest: Ints) -> Ints:
-        """Return the number of keys from `first_own_key` to the end; `nearest` keys are seen by a row's first query."""
+        """Return the number of keys that each row reads on its own, from `first_own_key` on.
+
+        `nearest` is the number of keys that a row's first query sees.
+        """
         if window is None:
             return contexts - starts
         behind = np.maximum(nearest - window - starts, 0)
         return contexts - starts - behind // self.align * self.align
 
     def _cut(self, keys: Ints, segment: int | None) -> tuple[Ints, Ints]:
-        """Return the number of items of each row, and the keys of each item except the last."""
+        """Return the number of work items of each row, and the keys of each item except the last."""
         if self.deterministic:
             return -(-keys // SEGMENT), np.full(len(keys), SEGMENT)
         segment = segment or choose_segment(int(keys.sum()), self.kv_heads, self.device)
@@ -191,7 +194,7 @@ class Splitter:
         return -(-keys // lengths), lengths
 
     def _splits_anyway(self, rows: int) -> bool:
-        """Return True if a graph has parts even if no row needs them now.
+        """Return True if a captured graph reserves parts even if no row is split now.
 
         With few rows any long row is split, and one graph serves both cases.
         """
@@ -200,7 +203,7 @@ class Splitter:
         return rows < most_own(0, self.kv_heads, self.device)
 
     def _room(self, rows: int, items: int, queries: int = 1) -> int:
-        """Return the capacity for items if rows are split, or for parts if a row has `queries` queries."""
+        """Return the number of items (of parts if a row has several queries) that a graph has room for."""
         if self.longest is None:
             return items
         if not self.deterministic:

@@ -38,7 +38,7 @@ def _number(rank):
 def _within_groups(
     preferred, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, TOP_TWO: tl.constexpr
 ):
-    """Return the scores with -inf for experts outside the chosen groups."""
+    """Return the experts' scores, with -inf for experts outside the CHOSEN best of GROUPS groups."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     grouped = tl.reshape(preferred, (GROUPS, SIZE))
     inside = tl.arange(0, SIZE)

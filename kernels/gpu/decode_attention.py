@@ -282,7 +282,7 @@ def attend_own(
 
 
 def _in_words(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the kernel arguments, for a quantised cache as 16-bit words if `attend_codes` supports the case.
+    """Return the kernel arguments, with a quantised cache as 16-bit words if `attend_codes` supports the case.
 
     It does not support odd head sizes, deterministic mode and float32, which needs more than float16.
     """

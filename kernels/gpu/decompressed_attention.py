@@ -38,7 +38,11 @@ def _attend_keys(
     TILE: tl.constexpr, PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
 ):  # fmt: skip
-    """Attend to the keys [first, end) and return the updated attention state of the rows; see `attention_core`."""
+    """Attend to the keys [first, end) of a sequence and return the new attention state of the query rows.
+
+    The state is the weighted sum of V (`total`), the maximum score in units of log2 (`top`) and the sum of weights
+    (`mass`).
+    """
     dim, v_dim, shared_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED), tl.arange(0, SHARED_PADDED)
     for start in range(first, end, TILE):
         key = start + tl.arange(0, TILE)
@@ -80,7 +84,10 @@ def _decompressed_attention_kernel(
     DIM_PADDED: tl.constexpr, V_PADDED: tl.constexpr, SHARED_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one work item of one head per program. `scale` includes log2(e)."""
+    """Compute causal attention of one work item (queries of one sequence) and one head per program.
+
+    `scale` includes log2(e).
+    """
     item, head = items_ptr + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
     first_key, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
     tokens, first_at, end = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)

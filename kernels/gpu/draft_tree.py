@@ -28,7 +28,7 @@ def _tree_paths_kernel(
     rows_ptr, order_ptr,  # None: the order of rows is not needed
     PLACES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Find the accepted nodes of one tree per program."""
+    """Find the accepted nodes of one draft tree per program."""
     tree = tl.program_id(0)
     place = tl.arange(0, PADDED)
     inside = place < PLACES
@@ -90,7 +90,7 @@ def _move_slots_kernel(
     heads, block_size,
     PLACES: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the accepted slots of one tree per program, for a range of values of one head in one cache."""
+    """Copy the accepted nodes of one draft tree per program, for a range of values of one head in one cache."""
     STRETCHES: tl.constexpr = (D + WIDTH - 1) // WIDTH
     tree = tl.program_id(0) * PLACES
     head, stretch = tl.program_id(1) // STRETCHES, tl.program_id(1) % STRETCHES

@@ -71,7 +71,7 @@ def _load_tile(
     desc, ring, slot, first, table_ptr, kv_head, least, end,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Wait until the ring's buffer for tile number `slot` is empty, and start to load the tile from key `first`."""
+    """Wait until buffer `slot` % STAGES of a ring is empty, and start to load the keys from `first` on into it."""
     tiles, full, empty = ring
     stage = slot % STAGES
     PAGES: gl.constexpr = TILE // SIZE
@@ -117,7 +117,7 @@ def _widen_tile(
     codes, slot, ring, i, scale_ptr, stride_scale, table_ptr, kv_head, first, least, end,
     TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Wait for a quantised tile and for an empty buffer in a ring of values, and write value × scale to it."""
+    """Wait for a quantised tile and for an empty buffer in a ring of values, and write value × scale to the buffer."""
     ROWS: gl.constexpr = 32  # rows at a time, limited by registers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D_PAD, D_PAD // 16], [4, 1], [1, 0])
     tiles, full, empty = ring
@@ -172,14 +172,14 @@ def widen_tiles(
 
 @gluon.jit
 def _await(ring, i, STAGES: gl.constexpr):
-    """Wait until tile i of the ring is loaded."""
+    """Wait until tile i of a ring of buffers is loaded."""
     _tiles, full, _empty = ring
     mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
 
 
 @gluon.jit
 def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for tile i of the keys and start its product with q."""
+    """Wait until tile i of the keys is loaded, and start its product with q."""
     _await(k_ring, i, STAGES)
     tiles, _full, _empty = k_ring
     k = tiles.index(i % STAGES).reshape([TILE, q_rows.shape[1]])
@@ -188,7 +188,7 @@ def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.conste
 
 @gluon.jit
 def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Start to add the product with tile i of the values, which is loaded, to the total."""
+    """Start to add weights × tile i of the values, which is loaded, to the total."""
     tiles, _full, _empty = v_ring
     v = tiles.index(i % STAGES).reshape([TILE, total.type.shape[1]])
     return warpgroup_mma(weights, v, total, is_async=True)
@@ -196,7 +196,7 @@ def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _empty(ring, i, STAGES: gl.constexpr):
-    """Signal that this warp group has read tile i of the ring."""
+    """Signal that this warp group has read tile i of a ring of buffers."""
     _tiles, _full, empty = ring
     mbarrier.arrive(empty.index(i % STAGES))
 
@@ -509,7 +509,7 @@ def _options(dim: int, group: int, size: int, coded: bool) -> dict[str, Any]:
 
 
 def _pages(cache: Tensor) -> TensorDescriptor:
-    """Return the tensor descriptor of a cache: a copy is a page of one KV head, zero-padded to the head size."""
+    """Return a tensor descriptor for copies of one page of one KV head, zero-padded to the padded head size."""
     page = [1, 1, cache.shape[2], padded_dim(cache.shape[3])]
     size = cache.element_size()
     layout = gl.NVMMASharedLayout(min(128, page[3] * size), 8 * size, 4)

@@ -35,7 +35,7 @@ MERGED = 4  # heads whose parts one program merges
 
 @triton.jit
 def _rows_of(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the query and the head of each row of a tile."""
+    """Return the query and the head of each of the ROWS rows of a tile, counted within its work item."""
     if HEADS % ROWS == 0:  # all rows belong to one query, which takes fewer registers
         first = tile * ROWS
         return tl.full([ROWS], first // HEADS, tl.int32), first % HEADS + tl.arange(0, ROWS)
@@ -49,7 +49,7 @@ def _load_queries(
     q_ptr, token, head, real, q_stride_token, q_stride_head,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of q in two parts: the RANK values that are multiplied by latents, and the rest."""
+    """Load rows of q in two parts: the RANK values that are multiplied by latents, and the other values."""
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     row_ptr = q_ptr + token[:, None] * q_stride_token + head[:, None] * q_stride_head
     q = tl.load(row_ptr + value[None, :], mask=real[:, None] & (value < RANK)[None, :], other=0.0)
@@ -67,9 +67,10 @@ def _attend_latents(
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the attention state of rows, as in `attention_core`, over the keys [first, end) of a sequence.
+    """Return the attention state of ROWS query rows over the keys [first, end) of a sequence in a cache of latents.
 
-    The first RANK values of a token are also its value; the rest belongs to the key only.
+    The state is the weighted sum of V, the maximum score in units of log2, and the sum of weights. The first RANK
+    values of a token are also its V.
     """
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     total = tl.zeros([ROWS, RANK_PADDED], tl.float32)
@@ -254,7 +255,7 @@ def latent_attention(
 def _decode(
     q: Tensor, cache: Tensor, block_tables: Tensor, plan: LaunchPlan, scale: float, rank: int, y: Tensor
 ) -> None:
-    """Compute attention of the queries that the plan assigns to decode: single ones, or a few per sequence."""
+    """Compute attention of the queries that the plan assigns to decode, into y (T, heads, rank)."""
     splits = plan.splits_of(None)
     own = OwnKeys(plan.contexts, splits, plan.rows, chunks=plan.chunks)
     own.check(q, block_tables, None)
@@ -278,7 +279,7 @@ def _decode(
 def _arguments(
     q: Tensor, cache: Tensor, block_tables: Tensor, scale: float, rank: int, rows: int, deterministic: bool
 ) -> dict[str, Any]:
-    """Return the arguments that both kernels share, for items of `rows` rows."""
+    """Return the arguments that the prefill and decode kernels share, by name, for work items of `rows` rows."""
     _, heads, width = q.shape
     tiles = latent_tiles(q.dtype, rank, rows, deterministic)
     return {

@@ -21,7 +21,7 @@ def _log_probabilities_kernel(
     of_chosen_ptr, top_ptr, ids_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row per program.
+    """Compute the log-probabilities of one row per program.
 
     The next most likely token is the best of the chunks' best tokens. Its chunk is then read again to find the token
     after it.

@@ -198,9 +198,9 @@ def grouped_tiles(
 
 
 def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cut:
-    """Return the cut in which few rows run one program per segment, and many rows all segments in turn.
+    """Return a cut with a fixed tile and fixed segments, so that sums do not depend on the number of rows.
 
-    Both compute the same sums.
+    Few rows run one program per segment, many rows one program for all segments in turn.
     """
     wanted = DETERMINISTIC_PROGRAMS // cdiv(outputs, tiles.outputs)
     segment = _segment(inputs, wanted, tiles)
@@ -209,7 +209,7 @@ def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cu
 
 
 def _by_rows(kind: Kind, outputs: int, rows: int, processors: int) -> Tiles:
-    """Return the widest tile for these rows that still occupies every multiprocessor, else the next narrower one."""
+    """Return the widest tile for these rows that occupies every multiprocessor, else the next narrower one."""
     table = _TILES[kind]
     bounds = sorted(table)
     at = next(i for i, bound in enumerate(bounds) if rows <= bound)
@@ -221,13 +221,13 @@ def _by_rows(kind: Kind, outputs: int, rows: int, processors: int) -> Tiles:
 
 
 def _segment(inputs: int, wanted: int, tiles: Tiles) -> int:
-    """Return the inputs of a segment, in whole tiles, for about `wanted` segments."""
+    """Return the inputs of a segment, a multiple of a tile's inputs, for about `wanted` segments."""
     count = max(1, min(wanted, inputs // LEAST_SEGMENT))
     return cdiv(cdiv(inputs, count), tiles.inputs) * tiles.inputs
 
 
 def _narrow(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
-    """Narrow the tile if registers do not hold two tiles of sums.
+    """Return the tile, narrowed if registers do not hold it.
 
     Packed weights: for compute capability 10.x, Triton 3.7 compiles a tile of 128 outputs and 128 rows of int4 to a
     kernel that does nothing. On 8.x and 12.x widened values are in registers, and two tiles of sums do not fit. Block
@@ -244,7 +244,7 @@ def _narrow(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
 
 
 def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
-    """Return tiles within the limits of the architecture. AMD's compute units have 64 KiB of shared memory."""
+    """Return the tile, reduced to the limits of this architecture and of rows that are not aligned."""
     if architecture().startswith("gfx"):
         sides = (min(tiles.outputs, 128), min(tiles.rows, 128), min(tiles.inputs, 64))
         tiles = Tiles(*sides, tiles.warps, 2)
@@ -256,7 +256,7 @@ def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
 
 
 def _in_shared_memory(kind: Kind, tiles: Tiles) -> Tiles:
-    """Return tiles with fewer stages on GPUs with less shared memory. Sums do not change."""
+    """Return the tile with fewer pipeline stages on GPUs with less shared memory. Sums do not change."""
     room = SMALL_MEMORY.get(architecture())
     if room is None:
         return tiles

@@ -62,5 +62,5 @@ def most_segments(rows: int, longest: int) -> int:
 
 
 def _programs(of_a_processor: int, kv_heads: int, device: torch.device) -> int:
-    """Return the items that fill the GPU; an item has one program per KV head."""
+    """Return the work items that fill the GPU, with one program per KV head each."""
     return -(-of_a_processor * processors(device) // kv_heads)

@@ -27,7 +27,7 @@ def _penalise_kernel(
     repetition_ptr, presence_ptr, frequency_ptr, banned_ptr, bans, counts_ptr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Penalise one row per program.
+    """Apply penalties and bans to one row of logits per program.
 
     Occurrences of each token are counted in `counts`. The occurrence that first resets the count to 0 changes the
     logit, so all counts are 0 in the end.

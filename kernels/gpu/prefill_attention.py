@@ -55,7 +55,11 @@ def _prefill_attention_kernel(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one work item for one KV head per program."""
+    """Compute attention of one work item (queries of one sequence, from `prefill_items`) for one KV head per program.
+
+    `nearby_ptr` is TreeMask.nearby of the queries, `bias_ptr` the bias of ScoreRules; each may be None. SEGMENTED: keys
+    are folded in segments of `segment`, for deterministic results.
+    """
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0) * 5

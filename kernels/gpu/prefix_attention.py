@@ -78,7 +78,10 @@ def _prefix_attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention over shared keys of one work item for one KV head per program."""
+    """Compute attention of one work item (rows and keys that they share, from `Prefixes`) for one KV head per program.
+
+    The result is written to a part of each row, in parts_ptr and part_lses_ptr.
+    """
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0).to(tl.int64) * 6

@@ -34,9 +34,9 @@ PART_OUTPUTS = 128
 
 @triton.jit
 def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """Return the dequantised values of piece PIECE of words (lines, words), rounded once.
+    """Return value number PIECE of each 16-bit word (lines, words) of four int4 values, dequantised and rounded once.
 
-    `zero` is (lines, 1) int8; `scale` has the dtype `dtype`.
+    `zero` is (lines, 1) int8; `scale` (lines, 1) has the dtype `dtype` of the result.
     """
     codes = (words >> (PIECE * 4)) & 15
     if dtype == tl.float32:
@@ -49,9 +49,9 @@ def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _mxfp4_values(words, exponent, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """Return the values of piece PIECE of words (lines, words), exact except in float16.
+    """Return value number PIECE of each 16-bit word (lines, words) of four MXFP4 values, exact except in float16.
 
-    `exponent` is (lines, 1) uint8, biased by 127. The four bits are moved to the sign, exponent and mantissa of a
+    `exponent` is (lines, 1) uint8, biased by 127. The four bits of a value become the sign, exponent and mantissa of a
     float, which then is too small by a constant power of two. It is multiplied by that power and by the group's power
     separately, because their product may overflow.
     """
@@ -136,7 +136,7 @@ def _coded_matmul_kernel(
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply as `matmul_kernel` does, with the same arguments and a span of a packed weight as a tile's inputs."""
+    """Multiply a tile of rows by a tile of a packed weight's outputs per program, as `matmul_kernel` does."""
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
@@ -176,7 +176,7 @@ def _widen_kernel(
     outputs, inputs, stride_weight,
     GROUP: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Write the dequantised values of one span of LINES outputs per program."""
+    """Write the dequantised values of SPAN inputs of LINES outputs to panel_ptr per program."""
     PIECES: tl.constexpr = 4
     PIECE: tl.constexpr = SPAN // PIECES
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -195,7 +195,7 @@ def _widen_kernel(
 
 
 def _shared(weight: Int4Weight | Mxfp4Weight) -> tuple[Tensor, Tensor | None, int]:
-    """Return the scales or exponents, the zero points, and the number of inputs that share them."""
+    """Return a weight's scales or exponents, its zero points, and the number of inputs that share them."""
     if isinstance(weight, Int4Weight):
         return weight.scales, weight.zeros, weight.group
     return weight.exponents, None, MXFP4_GROUP

@@ -19,7 +19,7 @@ PIECE = 8192
 
 @triton.jit
 def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
-    """Return x + residual in float32, rounded to x's dtype as torch does."""
+    """Load x + residual in float32, rounded to x's dtype as torch does."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
@@ -128,5 +128,5 @@ def rms_norm(
 
 
 def _warps(block: int) -> int:
-    """Return the warps for 16 values per thread, which a bfloat16 row loads in two accesses of 16 bytes."""
+    """Return the number of warps for which each thread has 16 of the `block` values of a row."""
     return min(16, max(1, block // 512))

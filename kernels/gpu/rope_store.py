@@ -23,7 +23,10 @@ CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 @triton.jit
 def _load_pairs(ptr, at, mask, PAIRS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return both values of each pair, (heads, PADDED), of the heads that start at `at`, (heads, 1)."""
+    """Load the values of some heads that are rotated in pairs: return the first and the second value of each pair.
+
+    Both are (heads, PADDED); `at` (heads, 1) are the offsets of the heads.
+    """
     if INTERLEAVED:
         columns = tl.arange(0, 2 * PADDED)[None, :]
         wide = tl.load(ptr + at + columns, mask=mask & (columns < 2 * PAIRS), other=0.0)
@@ -61,7 +64,7 @@ def _rotated_heads(
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     NORMED: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Return both rotated values of each pair, and the values that are not rotated, in q's dtype.
+    """Load heads, normalise them if NORMED, and return both rotated values of each pair, and the other values.
 
     If all values are rotated, the latter are copies of some of the first values.
     """
@@ -87,7 +90,7 @@ def _rotated_heads(
 
 @triton.jit
 def _fp8_code(x):
-    """Return the bits of float8_e4m3fn, rounded to nearest even, clamped to 448; some targets have no conversion."""
+    """Return x as bits of float8_e4m3fn, rounded to nearest even and clamped; some GPUs have no conversion."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
@@ -108,7 +111,7 @@ def _largest(x):
 
 @triton.jit
 def _scale(largest, CODES: tl.constexpr):
-    """Return the inverse scale and the scale of heads with these largest magnitudes."""
+    """Return the inverse scale and the scale of heads with these largest magnitudes, for a quantised cache."""
     if CODES == "int8":
         return inverse_scale(largest, 127.0)
     else:
@@ -117,7 +120,7 @@ def _scale(largest, CODES: tl.constexpr):
 
 @triton.jit
 def _coded(x, inverse, target_type: tl.constexpr, CODES: tl.constexpr):
-    """Convert values (heads, n) to the format of the cache; `inverse` (heads,) is the inverse scale."""
+    """Convert values (heads, n) to the format of the cache; `inverse` (heads,) is the inverse of each head's scale."""
     if CODES == "none":
         return x.to(target_type)
     else:
@@ -147,7 +150,7 @@ def _cache_keys(
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Write rotated keys and their scales to the cache; at, mask and scale_at are (heads, 1)."""
+    """Write a token's rotated keys, and their scales if quantised; at, mask and scale_at are (heads, 1)."""
     kept: tl.constexpr = ptr.dtype.element_ty
     inverse = 1.0
     if CODES != "none":
@@ -189,9 +192,9 @@ def _rope_store_kernel(
     D: tl.constexpr, D_PADDED: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Process HEADS heads of q, of k or of v of one token per program; the second index counts q, then k, then v.
+    """Rotate HEADS heads of q or k, or store HEADS heads of v, of one token per program.
 
-    Without kv_heads only q is rotated, and slots are not used.
+    The second program index counts q, then k, then v. Without kv_heads only q is rotated, and slots are not used.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -236,8 +239,6 @@ def _rope_store_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The sources and targets of K and V. If `kv_heads` is 0, only q is rotated, and replaces the unused tensors."""
-
     k: Tensor
     v: Tensor
     k_cache: Tensor

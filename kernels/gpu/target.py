@@ -23,7 +23,7 @@ def architecture() -> str:
 
 @lru_cache(maxsize=16)
 def _architecture_of(driver: Any, _device: object) -> str:
-    """Return the target of a device. Cached, because each layer has several launches that need it."""
+    """Return the architecture of a device. Cached, because each layer has several launches that need it."""
     return str(driver.get_current_target().arch)
 
 
