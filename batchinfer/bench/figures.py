@@ -80,7 +80,7 @@ def step_bound_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
 
 
 def decode_step_seconds(run: Run) -> float:
-    """Return the median duration, in seconds, of pure decode steps with the largest number of rows; 0 if there are none."""
+    """Return the median seconds of pure decode steps with the largest number of rows; 0 if there are none."""
     decoding = [step for step in run.steps if step.decode_tokens and not step.prefill_tokens]
     most = max((step.decode_tokens for step in decoding), default=0)
     full = [step.duration_s for step in decoding if step.decode_tokens == most]
