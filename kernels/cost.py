@@ -80,7 +80,7 @@ class Cost:
 
 
 def embedding_cost(tokens: int, hidden: int, itemsize: int) -> Cost:
-    """Return the cost of reading and writing one row of the embedding table (`hidden` values) per token."""
+    """Return the cost of copying one row of the embedding table per token: `hidden` values of `itemsize` bytes."""
     return Cost(0, 2 * tokens * hidden * itemsize)
 
 
@@ -101,7 +101,13 @@ def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_it
 def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
     """Return the cost of a linear layer whose weight is 2:4 sparse: half of the values are neither read nor multiplied.
 
-    Each stored value has two bits for its position. `itemsize` is the bytes of an activation and of a weight.
+    Each stored value has two bits for its position.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation and of a weight.
     """
     kept = inputs * outputs // 2
     moved = itemsize * (tokens * (inputs + outputs) + kept) + -(-kept // 4)
@@ -146,8 +152,14 @@ def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, grou
 def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
     """Return the cost of a linear layer with a float8_e4m3fn weight and activations that are quantised to it per row.
 
-    It is that of `quantized_linear_cost`, plus a clamp per value. No operation counts as `Cost.coded_ops`, so
+    The cost is `quantized_linear_cost`, plus a clamp per value. No operation counts as `Cost.coded_ops`, so
     `Peaks.flops_per_s` must be the peak of fp8.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation that is not quantised.
     """
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
     return Cost(cost.flops + tokens * inputs, cost.bytes)
@@ -201,7 +213,16 @@ def grouped_linear_cost(
 def quantized_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` for int8 weights, with rows that are quantised to int8."""
+    """Return the cost of a linear layer in which each row uses the int8 weight of one expert.
+
+    Args:
+        rows: rows of the product; each is quantised to int8.
+        hit: experts that have rows; only their weights are read.
+        inputs: inputs of a weight.
+        outputs: outputs of a weight.
+        itemsize: bytes of an activation that is not quantised.
+        tokens: number of distinct rows of x, `rows` by default.
+    """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     return Cost(
         plain.flops + rows * (3 * inputs + 2 * outputs + 2), plain.bytes + 4 * hit * outputs, plain.flops
@@ -244,9 +265,18 @@ def int4_grouped_linear_cost(
 def mxfp4_grouped_linear_cost(
     rows: int, hit: int, inputs: int, outputs: int, itemsize: int, tokens: int | None = None
 ) -> Cost:
-    """Return the cost of `grouped_linear_cost` for MXFP4 weights: half a byte per value, and one byte per 32 values.
+    """Return the cost of a linear layer in which each row uses the MXFP4 weight of one expert.
 
-    The conversion of the values to the dtype of the activations is not counted.
+    The weights take half a byte per value and one byte per 32 values. Their conversion to the dtype of the activations
+    is not counted.
+
+    Args:
+        rows: rows of the product.
+        hit: experts that have rows; only their weights are read.
+        inputs: inputs of a weight.
+        outputs: outputs of a weight.
+        itemsize: bytes of an activation.
+        tokens: number of distinct rows of x, `rows` by default.
     """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
     return plain + Cost(0, hit * outputs * (inputs // 2 + inputs // 32))
@@ -255,7 +285,13 @@ def mxfp4_grouped_linear_cost(
 def mxfp4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
     """Return the cost of a linear layer with an MXFP4 weight: half a byte per value, and one byte per 32 values.
 
-    The conversion of the values to the dtype of the activations, which have `itemsize` bytes, is not counted.
+    The conversion of the values to the dtype of the activations is not counted.
+
+    Args:
+        tokens: rows of x.
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of an activation.
     """
     return linear_cost(tokens, inputs, outputs, itemsize, 0) + Cost(0, outputs * (inputs // 2 + inputs // 32))
 
@@ -367,9 +403,15 @@ def widening_cost(
     zeros: bool = False,
     scale_bytes: int | None = None,
 ) -> Cost:
-    """Return the cost of dequantising a 4-bit weight: reading it, and writing values of `itemsize` bytes.
+    """Return the cost of dequantising a 4-bit weight: reading it, and writing its values.
 
-    `group`, `zeros` and `scale_bytes` are as in `weight_only_linear_cost`.
+    Args:
+        inputs: inputs of the weight.
+        outputs: outputs of the weight.
+        itemsize: bytes of a dequantised value.
+        group: inputs that share a scale.
+        zeros: True if each group also has a zero point of one byte.
+        scale_bytes: bytes of a group's scale, `itemsize` by default.
     """
     read = weight_only_linear_cost(
         0, inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes
@@ -604,7 +646,15 @@ def latent_store_cost(tokens: int, heads: int, rank: int, rotary_dim: int, items
 
 
 def merge_state_cost(parts: int, tokens: int, heads: int, head_dim: int, itemsize: int) -> Cost:
-    """Return the cost of merging `parts` partial attention results by their log-sum-exps: 2 operations per value."""
+    """Return the cost of merging partial attention results by their log-sum-exps: 2 operations per value.
+
+    Args:
+        parts: partial results per query.
+        tokens: query tokens.
+        heads: query heads.
+        head_dim: values of a head.
+        itemsize: bytes of a value.
+    """
     values, sums = tokens * heads * head_dim, 4 * tokens * heads
     return Cost(2 * parts * values, (parts + 1) * (values * itemsize + sums))
 

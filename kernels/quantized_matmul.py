@@ -133,7 +133,15 @@ class Int4Weights:
 def pack_int4_experts(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int, dtype: torch.dtype
 ) -> Int4Weights:
-    """Pack the int4 weights of several experts: `pack_int4_weight` with a first dimension of experts."""
+    """Pack the int4 weights of several experts in the layout of Int4Weights.
+
+    Args:
+        codes: (experts, N, K) int8 in -8 … 7.
+        scales: (experts, N, groups) floats.
+        zeros: (experts, N, groups) integers in -8 … 8, as floats; None: all 0.
+        group: inputs that share a scale, a multiple of 32.
+        dtype: dtype of the activations; scales are rounded to it.
+    """
     outputs = codes.shape[1]
     flat = codes.flatten(0, 1), scales.flatten(0, 1), None if zeros is None else zeros.flatten(0, 1)
     whole = pack_int4_weight(*flat, group, dtype)

@@ -129,7 +129,7 @@ class SampledConstraint:
 
 @dataclass(frozen=True, slots=True)
 class EverySampled:
-    """Creates constraints that sample forced tokens, for an engine.
+    """Creates constraints that do not skip forced tokens, the tokens that are the only allowed continuation.
 
     It has the interface `batchinfer.engine.schedule.constraints.Constraints`.
 

@@ -121,7 +121,7 @@ def prefix_nodes(rows: Sequence[Row]) -> Iterator[PrefixNode]:
 
 
 def _closed(open_nodes: list[PrefixNode], common: int) -> Iterator[PrefixNode]:
-    """Close the innermost open node, split where the next row diverges."""
+    """Close the innermost open node from position `common` on, where the next row diverges, and yield that part."""
     node = open_nodes.pop()
     if open_nodes[-1].end < common:
         open_nodes.append(PrefixNode(node.start, common))

@@ -140,7 +140,7 @@ def _dtype(options: BenchOptions, machine: MachineFacts) -> Dtype:
 
 
 def _quantization(options: BenchOptions, machine: MachineFacts, dtype: Dtype) -> Quantization:
-    """Return the quantisation, resolved as in a job. Dummy weights are not quantised.
+    """Return the quantisation, resolved as in a job. For dummy weights, `auto` and `stored` mean none.
 
     Raises:
         UsageError: `--quantization stored` is set, but the checkpoint has no quantised weights that can be used.

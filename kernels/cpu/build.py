@@ -110,7 +110,12 @@ def library_path(
 ) -> Path:
     """Return the path of a library of CPU operators, which may not exist yet.
 
-    Its name depends on the compiler, the CPU, the flags and the sources. Arguments are as in `build_library`.
+    Its name depends on the compiler, the CPU, the flags and the sources.
+
+    Args:
+        cache: folder of the libraries, `cache_folder()` by default.
+        tiles: instructions of matrix products. None: AMX tiles if the system permits them.
+        sources: source files of the library, SOURCES by default.
 
     Raises:
         NoCompiler: If there is no C compiler.

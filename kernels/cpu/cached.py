@@ -393,7 +393,6 @@ class CachedOperators:
         block_size: int,
         q: Tensor,
     ) -> Cache:
-        """Return the C structure of K and V caches. Raises ValueError if they do not match the heads of q."""
         if q.shape[2] * q.element_size() % WORD_BYTES:
             raise ValueError(
                 f"heads of {q.shape[2]} values of {q.dtype} are not whole words of {WORD_BYTES} bytes"

@@ -228,7 +228,6 @@ def grouped_latent_attention(
 
 
 def _put(result: Tensor, group: AttentionGroup, out: Tensor) -> None:
-    """Write the attention output of a group's queries (G × Q, heads, D) to their rows of `out`, without padding."""
     if group.real is None:
         out.index_copy_(0, group.queries, result)
     else:

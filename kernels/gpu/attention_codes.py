@@ -79,14 +79,8 @@ def value_scales(scales):
 
 @triton.jit
 def attend_codes(
-    q_ptr, q_at,  # (ROWS, 1): offset of each row's first value
-    real,  # (ROWS,): rows that are not padding
-    row_at,  # (ROWS,) int32: positions; -1 for padding rows
-    table_ptr, k_ptr, v_ptr,  # the block table; the caches at the KV head as int16, but K in "fp8" as float8
-    k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key,  # in words
-    stride_scale, first, plain, end, least,
-    nearby,  # (ROWS,) int32, TreeMask.nearby, for keys from `plain` on; None: no row is in a tree
-    scale, cap, window,
+    q_ptr, q_at, real, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, stride_block, stride_key,
+    stride_scale, first, plain, end, least, nearby, scale, cap, window,
     D: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip

@@ -124,21 +124,10 @@ def tree_begin(row_at, nearby, first, end, TILE: tl.constexpr):
 
 @triton.jit
 def attend_span(
-    total, top, mass,  # (ROWS, D_PAD), (ROWS,), (ROWS,): the state of the rows, updated and returned
-    q,  # (ROWS, D_PAD)
-    row_at,  # (ROWS,) int32: positions; -1 for padding rows
-    table_ptr, k_ptr, v_ptr,  # the sequence's block table; the caches at the KV head
-    k_scale_ptr, v_scale_ptr,  # (blocks, kv_heads, BLOCK_SIZE) float32 of a quantised cache, else None
-    kv_head, stride_block, stride_key, stride_scale,
-    first, end,  # the keys [first, end) of the sequence are read
-    least,  # the first key that any row sees; used only with WINDOW
-    bias_ptr,  # (ROWS,) pointers to each row's bias for the key at its own position; None: no bias
-    nearby,  # (ROWS,) int32, TreeMask.nearby; None: no row is in a tree
-    scale, cap, window,
-    D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
-    CAUSAL: tl.constexpr,  # False: every row sees all these keys within its window
-    WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr,
+    total, top, mass, q, row_at, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, kv_head, stride_block,
+    stride_key, stride_scale, first, end, least, bias_ptr, nearby, scale, cap, window,
+    D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys [first, end) of a sequence, and return the new attention state of ROWS query rows.
 
@@ -211,8 +200,8 @@ def attend_span(
 def as_part(total, top, mass):
     """Convert an attention state into the attention output (rows, D) over its keys, and their log2-sum-exp (rows,).
 
-    The state is the weighted sum of V, the maximum score in units of log2, and the sum of weights. Without keys the
-    output is 0 and the log2-sum-exp -inf.
+    The state is the weighted sum of V (`total`), the maximum score in units of log2 (`top`) and the sum of weights
+    (`mass`). Without keys the output is 0 and the log2-sum-exp -inf.
     """
     nothing = mass == 0.0  # not `mass > 0`, which would hide a NaN
     part = tl.where(nothing[:, None], 0.0, total / mass[:, None])
@@ -223,8 +212,8 @@ def as_part(total, top, mass):
 def fold(total, top, mass, part, lse):
     """Fold the attention output over further keys, `part`, with its log2-sum-exp `lse`, into an attention state.
 
-    The state (weighted sum of V, maximum score, sum of weights) is returned; a part without keys (lse -inf) changes no
-    bit.
+    The state is the weighted sum of V (`total`), the maximum score in units of log2 (`top`) and the sum of weights
+    (`mass`); the new one is returned. A part without keys (lse -inf) changes no bit.
     """
     higher = tl.maximum(top, lse)
     base = tl.where(higher == float("-inf"), 0.0, higher)

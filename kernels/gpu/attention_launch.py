@@ -92,7 +92,7 @@ def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int, coded: bool = Fa
     of cache.
 
     Args:
-        work: kind of kernel.
+        work: kind of kernel, such as "decode".
         dtype: dtype of q.
         head_dim: head size of the model, not padded.
         coded: True for a quantised cache.
@@ -261,7 +261,7 @@ def kernel_arguments(
         rules: scale, window, cap, sinks and bias.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
-        work: kind of kernel.
+        work: kind of kernel, such as "decode"; it determines the tiles.
         queries: the most queries of a sequence in decode attention.
         trees: True if some queries are in draft trees.
 

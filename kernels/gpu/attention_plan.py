@@ -102,9 +102,13 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Sequences whose first `keys` keys are in the same blocks; `sequences` are numbers in the step.
+    """Sequences whose first keys are in the same blocks.
 
     Of two prefixes of the same sequence, the shorter comes first, and all sequences of the longer one share it.
+
+    Attributes:
+        sequences: numbers of the sequences in the step.
+        keys: number of leading keys that they share.
     """
 
     sequences: Sequence[int]

@@ -111,16 +111,16 @@ class Splitter:
         arrays: StepArrays | None = None,
         number: int | None = None,
     ) -> Splits:
-        """Split n rows into work items; row i reads the keys [starts[i], contexts[i]).
+        """Split the keys of n rows into work items; row i reads the keys [starts[i], contexts[i]).
 
         Args:
-            contexts: (n,).
-            starts: (n,).
+            contexts: (n,), keys of each row's sequence.
+            starts: (n,), leading keys that each row does not read.
             window: sliding window of the layers; None: full attention.
             segment: about the keys of an item, chosen from the total by default; not used if `deterministic`.
             lens: (n,), queries of each row; a query sees the keys up to its own. None: each row has one.
             arrays: the step's arrays, which receive the items; new ones if not given.
-            number: number of the array in `arrays` to replace instead.
+            number: number of the array in `arrays` to replace; None: an array is added.
         """
         ends = contexts if lens is None else contexts - np.maximum(lens, 1) + 1
         keys = self._own(contexts, starts, window, ends)
@@ -155,7 +155,7 @@ class Splitter:
         Args:
             splits: the earlier splits.
             contexts: (n,), the new contexts.
-            starts: (n,).
+            starts: (n,), leading keys that each row does not read.
             arrays: made by `again` from the arrays of `splits`.
         """
         if self.serve(splits, contexts, starts):

@@ -28,12 +28,8 @@ from batchinfer_kernels.quantized_matmul import SPAN, Int4Weights
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def grouped_coded_matmul_kernel(
-    x_ptr, from_ptr,  # from_ptr: the row of x of each row; None: the same row
-    weight_ptr,  # (experts, outputs, words) int16
-    groups_ptr, zeros_ptr,  # (experts, groups, outputs): scales or MXFP4 exponents; zero points or None
-    bias_ptr,  # may be None
-    y_ptr, starts_ptr, ends_ptr,  # the first row, (experts + 1,), and the end of the tiles, (experts,), of each expert
-    experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_groups, stride_y,
+    x_ptr, from_ptr, weight_ptr, groups_ptr, zeros_ptr, bias_ptr, y_ptr, starts_ptr, ends_ptr, experts, row_tiles,
+    outputs, inputs, stride_x, stride_expert, stride_weight, stride_groups, stride_y,
     EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
     EXPERTS: tl.constexpr, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +108,18 @@ def grouped_int4_matmul(
     ends: Tensor | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply rows sorted by expert by int4 weights; arguments and result are as in `grouped_mxfp4_matmul`."""
+    """Multiply rows sorted by expert by the int4 weights of their experts: (R, N), or (R, N / 2) with an activation.
+
+    Args:
+        x: (R, K), or (any, K) with `from_rows`; rows may be strided.
+        weights: packed weights of E experts with N outputs; scales have x's dtype.
+        starts: (E + 1,) int64, the first row of each expert, and R.
+        bias: (E, N), or None.
+        activation: gated activation of the result, or None.
+        from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
+        ends: the ends of tiles, ExpertRows.ends of gpu.sort_by_expert; computed if not given.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+    """
     if weights.scales.dtype != x.dtype:
         raise ValueError(f"scales are {weights.scales.dtype}, x is {x.dtype}")
     given = _Coded(weights.packed, weights.scales, weights.zeros, weights.inputs, weights.group)

@@ -80,15 +80,11 @@ def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row_tiles", "group_stride"])
 def grouped_matmul_kernel(
-    x_ptr, from_ptr,  # from_ptr: the row of x of each row; None: the same row
-    weight_ptr, scales_ptr, row_scales_ptr, bias_ptr,  # scales, row_scales and bias may be None
-    block_scales_ptr, lines_ptr, group_scales_ptr,  # as in matmul_kernel, block scales per expert; may be None
-    y_ptr, starts_ptr, ends_ptr,  # the first row, (experts + 1,), and the end of the tiles, (experts,), of each expert
-    experts, row_tiles, outputs, inputs, stride_x, stride_expert, stride_weight, stride_y,
-    stride_blocks, group_stride,  # strides of block_scales per expert, and of group_scales
+    x_ptr, from_ptr, weight_ptr, scales_ptr, row_scales_ptr, bias_ptr, block_scales_ptr, lines_ptr,
+    group_scales_ptr, y_ptr, starts_ptr, ends_ptr, experts, row_tiles, outputs, inputs, stride_x, stride_expert,
+    stride_weight, stride_y, stride_blocks, group_stride,
     SUM: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    TOGETHER: tl.constexpr, EXPERTS: tl.constexpr,
-    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile of rows of one expert by a tile of its weight's outputs per program.
 

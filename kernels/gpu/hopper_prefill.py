@@ -87,9 +87,7 @@ def _load_tile(
 
 @gluon.jit
 def load_tiles(
-    k_desc, v_desc,  # (blocks, kv_heads, SIZE, D)
-    k_ring, v_ring,  # (tiles, full, empty): STAGES buffers with their barriers; both the same ring with CODES
-    tables_ptr, stride_table, item_ptr, kv_head, window,
+    k_desc, v_desc, k_ring, v_ring, tables_ptr, stride_table, item_ptr, kv_head, window,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
     """Run the loading warp of one work item: load tiles of K and V into their ring buffers as these are emptied.
@@ -274,12 +272,9 @@ def row_places(
 
 @gluon.jit
 def multiply_tiles(
-    q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head,
-    strides,  # strides of a token and a head in q, then in out
-    q_tiles,  # (GROUPS, ROWS, D_PAD)
-    k_ring, v_ring, unit, rate, window, PART: gl.constexpr,
-    D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
-    WINDOW: gl.constexpr, CAP: gl.constexpr,
+    q_ptr, out_ptr, sinks_ptr, item_ptr, kv_head, strides, q_tiles, k_ring, v_ring, unit, rate, window,
+    PART: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr,
+    STAGES: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
 ):  # fmt: skip
     """Run a multiplying warp group: compute attention of the rows [PART × ROWS, (PART + 1) × ROWS) of a work item.
 

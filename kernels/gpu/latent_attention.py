@@ -255,7 +255,6 @@ def latent_attention(
 def _decode(
     q: Tensor, cache: Tensor, block_tables: Tensor, plan: LaunchPlan, scale: float, rank: int, y: Tensor
 ) -> None:
-    """Compute attention of the queries that the plan assigns to decode, into y (T, heads, rank)."""
     splits = plan.splits_of(None)
     own = OwnKeys(plan.contexts, splits, plan.rows, chunks=plan.chunks)
     own.check(q, block_tables, None)
@@ -279,7 +278,6 @@ def _decode(
 def _arguments(
     q: Tensor, cache: Tensor, block_tables: Tensor, scale: float, rank: int, rows: int, deterministic: bool
 ) -> dict[str, Any]:
-    """Return the arguments that the prefill and decode kernels share, by name, for work items of `rows` rows."""
     _, heads, width = q.shape
     tiles = latent_tiles(q.dtype, rank, rows, deterministic)
     return {

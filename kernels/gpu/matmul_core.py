@@ -160,17 +160,10 @@ def sums_of(
 
 @triton.jit(do_not_specialize=["rows", "segment", "group_stride"])
 def matmul_kernel(
-    x_ptr, weight_ptr,
-    scales_ptr, row_scales_ptr, bias_ptr,  # each may be None
-    block_scales_ptr, lines_ptr,  # (blocks, groups of inputs), and the block of each output; may be None
-    group_scales_ptr,  # (groups of inputs, rows); may be None
-    y_ptr, parts_ptr,  # parts: None, or (splits, lines, rows), padded to whole tiles
-    rows, outputs, inputs, stride_x, stride_weight, stride_y,
-    segment,  # tiles of inputs per segment
-    group_stride,  # row stride of group_scales
-    SUM: tl.constexpr, EVEN: tl.constexpr, IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, TOGETHER: tl.constexpr,
-    LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    x_ptr, weight_ptr, scales_ptr, row_scales_ptr, bias_ptr, block_scales_ptr, lines_ptr, group_scales_ptr, y_ptr,
+    parts_ptr, rows, outputs, inputs, stride_x, stride_weight, stride_y, segment, group_stride,
+    SUM: tl.constexpr, EVEN: tl.constexpr, IN_TURN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    TOGETHER: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile of rows by one tile of outputs per program: over all inputs, or one segment if sums are split.
 
@@ -443,7 +436,6 @@ def _finishing(given: Operands, y: Tensor) -> dict[str, Any]:
 
 
 def _parts(given: Operands, cut: Cut, lines: int, rows: int) -> Tensor | None:
-    """Return a buffer for the sums of segments, or None if sums are not split."""
     if cut.splits == 1:
         return None
     dtype = torch.int32 if given.x.dtype == torch.int8 else torch.float32

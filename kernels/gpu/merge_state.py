@@ -20,15 +20,9 @@ from batchinfer_kernels.gpu.attention_launch import VARYING
 
 @triton.jit(do_not_specialize=VARYING)
 def merge_state_kernel(
-    parts_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr,
-    rows_ptr,  # (T, 2) int32: row of out, sequence; None: both equal the index of the token
-    shared_ptr,  # (T + 1,) int32: ranges of the parts over shared keys, which come first; None: there are none
-    places_ptr,  # (T + 1,) int32: ranges of the own parts, counted from `first_own`; None: all parts are own
-    stride_part, stride_token, stride_head, lse_stride_part, lse_stride_token, out_stride_token, out_stride_head,
-    heads,
-    parts,  # number of parts of each token, if places_ptr is None
-    first_own,  # index of the first own part
-    unit,  # converts the log-sum-exps to base 2
+    parts_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, rows_ptr, shared_ptr, places_ptr, stride_part, stride_token,
+    stride_head, lse_stride_part, lse_stride_token, out_stride_token, out_stride_head, heads, parts, first_own,
+    unit,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Fold the partial attention results of one query and one group of heads per program into its output, in order.
@@ -37,7 +31,7 @@ def merge_state_kernel(
       base 2.
     - rows_ptr (T, 2): row of out and sequence of each query; None: query i has row i.
     - shared_ptr, places_ptr (T + 1,): ranges of each query's parts over shared keys and over own keys, which begin at
-      part `first_own`. None for both: each query has `parts` parts.
+      part `first_own`. shared_ptr None: nothing is shared. None for both: each query has `parts` parts.
     - heads: query heads. GROUP: query heads of a program.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -44,14 +44,14 @@ class Prefixes:
     def items(self) -> Tensor:
         """Return the work items (m, 6) int32 on the device.
 
-        The fields are: first member, number of members (0 for padding), a sequence with the keys, first key, end of the
-        keys, and the number of the item's part within each row.
+        The fields are: index in `members` of the item's first row, number of rows (0 for padding), a sequence with the
+        keys, first key, end of the keys, and the number of the item's part within each row.
         """
         return self.held["items"].tensor
 
     @property
     def members(self) -> Tensor:
-        """Return the rows of all items in order, int32 on the device."""
+        """Return the numbers of the rows of all items in order, int32 on the device."""
         return self.held["members"].tensor
 
     @property

@@ -94,7 +94,7 @@ def _quantize_groups_kernel(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x (T, K) to int8 with one scale per row. Rows may be strided.
+    """Quantise x (T, K) to int8 with one scale per row: x ≈ values × scales[:, None]. Rows may be strided.
 
     Returns:
         Values (T, K) int8 and scales (T,) float32.
@@ -103,7 +103,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x (T, K) to float8_e4m3fn with one scale per row. Rows may be strided.
+    """Quantise x (T, K) to float8_e4m3fn with one scale per row: x ≈ values × scales[:, None]. Rows may be strided.
 
     Returns:
         Values (T, K) float8_e4m3fn and scales (T,) float32.

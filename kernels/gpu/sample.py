@@ -224,7 +224,11 @@ def _total(weights_ptr, chunks, CHUNKS: tl.constexpr):
 def _shared_row(
     row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Return whether programs share the row's first top-p pass, and its greatest logit, temperature and top-p."""
+    """Load a row's parameters: return (shared, greatest logit, temperature, top-p).
+
+    `shared` is True if tokens of the row are drawn with top-p but without top-k; several programs then share the first
+    pass over the row.
+    """
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -238,7 +242,7 @@ def _tally_kernel(
     counts_ptr, masses_ptr,  # (rows, 3, chunks)
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of some chunks of a row, and their weights, at and above the first three pivots of top-p."""
+    """Count the tokens of some chunks of a row, and their weights, at and above three candidate top-p thresholds."""
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     shared, best, temperature, top_p = _shared_row(
         row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS
@@ -262,7 +266,10 @@ def _tally_kernel(
 
 @triton.jit
 def _first_bracket(counts_ptr, masses_ptr, chunks, wanted, low, CHUNKS: tl.constexpr):
-    """Return the bracket of keys that `_search` starts with, from the counts of `_tally_kernel`."""
+    """Return the bracket (low, high, tokens, count, mass) of keys in which the top-p threshold of a row lies.
+
+    It is found from the counts and weights that `_tally_kernel` stored; see `_search` for the bracket.
+    """
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
     c1 = tl.sum(tl.load(counts_ptr + at, mask=inside, other=0), 0)
@@ -283,7 +290,10 @@ def _collect_kernel(
     counts_ptr, masses_ptr, scratch_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys of a row's bracket after the first pass to scratch in token order, if at most HELD."""
+    """Write the keys (probability bits) of a row among which its top-p threshold lies to scratch_ptr, if at most HELD.
+
+    The keys are ordered by token. Several programs share the chunks of a row.
+    """
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     shared, best, temperature, top_p = _shared_row(
         row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS

@@ -32,7 +32,7 @@ class ExpertRows:
     Attributes:
         tokens: (R,) int64, the token of each sorted row.
         places: (R,) int64, the sorted index of row token × chosen + choice; NOWHERE for a row without an expert.
-        starts: (experts + 1,) int64, the first sorted row of each expert, and their number.
+        starts: (experts + 1,) int64, the first sorted row of each expert, and the number of sorted rows.
         ends: (HEIGHTS, experts) int64, for each tile height, the cumulative number of row tiles up to each expert.
             Heights are LEAST_HEIGHT rows and double each time.
     """

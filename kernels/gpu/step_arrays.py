@@ -21,7 +21,12 @@ Values: TypeAlias = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepArray:
-    """A reference to array `number` of `arrays`."""
+    """A reference to one of the arrays of a step.
+
+    Attributes:
+        arrays: the arrays of the step.
+        number: index of the array among them.
+    """
 
     arrays: StepArrays
     number: int
