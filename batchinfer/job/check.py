@@ -292,7 +292,7 @@ def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Find several constraints on the same answers, and output.column without a schema."""
+    """Find constraints in a job that already has another constraint, and output.column without a schema."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     schemas = [("output", name) for name in ("schema", "schema_file") if output.get(name) is not None]
     given = [*schemas, *(("sampling", name) for name in CONSTRAINTS if sampling.get(name))]

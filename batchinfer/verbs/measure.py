@@ -70,13 +70,13 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
 
 
 def measure_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
-    """Measure an engine step on this CPU in each data type that `dtype: auto` may choose.
+    """Measure an engine step on this CPU with each data type of `dtype: auto`, with and without int8 weights.
 
     Args:
         here: This machine, with its measured peaks.
 
     Yields:
-        (name of the data types, seconds by part of the step).
+        (name of the arithmetic, seconds by part of the step).
     """
     for dtype, quantization in _arithmetics():
         peaks = here.peaks(dtype, quantization)

@@ -186,20 +186,24 @@ class ReasonedConstraint:
         return ()
 
     def _possible(self) -> list[Ids]:
-        """Return the markers that the answer may have begun: of the reasoning, and of a direct answer."""
+        """Return the markers whose first tokens the answer has: the marker of reasoning, the marker of a direct answer."""
         given = tuple(self._taken)
         return [
             mark for mark in (self._marks.begin, self._marks.answer) if mark and mark[: len(given)] == given
         ]
 
     def _next_marks(self) -> set[int]:
-        """Return the next token of each marker that the answer may have begun. Empty after the first phase."""
+        """Return the next token of each marker whose first tokens the answer has. Empty after the first phase."""
         if self._phase is not Phase.BEGINNING:
             return set()
         return {mark[len(self._taken)] for mark in self._possible()}
 
     def _answers(self, forced: Ids) -> bool:
-        """Return True if these forced tokens complete the marker of an answer without reasoning."""
+        """Return True if the answer begins without reasoning once the forced tokens are added.
+
+        Args:
+            forced: The tokens that the answer must continue with.
+        """
         return bool(forced) and (*self._taken, *forced) == self._marks.answer
 
     def _begin(self, token: int) -> None:

@@ -139,7 +139,10 @@ def _step(value: Decimal, other: Number | None) -> Decimal:
 
 
 def _read_multiple(value: float) -> Decimal | None:
-    """Return a `multipleOf` as llguidance reads it: multiplied by ten until it is whole. None if it is too large."""
+    """Return the decimal that llguidance reads for a `multipleOf`, or None if it is too large.
+
+    llguidance multiplies the float by ten until it is whole.
+    """
     exponent = 0
     while value != int(value) and value <= _MOST_MULTIPLE:
         value, exponent = value * 10, exponent + 1

@@ -106,7 +106,7 @@ def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
 
 
 def _within(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """Yield the direct subschemas of a schema, and the schema that it refers to."""
+    """Yield the direct subschemas of a schema, and the schema that its `$ref` names."""
     yield from _in_place(schema, references)
     for keyword in ("properties", "patternProperties"):
         yield from found.values() if isinstance(found := schema.get(keyword), dict) else ()

@@ -239,10 +239,10 @@ class _JoinedRung:
         self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
 
     def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
-        """Append the attempt at the rows in a piece. An error row without facts has none.
+        """Append the work keys and parameters of this attempt at the rows in a piece.
 
         Args:
-            piece: The piece.
+            piece: The piece. If its only row is an error row without facts, it has no attempts.
             at: The number of the attempt.
             numbers: The number of each distinct sampling parameters, extended here.
         """

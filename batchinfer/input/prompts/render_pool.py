@@ -122,11 +122,11 @@ class RenderPool(Generic[Tag]):
         yield from self._finished(under_way, 0)
 
     def _finished(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Yield (tag, prepared rows) of finished chunks in order, until at most `most` chunks are unfinished.
+        """Yield (tag, prepared rows) of finished chunks in order.
 
         Args:
             under_way: The chunks that were not yielded yet.
-            most: The number of chunks. Waits for workers if more are unfinished.
+            most: The number of chunks that may stay in `under_way`. Waits for workers while there are more.
         """
         self._attend(0)
         while under_way and (len(under_way) > most or under_way[0].done is not None):

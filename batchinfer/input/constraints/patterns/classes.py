@@ -59,7 +59,7 @@ def _range(source: PatternSource, begin: int, first: Chars | int, last: Chars | 
 
 
 def _refuse_foreign(source: PatternSource) -> None:
-    """Raise BadPattern for syntax in a class that has a meaning in other languages but not in ECMAScript."""
+    """Raise BadPattern for syntax in a character class that other regex languages have, but not ECMAScript."""
     begin = source.at
     if source.accept("&&"):
         source.bad(begin, "in a class is no intersection; write the members themselves, or one & for an &")

@@ -33,7 +33,7 @@ class Maker(Protocol[T]):
     """
 
     def chars(self, chars: Chars) -> T:
-        """Return the result for an expression that matches one character of a set."""
+        """Return the result for an expression that matches one character of the set `chars`."""
         ...
 
     def text(self, text: str) -> T:
@@ -53,15 +53,29 @@ class Maker(Protocol[T]):
         ...
 
     def sequence(self, parts: Sequence[T]) -> T:
-        """Return the result for consecutive parts, from their results. Without parts, the expression matches ""."""
+        """Return the result for consecutive parts of an expression.
+
+        Args:
+            parts: The result of each part. Without parts, the expression matches the empty text.
+        """
         ...
 
     def choice(self, ways: Sequence[T]) -> T:
-        """Return the result for an expression that matches any of several alternatives, from their results."""
+        """Return the result for an expression with several alternatives.
+
+        Args:
+            ways: The result of each alternative.
+        """
         ...
 
     def repeated(self, part: T, least: int, most: int | None) -> T:
-        """Return the result for a part repeated `least` to `most` times; `most` is None without a maximum."""
+        """Return the result for a repeated part of an expression.
+
+        Args:
+            part: The result of the part.
+            least: The minimum count.
+            most: The maximum count, or None without a maximum.
+        """
         ...
 
 

@@ -18,33 +18,39 @@ class PatternSource:
 
     @property
     def ended(self) -> bool:
-        """True if the reading position is at the end of the text."""
+        """True if the reading position is at the end of the regular expression."""
         return self.at >= len(self._pattern)
 
     def peek(self, count: int = 1) -> str:
-        """Return the next `count` characters, or fewer at the end, without moving the reading position."""
+        """Return the next `count` characters of the regular expression, or fewer at its end, without moving past them."""
         return self._pattern[self.at : self.at + count]
 
     def take(self) -> str:
-        """Return the next character and move past it. At the end, return ""."""
+        """Return the next character of the regular expression and move past it. At its end, return ""."""
         self.at += 1
         return self._pattern[self.at - 1 : self.at]
 
     def accept(self, text: str) -> bool:
-        """If `text` comes next, move past it and return True. Else return False."""
+        """If the regular expression continues with `text`, move past it and return True. Else return False."""
         found = self._pattern.startswith(text, self.at)
         self.at += len(text) if found else 0
         return found
 
     def match(self, expression: re.Pattern[str], begin: int) -> str:
-        """Return the text that `expression` matches at `begin`, or "", and move the reading position to its end."""
+        """Match `expression` at the position `begin` of the regular expression, and return the matched text, or "".
+
+        The reading position moves to the end of the match.
+        """
         found = expression.match(self._pattern, begin)
         text = found[0] if found is not None else ""
         self.at = begin + len(text)
         return text
 
     def until(self, end: str) -> str | None:
-        """Return the text up to the next `end` and move past `end`. Return None and do not move if there is none."""
+        """Return the text of the regular expression up to the next `end`, and move past `end`.
+
+        Return None and do not move if `end` does not occur.
+        """
         found = self._pattern.find(end, self.at)
         if found < 0:
             return None
@@ -53,7 +59,12 @@ class PatternSource:
         return text
 
     def bad(self, begin: int, why: str) -> NoReturn:
-        """Raise BadPattern with a quote of the text from `begin` to the reading position, followed by `why`."""
+        """Raise BadPattern about a part of the regular expression.
+
+        Args:
+            begin: The start of the part. It ends at the reading position, and is quoted in the message.
+            why: What the message says after the quote.
+        """
         what = self._pattern[begin : self.at][:40]
         shown = "".join(char if char.isprintable() else f"U+{ord(char):04X}" for char in what)
         raise BadPattern(f"{shown} at character {begin + 1} {why}")

@@ -89,7 +89,14 @@ class RequestParameters:
         self.fields.setdefault(name, called)
 
     def put_structure(self, given: object) -> None:
-        """Set the constraint of vLLM's field `structured_outputs`. Raises RowProblem for unsupported values."""
+        """Set the constraint that vLLM's field `structured_outputs` of a request asks for.
+
+        Args:
+            given: The value of the field.
+
+        Raises:
+            RowProblem: The value is invalid or not supported.
+        """
         if not isinstance(given, Mapping):
             raise RowProblem("bad_parameter", f"{STRUCTURED}: must be an object, not {kind_of(given)}")
         for key, value in given.items():

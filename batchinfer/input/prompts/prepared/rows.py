@@ -133,7 +133,7 @@ class Prepared:
         return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
 
     def keys_of_new_work(self) -> bytes:
-        """Return the concatenated work keys of all prompts whose tokens are present: first and further prompts."""
+        """Return the concatenated work keys of prompts that this run has prepared itself: first and further prompts."""
         first = np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
         return first + self.further.keys
 
