@@ -116,7 +116,7 @@ class Reader:
 
     @property
     def bytes_total(self) -> int:
-        """The size of all files in bytes."""
+        """The size of all input files in bytes."""
         return sum(f.size for f in self.files)
 
     @property

@@ -186,7 +186,7 @@ class ReasonedConstraint:
         return ()
 
     def _possible(self) -> list[Ids]:
-        """Return the markers whose first tokens the answer has: the marker of reasoning, the marker of a direct answer."""
+        """Return the markers that the answer may have begun: the reasoning's marker, the direct answer's marker."""
         given = tuple(self._taken)
         return [
             mark for mark in (self._marks.begin, self._marks.answer) if mark and mark[: len(given)] == given

@@ -45,7 +45,7 @@ class ArrowReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
-        """Return the columns and their types as the results use them. Raises InputCorrupt if the file is not Arrow."""
+        """Return the columns of the file with their types in the results. Raises InputCorrupt if it is not Arrow."""
         with self._open() as (raw, _), self._stream(raw) as stream:
             return declared_schema(self._file.path, stream.schema)
 

@@ -42,7 +42,7 @@ class CsvReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema | None:
-        """Return one text column per name in the header, or None for an empty file.
+        """Return the columns that the header of the CSV file names, all of type text; None for an empty file.
 
         Raises:
             InputCorrupt: The header is invalid.

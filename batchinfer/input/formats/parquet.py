@@ -50,7 +50,7 @@ class ParquetReader:
         self.sha256 = ""
 
     def schema(self) -> pa.Schema:
-        """Return the columns and their types as the results use them. Raises InputCorrupt if it is not Parquet."""
+        """Return the columns of the file with their types in the results. Raises InputCorrupt if it is not Parquet."""
         with self._open() as parquet:
             return declared_schema(self._file.path, parquet.schema_arrow)
 

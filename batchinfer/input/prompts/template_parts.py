@@ -35,7 +35,7 @@ class TemplatePart:
 
     @property
     def last_line(self) -> int:
-        """The number of the last line."""
+        """The number of the part's last line in the template, from 1."""
         return self.first_line + self.source.count("\n")
 
     @property

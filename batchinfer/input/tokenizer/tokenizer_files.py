@@ -19,7 +19,7 @@ _SHOWN = 200  # maximum characters of a library's error in a message
 
 
 def file_exists(path: Path) -> bool:
-    """Return True if the file exists.
+    """Return True if a file of a tokenizer exists.
 
     Raises:
         SecurityRefusal: The path is a link out of the model's folder, or not a regular file. Opening a pipe would
@@ -35,7 +35,7 @@ def file_exists(path: Path) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of an existing file. Raises JobFileError if it is too large."""
+    """Return the content of a tokenizer's file, which must exist. Raises JobFileError if it is too large."""
     size = path.stat().st_size
     if size > MAX_BYTES:
         text = f"{path.name} has {size:,} bytes; at most {MAX_BYTES:,} are read"
@@ -44,7 +44,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of an existing file. Raises JobFileError if it is too large or not UTF-8."""
+    """Return the text of a tokenizer's file, which must exist. Raises JobFileError if it is too large or not UTF-8."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -53,7 +53,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or {} if there is no such file. Raises JobFileError or SecurityRefusal."""
+    """Return the JSON object in a tokenizer's file, or {} without the file. Raises JobFileError or SecurityRefusal."""
     if not file_exists(path):
         return {}
     try:

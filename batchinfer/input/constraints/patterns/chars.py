@@ -17,7 +17,7 @@ class Chars:
 
     Args:
         ranges: The ranges (first code point, last code point) in ascending order. They neither overlap nor touch.
-        properties: Unicode properties in the syntax of the regex engine, such as `\p{L}`.
+        properties: Unicode properties in the syntax of Rust's crate regex, such as `\p{L}`.
         negated: True for the complement. A set without properties is never negated.
     """
 
@@ -31,7 +31,7 @@ class Chars:
 
         Args:
             ranges: Ranges (first code point, last code point) in any order. They may overlap.
-            properties: Unicode properties in the syntax of the regex engine.
+            properties: Unicode properties in the syntax of Rust's crate regex.
             negated: True for the complement.
         """
         named = tuple(dict.fromkeys(properties))

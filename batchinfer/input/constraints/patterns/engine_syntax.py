@@ -15,7 +15,7 @@ _PUNCTUATION = re.compile("[^A-Za-z0-9]")
 
 
 def engine_pattern(pattern: str) -> str:
-    """Translate a regular expression of ECMAScript that must match a whole text to the engine's syntax.
+    """Translate a regular expression from ECMAScript to Rust's crate regex, for a match of a whole text.
 
     Raises BadPattern.
     """
@@ -23,10 +23,10 @@ def engine_pattern(pattern: str) -> str:
 
 
 def engine_pattern_in_json(pattern: str) -> tuple[str, bool]:
-    """Translate a regular expression of ECMAScript that may match anywhere in a JSON string to the engine's syntax.
+    """Translate a regular expression from ECMAScript to Rust's crate regex, for a match anywhere in a JSON string.
 
     In llguidance 1.9, a set with all control characters also matches quotes and backslashes. If it should not match
-    these, U+0000 is removed from the set. The engine's unions of sets keep this.
+    these, U+0000 is removed from the set. The crate's unions of sets keep this.
 
     Returns:
         The expression, and True if U+0000 was removed, so that it allows fewer texts than the pattern.

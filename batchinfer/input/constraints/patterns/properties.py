@@ -56,10 +56,10 @@ _OF_NULL = frozenset(("ASCII", "Any", "Assigned", "C", "Other", "Cc", "Control",
 
 
 def property_syntax(name: str) -> tuple[str | None, str]:
-    r"""Look up a Unicode property of ECMAScript, such as "Script=Greek".
+    r"""Translate the name of a Unicode property of ECMAScript, such as "Script=Greek", for Rust's crate regex.
 
     Returns:
-        The property as the engine writes it within `\p{…}`, and ""; or None, and advice for the user.
+        The name to write within `\p{…}`, and ""; or None, and advice for the user.
     """
     key, equals, value = name.rpartition("=")
     if not equals and (value in _binary() or value in _categories()):
@@ -75,7 +75,7 @@ def holds_null(syntax: str) -> bool:
     r"""Return True if the character U+0000 has a Unicode property.
 
     Args:
-        syntax: The property in the engine's syntax, such as `\p{L}`, or its negation `\P{L}`.
+        syntax: The property in the syntax of Rust's crate regex, such as `\p{L}`, or its negation `\P{L}`.
     """
     value = syntax[3:-1].rpartition("=")[2]
     return (value in _OF_NULL) != syntax.startswith("\\P")

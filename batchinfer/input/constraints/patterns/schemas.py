@@ -11,7 +11,7 @@ from batchinfer.input.constraints.schema_problem import BadSchema
 
 
 def translate_patterns(schemas: Iterable[dict[str, Any]]) -> None:
-    """Translate `pattern` and `patternProperties` of schemas, in place, from ECMAScript to the engine's syntax.
+    """Translate `pattern` and `patternProperties` of schemas from ECMAScript to Rust's crate regex, in place.
 
     Raises:
         BadSchema: A pattern is invalid or cannot be followed.

@@ -22,7 +22,7 @@ class PatternSource:
         return self.at >= len(self._pattern)
 
     def peek(self, count: int = 1) -> str:
-        """Return the next `count` characters of the regular expression, or fewer at its end, without moving past them."""
+        """Return the next `count` characters of the regular expression, or fewer at its end. Do not move past them."""
         return self._pattern[self.at : self.at + count]
 
     def take(self) -> str:
@@ -63,7 +63,7 @@ class PatternSource:
 
         Args:
             begin: The start of the part. It ends at the reading position, and is quoted in the message.
-            why: What the message says after the quote.
+            why: The rest of the message after the quote.
         """
         what = self._pattern[begin : self.at][:40]
         shown = "".join(char if char.isprintable() else f"U+{ord(char):04X}" for char in what)

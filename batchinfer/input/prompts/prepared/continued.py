@@ -102,7 +102,10 @@ class ContinuedPrompts:
         return context[: len(context) - len(tail.alone) + len(tail.context)], tail.each
 
     def _tail(self, draft: Draft) -> tuple[str, bool]:
-        """Return the end of a prompt: its last characters, and True if they are all and special tokens are added."""
+        """Return the key of the cache of tokens: the last characters of a prompt, and a flag.
+
+        The flag is True if they are the whole prompt and the tokenizer adds special tokens.
+        """
         text = draft.text or ""
         return (text, draft.add_special) if len(text) <= _TAIL else (text[-_TAIL:], False)
 
