@@ -123,10 +123,15 @@ class Continuations:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The tokens that the logits at a node of the trie score."""
+    """The tokens that the logits at a node of the trie score.
+
+    Args:
+        targets: The token ids.
+        slots: The index of each of them among the tokens of all continuations.
+    """
 
     targets: list[int]
-    slots: list[int]  # the index of each target among the tokens of all continuations
+    slots: list[int]
 
 
 def longest_sequence(prompt_tokens: int, lengths: Sequence[int]) -> int:

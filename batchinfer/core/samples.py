@@ -22,7 +22,12 @@ ExpertTokens = Mapping[int, list[int]]  # layer → tokens routed to each of its
 
 @dataclass(slots=True)
 class ConstraintWork:
-    """The seconds that an engine has spent on compiling constraints, and on filling their masks, so far."""
+    """The seconds that an engine has spent on constraints so far.
+
+    Args:
+        compile_s: Seconds of compiling constraints.
+        mask_s: Seconds of filling the masks of constrained rows.
+    """
 
     compile_s: float = 0.0
     mask_s: float = 0.0

@@ -172,7 +172,7 @@ class SamplingParams:
 
     @classmethod
     def scores(cls, lengths: tuple[int, ...] = ()) -> Self:
-        """Return the parameters of a request for the log-probabilities of continuations of these lengths."""
+        """Return the parameters of a scoring request, for continuations with these numbers of tokens."""
         return cls(max_tokens=0, scored=lengths)
 
     @property
@@ -187,7 +187,7 @@ class SamplingParams:
 
     @property
     def has_known_length(self) -> bool:
-        """Return True if only max_tokens or the model's context can end the answer."""
+        """Return True if only max_tokens or the model's context can end the answer, or no tokens are generated."""
         ends = (
             self.stop
             or self.stop_token_ids

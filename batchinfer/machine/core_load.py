@@ -21,6 +21,13 @@ class CoreLoad:
         clock: Callable[[], float] = time.monotonic,
         own_time: Callable[[], float] = time.process_time,
     ) -> None:
+        """Start the first interval.
+
+        Args:
+            stat: The system's file with the CPU time of each core.
+            clock: Returns the time in seconds.
+            own_time: Returns the CPU seconds of this process.
+        """
         self._stat, self._clock, self._own_time = stat, clock, own_time
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         self._at, self._before = clock(), self._others()

@@ -73,6 +73,13 @@ class EnergyMeter:
     def __init__(
         self, cpu: Sequence[Counter], gpu: Sequence[Counter], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Start to measure.
+
+        Args:
+            cpu: The counters of all CPUs; empty if they cannot be read.
+            gpu: The counters of all GPUs; empty if they cannot be read.
+            clock: Returns the time in seconds.
+        """
         self._cpu, self._gpu, self._clock = cpu, gpu, clock
         self._polled = clock()
 

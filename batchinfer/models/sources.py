@@ -63,6 +63,7 @@ class ModelSource:
         ranks: The ranks that compute the model together.
         whole: The whole model. None: `spec` is the whole model.
         read: Counts the bytes that are read from the checkpoint.
+        can_be_captured: True: decode steps launch the same kernels each time, and never wait for the device.
     """
 
     spec: ModelSpec
@@ -75,7 +76,6 @@ class ModelSource:
     ranks: Ranks = SINGLE_RANK
     whole: ModelSpec | None = None
     read: ReadCount = field(default_factory=ReadCount)
-    # Decode steps launch the same kernels each time, and never wait for the device
     can_be_captured: ClassVar[bool] = True
 
     def part(self, ranks: Ranks) -> ModelSource:

@@ -20,11 +20,16 @@ class SurvivalCurve:
     An answer that is cut or still running is only known to be longer than its current length (a censored observation).
     Beyond the longest observed answer, the share decreases exponentially at the mean rate up to there (Brown, Hollander
     and Kotz, 1974).
+
+    Args:
+        _lengths: Ascending lengths in tokens at which answers ended.
+        _longer: The share of answers that are longer, for each of these lengths.
+        _last: Tokens of the longest answer, cut or not.
     """
 
-    _lengths: Ints  # ascending lengths at which answers ended
-    _longer: Floats  # the share of answers longer than each
-    _last: int  # tokens of the longest answer, cut or not
+    _lengths: Ints
+    _longer: Floats
+    _last: int
 
     @classmethod
     def of(cls, lengths: Ints, cut: NDArray[np.bool_]) -> SurvivalCurve | None:

@@ -94,7 +94,7 @@ class CalibratedFolder:
             yield f"{module}.weight_shape", torch.tensor(stored.shape)
 
     def _load_stored(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and contents of tensors of the original checkpoint, in the order of its files."""
+        """Yield name and content of the named tensors of the original checkpoint, opening each file once."""
         files = dict[Path, list[str]]()
         for name in names:
             files.setdefault(self._checkpoint.tensors[name].file, []).append(name)

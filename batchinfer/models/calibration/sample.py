@@ -89,6 +89,7 @@ class SampledStep:
     """A batch of sample rows that one forward pass computes completely, and its inputs of attention."""
 
     def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
+        """Concatenate the tokens of the rows on a device, and assign blocks of a temporary KV cache to the rows."""
         lengths = [len(row.ids) for row in rows]
         self.ids = torch.from_numpy(np.concatenate([row.ids for row in rows]).astype(np.int64)).to(device)
         self.counted = torch.from_numpy(np.concatenate([row.counted for row in rows])).to(device)

@@ -65,6 +65,7 @@ class Checkpoint(WeightFiles):
         packed: The weights that are stored in a quantised or sparse format, by name of the weight.
         shapes: The shapes of all weights after dequantisation, by name.
         notices: Messages for the user before the run.
+        modelling: The name of the program whose code computes the model.
     """
 
     spec: ModelSpec
@@ -73,7 +74,7 @@ class Checkpoint(WeightFiles):
     shapes: Mapping[str, Shape]
     notices: tuple[str, ...] = ()
 
-    modelling: ClassVar[str] = OWN  # the program whose code computes the model
+    modelling: ClassVar[str] = OWN
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
         """Return a hash (in hex) of the weights and the configuration.

@@ -24,7 +24,11 @@ Known = TypeVar("Known", Family, Multimodal, Family | Multimodal)
 
 
 def load_config(folder: Path) -> ModelSpec:
-    """Read the configuration files in a checkpoint folder, and return the model's spec. Raises JobFileError."""
+    """Read config.json and generation_config.json in a checkpoint folder, and return the spec of the model.
+
+    Raises:
+        JobFileError: The configuration is invalid or not supported. It lists all mistakes.
+    """
     return parse_config(
         read_config_json(folder),
         load_if_there(folder / "generation_config.json"),

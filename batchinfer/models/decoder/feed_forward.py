@@ -127,7 +127,7 @@ class ExpertLoads:
         return {index: loads.tolist() for index, loads in self._layers.items()}
 
     def restart(self) -> None:
-        """Set all counters to 0."""
+        """Set the counters of tokens per expert to 0."""
         for loads in self._layers.values():
             loads.zero_()
 

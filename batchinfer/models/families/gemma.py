@@ -93,13 +93,13 @@ def parse_gemma3(files: ConfigFiles) -> ModelSpec:
     }
     layers = tuple(_layer(fields, turned[kind], kind) for kind in _kinds(fields, "gemma3_text"))
     made = _model("gemma3_text", files, layers, logit_cap=_cap(fields, "final_logit_softcapping"))
-    if not _sees_later(fields):
+    if not _is_encoder(fields):
         return made
     return replace(made, layers=tuple(map(_on_both_sides, layers)), tied=True, encoder=EncoderSpec())
 
 
-def _sees_later(fields: Fields) -> bool:
-    """Return True if the model is an encoder, such as EmbeddingGemma."""
+def _is_encoder(fields: Fields) -> bool:
+    # Such as EmbeddingGemma
     return fields.boolean("use_bidirectional_attention", False)
 
 
@@ -162,7 +162,7 @@ def _cap(fields: Fields, key: str, absent: float | None = None) -> float | None:
 
 def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **special: Any) -> ModelSpec:
     fields = files.config
-    if family != "gemma3_text" and _sees_later(fields):
+    if family != "gemma3_text" and _is_encoder(fields):
         fields.mistakes.append(
             f"{fields.name}: use_bidirectional_attention is true, which is no decoder; only false is supported"
         )

@@ -27,7 +27,7 @@ class StoredHeads(ABC):
 
     @abstractmethod
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the loaded weights.
+        """Return the bytes of the heads' loaded weights.
 
         Args:
             itemsize: Bytes of a value.

@@ -38,12 +38,13 @@ class StoredMtp(StoredLayer):
     Args:
         checkpoint: The checkpoint, with the MTP layer as last layer of its spec, and its tensors only.
         start: Prefix of the names of the layer's tensors.
+        tapped: Always (): the layer reads the output of the model's final norm, not the inputs of layers.
     """
 
     checkpoint: Checkpoint
     start: str
 
-    tapped: ClassVar[tuple[int, ...]] = ()  # none: the layer reads the output of the model's final norm
+    tapped: ClassVar[tuple[int, ...]] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -163,7 +163,7 @@ class SpentTime:
         self.seconds += time.perf_counter() - began
 
     def restart(self) -> None:
-        """Set the sum to 0."""
+        """Set the sum of measured times to 0."""
         self.seconds = 0.0
 
 

@@ -29,7 +29,7 @@ class Portion:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if there is only one part."""
+        """Return True if this is the only part, so it has all items."""
         return self.size == 1
 
     def span(self, count: int) -> Span:
@@ -66,7 +66,7 @@ class ModelShard:
 
     @property
     def cuts_layers(self) -> bool:
-        """Return True if the rank holds only a part of each of its layers."""
+        """Return True if the rank holds only a part of each of its layers: some heads, columns or experts."""
         return not self.tensor.is_whole or not (self.experts is None or self.experts.is_whole)
 
 

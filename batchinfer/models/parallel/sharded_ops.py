@@ -104,7 +104,12 @@ class HeldExperts(Experts):
         return self._group.all_reduce(self._sum_own(x, Choice(numbers, choice.weights)))
 
     def _sum_own(self, x: Tensor, choice: Choice) -> Tensor:
-        """Return (T, hidden), the weighted sum of the outputs of this rank's experts; `choice` has inner numbers."""
+        """Return (T, hidden), the weighted sum of the outputs of this rank's experts.
+
+        Args:
+            x: (T, hidden).
+            choice: The chosen experts by their numbers among this rank's experts (`_own_numbers`), and their weights.
+        """
         if self._inner.skips:
             return self._inner(x, choice)
         return self._ops.combine(self._compute_own(x, choice.experts), choice.weights)

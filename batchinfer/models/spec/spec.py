@@ -111,7 +111,7 @@ class LinearSpec:
 
     @property
     def active_values(self) -> int:
-        """Return the number of weight values that a token is multiplied with."""
+        """Return the number of weight values that one token is multiplied with, which leaves out unchosen experts."""
         return self.inputs * self.outputs * self.chosen
 
 
@@ -339,6 +339,7 @@ class LatentAttentionSpec:
         biased: True if the products q_a, kv_a and o have biases.
         eps: The epsilon of the norms of latents and of compressed queries.
         window: Always None: a query sees all keys.
+        kv_heads: Always 1: all query heads read the same cached values.
     """
 
     q_heads: int
@@ -352,7 +353,7 @@ class LatentAttentionSpec:
     eps: float = 1e-6
     window: None = None
 
-    kv_heads: ClassVar[int] = 1  # all query heads read the same cached values
+    kv_heads: ClassVar[int] = 1
 
     @property
     def group(self) -> int:
