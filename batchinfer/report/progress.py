@@ -399,7 +399,7 @@ class Progress:
 
     @property
     def knows_all_rows(self) -> bool:
-        """Return False while more rows may follow."""
+        """Return False while more rows of the input may follow."""
         return self._work is None or not self._work.more
 
     def left_s(self) -> float | None:
@@ -414,7 +414,7 @@ class Progress:
 
     @property
     def share(self) -> float | None:
-        """Return the finished share of the current phase from 0 to 1, or None if unknown."""
+        """Return the finished share of the run's current phase from 0 to 1, or None if unknown."""
         return None if self._work is None else self._work.share
 
     @property

@@ -147,7 +147,7 @@ class Meter:
 
     @property
     def requests(self) -> int:
-        """Return the number of finished requests that were recorded."""
+        """Return the number of finished requests that the meter has recorded."""
         return self._requests.rows
 
     def finish(self) -> Measured:

@@ -43,7 +43,7 @@ class Labels:
 
     @property
     def are_useful(self) -> bool:
-        """Return True if there are labels, at most 50, and on average at least two rows per label."""
+        """Return True if the field has labels, at most 50, and on average at least two rows per label."""
         return self.few and self._rows >= ROWS_PER_LABEL * len(self._texts) > 0
 
     def of(self, value: Any) -> str | None:

@@ -127,7 +127,7 @@ def token_entries(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detoke
 
 
 def combine_lists(column: pa.ChunkedArray) -> pa.ListArray:
-    """Return a chunked column of lists as one array."""
+    """Return a chunked Arrow column of lists as one array."""
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 

@@ -335,7 +335,7 @@ class KeptIndex:
         self._count += 1
 
     def finish_segment_if_due(self) -> bool:
-        """Finish the current segment if the next row starts a new one, and return True then.
+        """Finish the current segment of the kept index if the next row starts a new one, and return True then.
 
         Raises StorageError.
         """
@@ -358,7 +358,7 @@ class KeptIndex:
         self._writer, self._facts = None, SegmentFacts()
 
     def append(self, rows: PreparedRows) -> None:
-        """Keep the prepared rows of the next chunk, in the order in which chunks were yielded.
+        """Write the prepared rows of the next chunk to the kept index, in the order in which chunks were yielded.
 
         Raises StorageError.
         """

@@ -16,7 +16,7 @@ Marks = NDArray[np.bool_]
 
 
 def published_rows(best: BestOf | None, rows: int) -> int:
-    """Return the number of result rows that this number of index rows becomes.
+    """Return the number of result rows that are made from `rows` rows of the index.
 
     Args:
         best: How many samples of each input row are computed and published. None: all are published.
@@ -26,7 +26,7 @@ def published_rows(best: BestOf | None, rows: int) -> int:
 
 
 def indexed_rows(best: BestOf | None, rows: int) -> int:
-    """Return the number of index rows that this number of result rows was chosen from.
+    """Return the number of index rows from which `rows` result rows are made.
 
     Args:
         best: How many samples of each input row are computed and published. None: all are published.

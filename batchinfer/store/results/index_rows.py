@@ -18,7 +18,7 @@ _READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", 
 
 
 class IndexRows:
-    """Reads the rows of an index that results need, by row range. Several threads may read."""
+    """Reads the index columns that results need, by row range. Several threads may read."""
 
     def __init__(self, index: Index) -> None:
         self._rows = ParquetRows(index.index_parts)

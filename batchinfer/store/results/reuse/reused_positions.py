@@ -32,7 +32,7 @@ class ReusedPositions:
     keys: pa.Array
 
     def overlay(self, found: Numbers) -> Numbers:
-        """Return the position of each row's answer: `found`, or the recorded one if `found` is negative."""
+        """Return the position of each reused row's answer: `found`, or the recorded one if `found` is negative."""
         return np.where(found >= 0, found, self.places)
 
     def is_unchanged(self, places: Numbers) -> bool:
