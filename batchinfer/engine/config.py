@@ -29,18 +29,33 @@ NO_CHOICE = "{}"  # the result if the engine died while choosing
 
 
 def choose_alone(choose: Callable[[], str]) -> str:
-    """Call `choose`: the choice function of an engine that shares its choices with no other."""
+    """Call `choose` and return its result, for an engine that shares its choices with no other engine.
+
+    Args:
+        choose: Makes a choice and returns it as JSON.
+    """
     return choose()
 
 
 def max_queued_requests(max_num_seqs: int) -> int:
-    """Return the number of unfinished requests to keep in an engine."""
+    """Return the number of unfinished requests to keep in an engine, so that it never waits for requests.
+
+    Args:
+        max_num_seqs: The maximum number of sequences that the engine runs at once.
+    """
     return max(REQUEST_BATCH, _QUEUED * max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftModelConfig:
-    """The settings for loading a draft model."""
+    """The settings for loading a draft model.
+
+    Attributes:
+        model: The folder of the checkpoint.
+        dtype: The dtype of weights and activations.
+        quantization: How the weights are quantised.
+        kv_cache: The dtype of cached keys and values.
+    """
 
     model: Path
     dtype: Dtype
@@ -50,46 +65,95 @@ class DraftModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """The settings for loading the weights, which are known before the first row is read."""
+    """The settings for loading the weights, which are known before the first row is read.
+
+    Attributes:
+        model: The folder of the checkpoint.
+        dtype: The dtype of weights and activations.
+        device: The kind of device.
+        threads: CPU threads, or None for one per usable core.
+        quantization: How the weights are quantised.
+        deterministic: True if the result of a row must not depend on the other rows of a batch.
+        tiles: True if a deterministic run on a CPU must give the same bits as matrix tiles (AMX) do.
+        kv_cache: The dtype of cached keys and values.
+        adapters: The fingerprint and the folder of each LoRA adapter.
+        adapter_slots: Maximum number of adapters on the device at a time, or None for all.
+        draft_model: The draft model, if any.
+        heads: The folder of draft heads, if any.
+        experts: The experts of each rank, or None for contiguous ranges.
+    """
 
     model: Path
     dtype: Dtype
     device: Device
-    threads: int | None = None  # None: one per usable core
+    threads: int | None = None
     quantization: Quantization = "none"
-    deterministic: bool = False  # the result of a row does not depend on the other rows
-    tiles: bool = False  # a deterministic run on a CPU computes the bits of matrix tiles (AMX)
+    deterministic: bool = False
+    tiles: bool = False
     kv_cache: KvCacheDtype = "auto"
-    adapters: tuple[tuple[str, Path], ...] = ()  # fingerprints and folders
-    adapter_slots: int | None = None  # adapters on the device at a time; None: all
+    adapters: tuple[tuple[str, Path], ...] = ()
+    adapter_slots: int | None = None
     draft_model: DraftModelConfig | None = None
-    heads: Path | None = None  # the folder of draft heads
-    experts: ExpertPlacement | None = None  # which experts each rank holds; None: contiguous ranges
+    heads: Path | None = None
+    experts: ExpertPlacement | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings of an engine. Some are known only after planning. None: the engine chooses the value."""
+    """The settings of an engine. Some are known only after planning.
+
+    Attributes:
+        load: The settings for loading the weights.
+        max_model_len: Maximum tokens of a sequence, prompt and output.
+        longest: Tokens, prompt and output, of the job's longest sequence.
+        max_num_seqs: Maximum running sequences. None: the engine chooses.
+        max_num_batched_tokens: Maximum tokens per step. None: the engine chooses.
+        block_size: Tokens per KV cache block. None: the engine chooses.
+        kv_memory: The size of the KV cache: an int in bytes, or a float as a share of the memory that is free after
+            loading the weights. None: the engine chooses.
+        prefix_caching: True if sequences may share the cached blocks of a common prefix.
+        memory: Bytes of host memory for a CPU engine, weights included. None: all free memory.
+        peaks: The peak FLOP/s and bandwidth of this engine's share of the device, or None if unknown.
+        logprobs: The highest number of log-probabilities per token that a row requests. None: no row requests any.
+        drafts: The names of the draft sources.
+    """
 
     load: LoadConfig
     max_model_len: int
-    longest: int  # tokens (prompt and output) of the job's longest sequence
+    longest: int
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
-    # Bytes, or a share of the memory that is free after loading the weights
     kv_memory: int | float | None = None
     prefix_caching: bool = True
-    # Bytes of host memory for a CPU engine, weights included; None: all free memory
     memory: int | None = None
-    peaks: Peaks | None = None  # peak speeds of this engine's share of the device
-    logprobs: int | None = None  # the most log-probabilities per token that a row requests; None: no row does
-    drafts: tuple[DraftName, ...] = ()  # draft sources
+    peaks: Peaks | None = None
+    logprobs: int | None = None
+    drafts: tuple[DraftName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties of a running engine, for the report and for the feeder that keeps its queue filled."""
+    """The properties of a running engine. The report shows them, and the driver fills the engine's queue by them.
+
+    Bytes are per rank if the model is sharded.
+
+    Attributes:
+        ops: The name of the operator implementation.
+        threads: CPU threads.
+        max_num_seqs: Maximum running sequences.
+        max_num_batched_tokens: Maximum tokens per step.
+        block_size: Tokens per KV cache block.
+        blocks: Blocks of the KV cache.
+        kv_bytes: Bytes of the KV cache.
+        weight_bytes: Bytes of the weights.
+        linear: How the linear layers are computed.
+        gpu: The GPU's UUID; empty on a CPU.
+        capture_s: Seconds spent capturing CUDA graphs; None on a CPU.
+        graph_bytes: Device memory of the CUDA graphs; None on a CPU.
+        free_bytes: Free device memory when the engine is ready; None on a CPU.
+        division: How the model is sharded over ranks.
+    """
 
     ops: str
     device: str
@@ -103,12 +167,12 @@ class EngineInfo:
     weight_bytes: int
     quantization: str = "none"
     deterministic: bool = False
-    linear: str = ""  # how the linear layers are computed, for the report
-    gpu: str = ""  # the GPU's UUID; empty on a CPU
-    capture_s: float | None = None  # seconds spent capturing graphs; None on a CPU
-    graph_bytes: int | None = None  # device memory of these graphs; None on a CPU
-    free_bytes: int | None = None  # free device memory when the engine is ready; None on a CPU
-    division: Division = UNDIVIDED  # its ranks; all bytes above are of one rank
+    linear: str = ""
+    gpu: str = ""
+    capture_s: float | None = None
+    graph_bytes: int | None = None
+    free_bytes: int | None = None
+    division: Division = UNDIVIDED
 
 
 # Part of every work key. Raise it when a change of operators may change a token: stored answers are then not reused.
@@ -117,11 +181,20 @@ NUMERICS_VERSION = 6
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOrder:
-    """The input of an int4 calibration."""
+    """The input of an int4 calibration.
 
-    load: LoadConfig  # the model
-    prompts: tuple[TokenIds, ...]  # sample prompts, in the order in which they were drawn
-    answer_tokens: int  # maximum tokens per answer; 0: the job generates no text
-    folder: Path  # the output folder, empty
-    group: int  # inputs per quantisation group
-    adapted: bool = False  # keep the checkpoint compatible with the model's adapters
+    Attributes:
+        load: The settings for loading the unquantised model.
+        prompts: Sample prompts, in the order in which they were drawn.
+        answer_tokens: Maximum tokens per answer, or 0 if the job generates no text.
+        folder: The output folder, which must be empty.
+        group: The number of inputs of a weight matrix that share a scale.
+        adapted: True if the quantised checkpoint must stay compatible with the model's LoRA adapters.
+    """
+
+    load: LoadConfig
+    prompts: tuple[TokenIds, ...]
+    answer_tokens: int
+    folder: Path
+    group: int
+    adapted: bool = False

@@ -17,8 +17,6 @@ _LEAST, _MOST = 0.02, 0.995  # bounds of an estimated rate
 
 @dataclass(slots=True)
 class _Count:
-    """The number of verified and of accepted draft tokens."""
-
     verified: float = 0.0
     accepted: float = 0.0
 
@@ -27,7 +25,10 @@ class _Count:
 
 
 class NodeAcceptance:
-    """Estimates the acceptance rate of draft tree nodes whose parent was accepted, per kind of node."""
+    """Estimates the probability that a node of a draft tree is accepted, given that its parent was accepted.
+
+    Nodes are counted by a hashable kind that the draft source gives each node, such as its depth and rank.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, _Count] = {}
@@ -36,19 +37,21 @@ class NodeAcceptance:
         """Return the probability that a node of this kind is accepted if its parent is.
 
         Args:
-            kind: The kind of the node.
-            believed: The prior probability, used until enough nodes are verified.
+            kind: The key by which the draft source groups nodes with a similar acceptance rate.
+            believed: The prior probability. Its weight equals 4 verified nodes.
         """
         count = self._counts.get(kind) or _Count()
         rate = (count.accepted + _PRIOR_TOKENS * believed) / (count.verified + _PRIOR_TOKENS)
         return min(_MOST, max(_LEAST / 20, rate))
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
-        """Count the children of accepted nodes that the step verified.
+        """Count the verified and the accepted nodes of a draft tree, per kind.
+
+        Only children of accepted nodes count, because the step decides nothing about the other nodes.
 
         Args:
             tree: The proposed tree.
-            outcome: The result of its verification. The step may have run only a part of the tree.
+            outcome: The result of the step that verified the tree, or a part of the tree.
         """
         parents = tree.parents or range(-1, len(tree.tokens) - 1)
         run_parents = outcome.parents or range(-1, len(outcome.drafts) - 1)
@@ -70,7 +73,7 @@ class NodeAcceptance:
             run_node = accepted
 
     def fade(self, share: float) -> None:
-        """Scale all counts by 1 - `share` to give newer results more weight."""
+        """Scale the counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more."""
         for count in self._counts.values():
             count.scale(1 - share)
 
@@ -82,10 +85,10 @@ class NodeAcceptance:
 
 
 class Acceptance:
-    """Estimates the acceptance rate of draft tokens, per source and kind of proposal.
+    """Estimates the acceptance rate of draft tokens, per draft source and `Proposal.kind`.
 
-    Drafts after a rejected one are not verified, so they are not counted. Counts fade as steps pass. A source with a
-    low rate is therefore tried again later.
+    Drafts after a rejected draft are not verified, so they are not counted. Counts fade as steps pass, so a source with
+    a low rate is tried again later.
     """
 
     def __init__(self) -> None:
@@ -93,7 +96,12 @@ class Acceptance:
         self._rates: dict[tuple[str, int, bool], float] = {}  # a cache, cleared when counts change
 
     def rate(self, source: str, proposal: Proposal) -> float:
-        """Return the probability that a token of a proposal is accepted if the tokens before it are."""
+        """Return the probability that a token of a proposal is accepted if the tokens before it are.
+
+        Args:
+            source: The name of the draft source.
+            proposal: The proposal. Its length of match determines the prior probability.
+        """
         key = (source, proposal.matched, proposal.agreed)
         found = self._rates.get(key)
         if found is None:
@@ -111,7 +119,7 @@ class Acceptance:
         return min(_MOST, max(_LEAST, rate))
 
     def _weaker(self, source: str, kind: tuple[int, bool]) -> _Count:
-        """Return the counts of proposals with at most as long a match, at most `_WEAKER_TOKENS` in all.
+        """Return the counts of the source's proposals with shorter matches, scaled to `_WEAKER_TOKENS` at most.
 
         A longer match is at least as reliable. If short matches are accepted often, the text is probably copied.
         """
@@ -126,13 +134,13 @@ class Acceptance:
         return found
 
     def record_verified(self, source: str, proposal: Proposal, drafts: int, accepted: int) -> None:
-        """Count the verified tokens of a proposal.
+        """Count the verified and the accepted tokens of a proposal.
 
         Args:
-            source: The name of its source.
+            source: The name of the draft source that made the proposal.
             proposal: The proposal.
-            drafts: How many of its first tokens ran.
-            accepted: How many of these were accepted.
+            drafts: The number of leading tokens of the proposal that the step ran.
+            accepted: The number of leading tokens that were accepted.
         """
         self._rates.clear()
         count = self._counts.setdefault((source, proposal.kind), _Count())
@@ -142,7 +150,7 @@ class Acceptance:
             count.scale(0.5)
 
     def fade(self, share: float) -> None:
-        """Scale all counts by 1 - `share` to give newer results more weight."""
+        """Scale the counts of verified and accepted tokens by 1 - `share`, so that newer results weigh more."""
         self._rates.clear()
         for count in self._counts.values():
             count.scale(1 - share)

@@ -9,28 +9,39 @@ _LONGEST_PAUSE = 32  # tokens
 
 @dataclass(slots=True)
 class Backoff:
-    """Exponential back-off for a row whose drafts were missing or rejected several times in succession."""
+    """Exponential back-off for a row whose drafts were missing or rejected several times in succession.
+
+    Attributes:
+        failures: The number of failures since the last accepted draft.
+        resumes: The row's length in tokens, prompt included, from which drafts are tried again.
+    """
 
     failures: int = 0
-    resumes: int = 0  # the row's length at which it is tried again, in tokens
+    resumes: int = 0
 
     def is_over(self, length: int) -> bool:
-        """Return True if a row of this length may be tried."""
-        return length >= self.resumes
-
-    def record_failure(self, length: int, most: int) -> None:
-        """Count a failure. After more than `most` of them, pause for an exponentially growing number of tokens.
+        """Return True if the row may be queried for drafts again.
 
         Args:
             length: The row's current length in tokens.
-            most: The failures that are tolerated without a pause.
+        """
+        return length >= self.resumes
+
+    def record_failure(self, length: int, most: int) -> None:
+        """Count a query without an accepted draft, and pause after more than `most` of them in succession.
+
+        The pause is 2 tokens at first and doubles up to 32 tokens.
+
+        Args:
+            length: The row's current length in tokens.
+            most: The number of failures that are tolerated without a pause.
         """
         self.failures += 1
         if self.failures > most:
             self.resumes = length + min(_LONGEST_PAUSE, 1 << min(self.failures - most, 10))
 
     def reset(self) -> None:
-        """Forget all failures."""
+        """End the pause and forget all failures, after a draft was accepted."""
         self.failures = self.resumes = 0
 
 
@@ -40,7 +51,11 @@ _NEWEST = 0.2  # weight of the newest search in a moving average
 
 
 class SearchBudget:
-    """The time that may be spent on searching drafts: a share of the steps' time, accumulated up to a limit."""
+    """The time that may be spent on searching texts for drafts.
+
+    Each step adds a share of its duration to the budget, and each search subtracts its own. The budget is limited to
+    the shares of 20 steps.
+    """
 
     def __init__(self) -> None:
         self._row_s = 0.0  # measured time to search one row; 0: not measured yet
@@ -48,11 +63,16 @@ class SearchBudget:
 
     @property
     def is_spent(self) -> bool:
-        """True if there is not enough time left to search one row."""
+        """True if the remaining budget is shorter than the average search for one row."""
         return bool(self._row_s) and self._allowed_s < self._row_s
 
     def rows(self, ready: int) -> int:
-        """Return how many of `ready` rows there is time to search."""
+        """Return the maximum number of rows to search for drafts within the remaining time.
+
+        Args:
+            ready: The number of rows that could be searched, returned while no search has been timed. Otherwise, the
+                result may exceed it.
+        """
         if self._row_s <= 0:
             return ready
         most = int(max(0.0, self._allowed_s) / self._row_s)
@@ -61,19 +81,24 @@ class SearchBudget:
         return most
 
     def subtract(self, seconds: float) -> None:
-        """Subtract the duration of a search from the budget."""
+        """Subtract the duration of a search, in seconds, from the budget."""
         self._allowed_s -= seconds
 
     def record_search(self, rows: int, seconds: float) -> None:
-        """Update the average time to search a row."""
+        """Update the average time to search a row.
+
+        Args:
+            rows: The number of rows that were searched, at least 1.
+            seconds: The time that the search took for all of them.
+        """
         each = seconds / rows
         self._row_s += _NEWEST * (each - self._row_s) if self._row_s else each
 
     def record_step(self, seconds: float) -> None:
-        """Add a step's share to the budget.
+        """Add 5 % of a step's time to the budget.
 
         Args:
-            seconds: The duration that the step would have had without drafts.
+            seconds: The duration that the tokens of the step would have taken without drafts.
         """
         share = SHARE * seconds
         self._most_allowed_s = _SAVED_STEPS * share

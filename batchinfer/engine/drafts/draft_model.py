@@ -34,60 +34,99 @@ _BELIEVED = 0.75  # prior acceptance rate of a token of the chain
 
 
 def spare_blocks(block_size: int, max_num_seqs: int) -> int:
-    """Return the number of extra cache blocks for proposed tokens, which exceed the blocks of their rows."""
+    """Return the number of KV cache blocks that a draft model needs in addition to the target model's blocks.
+
+    They take proposed tokens that do not fit into the blocks of their sequence.
+
+    Args:
+        block_size: Tokens per block.
+        max_num_seqs: Maximum running sequences of the engine.
+    """
     return min(MOST_ROWS, max_num_seqs) * -(-MOST_PROPOSED // block_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModelRunner:
-    """A loaded draft model and the facts about the target model that it needs."""
+    """A loaded draft model and the properties of the target model that it needs.
 
-    runner: Runner  # its cache has `blocks` and then `spare_blocks`
-    roots: ContentRoots  # of the draft model's own requests, with its own position limit
+    Attributes:
+        runner: Runs the draft model. Its KV cache has the target model's `blocks`, followed by the `spare_blocks`.
+        roots: The content roots of the draft model's own requests, with the draft model's own position limit.
+        vocab: The vocabulary size of the draft model.
+        blocks: The number of KV cache blocks of the target model.
+        max_num_seqs: Maximum running sequences of the engine.
+        most_tokens: Maximum tokens per step of the draft model.
+        table: The index of the target model's cache group whose block tables the draft model uses.
+        target_vocab: The vocabulary size of the target model.
+        eos_token_ids: The end-of-sequence tokens of the target model.
+        masks: The masks of constraints. None if no row has a constraint, or if the masks are for another vocabulary.
+        head: True for draft heads. At each position, draft heads read the next token and the hidden state of the target
+            model. For their own proposals they use their own states instead, so they compute accepted positions again.
+        branches: True if proposals may be trees.
+    """
+
+    runner: Runner
+    roots: ContentRoots
     vocab: int
     blocks: int
     max_num_seqs: int
-    most_tokens: int  # maximum tokens per step
-    table: int  # index of the target model's cache group whose block tables it uses
-    whole_vocab: int  # vocabulary size of the target model
-    eos_token_ids: frozenset[int]  # of the target model
-    masks: ConstraintMasks | None  # None if there are none, or if they are for another vocabulary
-    # True for draft heads. At each position a head reads the next token and the hidden state of the target model. For
-    # its own proposals it uses its own states instead, so accepted positions are computed again
+    most_tokens: int
+    table: int
+    target_vocab: int
+    eos_token_ids: frozenset[int]
+    masks: ConstraintMasks | None
     head: bool = False
-    branches: bool = False  # True if proposals may be trees
+    branches: bool = False
 
 
 class _Prediction(NamedTuple):
-    """A token of the draft model, its probability, and the most likely alternatives with theirs."""
+    """A token that the draft model proposes.
+
+    Attributes:
+        token: The id of the token.
+        chance: Its probability by the draft model; 0 if proposals are not trees.
+        others: The most likely alternatives, as token id and probability; empty if proposals are not trees.
+    """
 
     token: int
-    chance: float = 0.0  # 0 without branches
-    others: Seq[tuple[int, float]] = ()  # empty without branches
+    chance: float = 0.0
+    others: Seq[tuple[int, float]] = ()
 
 
 @dataclass(slots=True, eq=False)
 class _RowState:
-    """The draft model's state of a row."""
+    """The draft model's progress in a sequence of the target model.
+
+    Attributes:
+        row: The sequence of the target model.
+        own: The same sequence as the draft model runs it, followed by proposed tokens. For draft heads, without the
+            sequence's first token.
+        preemptions: The preemptions of `row` when this object was created.
+        confirmed: The number of leading tokens of `own` that are tokens of `row`, not proposals.
+        kept_positions: The number of leading positions in blocks that the target model will not free before the next
+            query, except by preemption.
+        mask: The number of the constraint's token mask while the model proposes, or None.
+    """
 
     row: Sequence
-    own: Sequence  # the row as the draft model runs it, with proposed tokens; for heads, without the first token
-    preemptions: int  # of the row when the state was created
-    confirmed: int = 0  # tokens of `own` that were not proposed
-    kept_positions: int = 0  # positions in blocks that the row is sure to keep
-    mask: int | None = None  # mask of the row's constraint while the model proposes
+    own: Sequence
+    preemptions: int
+    confirmed: int = 0
+    kept_positions: int = 0
+    mask: int | None = None
 
 
 class DraftModelSource:
-    """A draft source that runs a small model or draft heads.
+    """A draft source that runs a small draft model, or draft heads with their own KV cache, such as EAGLE.
 
-    The model prefills a row only when it is queried. It uses the row's block numbers of the target model, so prefix
-    sharing and preemption apply to both caches. Tokens beyond the row's blocks use spare blocks and are recomputed if
-    they are accepted. Sampling parameters, random draws and constraints of the row apply.
+    The draft model prefills a row (a running sequence) only when the row is queried. Draft model and target model store
+    a row in KV cache blocks with the same numbers, so prefix sharing and preemption apply to both caches. Tokens beyond
+    the row's blocks use spare blocks and are recomputed if they are accepted. The row's sampling parameters, random
+    draws and constraint also apply to proposals.
 
-    With `branches`, it proposes a tree: a chain of its tokens, with the next likely tokens as leaves. With heads, the
-    last position of a shared block may have been computed with the next token of another row, which makes proposals
-    slightly worse.
+    If the configuration allows branches, the source proposes trees: a chain of the sampled tokens, with the next likely
+    tokens as leaves. With draft heads, the last position of a shared block may have been computed with the next token
+    of another row, which makes proposals slightly worse.
     """
 
     most_proposed = MOST_PROPOSED  # maximum number of proposed tokens per row
@@ -107,27 +146,32 @@ class DraftModelSource:
 
     @property
     def name(self) -> DraftName:
-        """The name of the source in reports."""
+        """The name of this draft source in reports: heads or model."""
         return "heads" if self._config.head else "model"
 
     @property
     def most_rows(self) -> int:
-        """The maximum number of rows per query."""
+        """The maximum number of rows per call of `propose`."""
         return min(MOST_ROWS, self._config.max_num_seqs)
 
     def can_draft(self, row: Sequence) -> bool:
-        """Return True if the row's length and all its tokens fit the draft model's positions and vocabulary."""
+        """Return True if the draft model can run a row with a full proposal.
+
+        The row must not exceed the draft model's context length. The vocabulary must include the row's tokens and the
+        tokens of its sampling parameters.
+        """
         config, length = self._config, len(row)
         if min(length + MOST_PROPOSED, row.max_length) > config.roots.max_model_len or length <= self._offset:
             return False
-        return config.vocab >= config.whole_vocab or (
+        return config.vocab >= config.target_vocab or (
             max(row.tokens) < config.vocab and _largest_named_token(row) < config.vocab
         )
 
     def seconds(self, rows: Seq[Sequence], count: int) -> float:
         """Return the estimated time to propose `count` tokens for each row, in seconds.
 
-        Prefill of a row is spread over all tokens that the row may still get. Only the share of this query is counted.
+        The time to prefill a row is spread over all tokens that the row may still generate. The estimate includes the
+        part for `count` + 1 tokens.
         """
         more = sum(self._unread(row) * min(1.0, (count + 1) / (row.max_length - len(row))) for row in rows)
         each, context = len(rows), sum(map(len, rows)) / len(rows)
@@ -138,29 +182,38 @@ class DraftModelSource:
         """Return the expected number of accepted tokens of a chain of `count` tokens.
 
         Args:
-            rate: The measured acceptance rate. With branches, the model's own measurement replaces it.
-            count: The length of the chain. Leaves of a tree are not counted.
+            rate: The measured acceptance rate of the source's tokens. If proposals may be trees, the rate that this
+                source measures itself is used instead.
+            count: The number of tokens of the chain. Leaves of a tree are not counted.
         """
         return expected_accepted(
             self._acceptance.rate("chain", _BELIEVED) if self._config.branches else rate, count
         )
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
-        """Count accepted and rejected nodes, per kind of node and per rank."""
+        """Learn the acceptance rates of nodes from a verified tree.
+
+        Nodes are counted twice: by kind, and by whether they belong to the chain of the model's own tokens.
+
+        Args:
+            tree: The tree that this source proposed.
+            outcome: The result of the step that verified it.
+        """
         self._acceptance.record_verified(tree, outcome)
         chain = ["other" if rank else "chain" for _, rank, _ in cast(Seq[_Kind], tree.kinds)]
         self._acceptance.record_verified(tree._replace(kinds=chain), outcome)
 
     def fade(self, share: float) -> None:
-        """Scale all counts by 1 - `share` to give newer results more weight."""
+        """Scale the counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more."""
         self._acceptance.fade(share)
 
     def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
-        """Return a tree of up to `count` tokens for each row.
+        """Run the draft model and return a tree of up to `count` tokens for each row. A tree may be empty.
 
         Args:
-            rows: At most `most_rows` rows for which `can_draft` is True.
-            count: The maximum number of tokens per row.
+            rows: At most `most_rows` sequences for which `can_draft` is True.
+            count: The maximum number of tokens per tree. The model runs this number of steps after the prefill, minus
+                one.
         """
         states = [self._update(row, number) for number, row in enumerate(rows)]
         found: dict[Sequence, list[_Prediction]] = {one.own: [] for one in states}
@@ -181,7 +234,12 @@ class DraftModelSource:
         return [self._proposed(one, found[one.own]) for one in states]
 
     def _proposed(self, one: _RowState, given: Seq[_Prediction]) -> DraftTree:
-        """Return the chain that was run for a row; with branches, the most likely nodes of the chain and its leaves."""
+        """Return the draft tree of a row.
+
+        Args:
+            one: The state of the row, after the proposed tokens were appended.
+            given: The predictions of all steps.
+        """
         chain = one.own.tokens[one.confirmed :]
         if not self._config.branches:
             return DraftTree(chain.tolist())
@@ -197,11 +255,11 @@ class DraftModelSource:
         return _tree(nodes, len(given))
 
     def finish(self, row: Sequence) -> None:
-        """Forget a row that has ended."""
+        """Delete the state of a sequence that has ended."""
         self._states.pop(row, None)
 
     def _unread(self, row: Sequence) -> int:
-        """Return the number of tokens before the last one that must be prefilled."""
+        """Return the number of a row's tokens that the draft model must prefill before it proposes the first token."""
         one = self._states.get(row)
         valid = (
             self._reusable(row)
@@ -211,10 +269,12 @@ class DraftModelSource:
         return max(0, len(row) - self._offset - 1 - valid)
 
     def _update(self, row: Sequence, place: int) -> _RowState:
-        """Return the updated state of a row, with its blocks recorded as computed: `_prefill` computes them in order.
+        """Return the state of a row, updated with the tokens that the row got since the last query.
+
+        The row's blocks are recorded as computed, although only the following call of `_prefill` computes them.
 
         Args:
-            row: The row.
+            row: The sequence of the target model.
             place: Its index in the query, which determines its spare blocks.
         """
         one = self._states.get(row)
@@ -262,9 +322,15 @@ class DraftModelSource:
             own.mask = one.mask = masks.put(own.constraint)
 
     def _candidates(self, step: _Prediction, drawn: bool) -> list[tuple[int, float, _Kind]]:
-        """Return the candidates of a position: token, acceptance rate given its ancestors, and kind.
+        """Return the candidate tokens of a position, each with its acceptance rate and its kind.
 
-        The prior of an alternative is its share of the probability that the chain's token leaves, by the model.
+        Args:
+            step: The model's token and its alternatives.
+            drawn: True if the row is sampled, not greedy.
+
+        Returns:
+            The model's token first. A rate is the probability of acceptance if the ancestors are accepted. The prior
+            rate of an alternative is the rest that the model's token leaves, times the alternative's share of it.
         """
         kind = drawn, 0, _level(step.chance)
         found, left = [(step.token, self._acceptance.rate(kind, _BELIEVED), kind)], max(1e-6, 1 - step.chance)
@@ -279,9 +345,10 @@ class DraftModelSource:
             one.mask = one.own.mask = None
 
     def _valid(self, one: _RowState, row: Sequence) -> int:
-        """Return the number of leading positions whose cached values are still right, accepted proposals included.
+        """Return the number of leading positions of a row whose cached keys and values can be reused.
 
-        Heads computed their proposals from their own states, so none of these counts.
+        Positions of accepted proposals can be reused too, except with draft heads, which compute proposals from their
+        own states.
         """
         own, same = one.own, one.confirmed
         most = min(one.kept_positions, own.computed, len(row))
@@ -292,16 +359,17 @@ class DraftModelSource:
         return min(same, most)
 
     def _reusable(self, row: Sequence) -> int:
-        """Return the number of leading prompt positions in full blocks that are computed already, for any row."""
+        """Return the number of leading prompt tokens in full blocks that the draft model has computed for any row."""
         table, size = row.tables[self._config.table], self._size
         full = row.prompt_blocks(len(row), size)
         missing = (at for at in range(full) if self._contents.get(table[at]) != row.block_hash(at, size))
         return next(missing, full) * size
 
     def _note(self, one: _RowState, start: int, end: int) -> None:
-        """Record the contents of the blocks whose positions from `start` to `end` are written.
+        """Record the content hashes of the blocks with the positions from `start` to `end` of a row.
 
-        The last proposed token is never written: nothing is proposed after it, and it may have no block.
+        Blocks that are not full of prompt tokens are recorded as unknown. The last proposed token is never written to
+        the cache: nothing is proposed after it, and it may have no block.
         """
         row, size = one.row, self._size
         table, full = one.own.tables[0], row.prompt_blocks(one.confirmed, size)
@@ -312,7 +380,7 @@ class DraftModelSource:
                 self._contents.pop(table[at], None)
 
     def _prefill(self, states: Seq[_RowState]) -> dict[Sequence, _Prediction]:
-        """Compute the missing tokens of the rows, in their order, and return the next token of each."""
+        """Run all tokens of the rows that are not in the draft model's cache, and return the prediction of each row."""
         predictions: dict[Sequence, _Prediction] = {}
         chunks, room = list[Chunk](), self._config.most_tokens
         for one in states:
@@ -328,7 +396,7 @@ class DraftModelSource:
         return predictions | self._run(chunks) if chunks else predictions
 
     def _run(self, chunks: list[Chunk]) -> dict[Sequence, _Prediction]:
-        """Run a step and return the next token of each row whose last token is in its chunk."""
+        """Run a step of the draft model and return the predictions of the rows whose last token the step ran."""
         began, sampling = self._clock(), [c.sequence for c in chunks if c.samples]
         plan = self._writer.of(Step(chunks=chunks), sampling)
         launched = self._config.runner.launch(plan)
@@ -343,9 +411,9 @@ class DraftModelSource:
         }
 
     def _append(self, one: _RowState, token: int) -> bool:
-        """Append a token to the proposal if it is allowed. Return True if a further token may follow."""
+        """Append a token to a row's proposal if the row may contain it. Return True if a further token may follow."""
         own, constraint = one.own, one.own.constraint
-        if not 0 <= token < self._config.whole_vocab or token in own.stop_token_ids:
+        if not 0 <= token < self._config.target_vocab or token in own.stop_token_ids:
             return False
         if constraint is not None and not accept_token(constraint, token):
             return False
@@ -359,21 +427,29 @@ _Kind = tuple[bool, int, int]
 
 
 class _Node(NamedTuple):
-    """A candidate for a draft tree."""
+    """A candidate for a draft tree.
 
-    chance: float  # probability that it and its ancestors are accepted
-    parent: int  # index of its parent in the chain; -1: the row's last token
+    Attributes:
+        chance: The probability that this node and all its ancestors are accepted.
+        parent: The index of the parent in the chain, or -1 for the sequence's last token.
+        token: The id of the token.
+        kind: True if the sequence is sampled; the rank of the token; the level of its probability.
+    """
+
+    chance: float
+    parent: int
     token: int
     kind: _Kind
 
     @property
     def rank(self) -> int:
-        """The rank of the token among its siblings; 0 for the chain's token."""
+        """The rank of the token among its siblings; 0 for the token of the chain."""
         return self.kind[1]
 
 
 def _tree(nodes: Seq[_Node], most: int) -> DraftTree:
-    """Return the tree of the `most` most likely nodes. Parents come first, as they are at least as likely."""
+    """Return the draft tree of the `most` most likely nodes."""
+    # Parents come before their children: they are at least as likely
     chosen = sorted(nodes, key=lambda node: (-node.chance, node.parent, node.rank))[:most]
     places = {-1: -1} | {node.parent + 1: place for place, node in enumerate(chosen) if not node.rank}
     tokens, chances, kinds = ([getattr(n, name) for n in chosen] for name in ("token", "chance", "kind"))
@@ -381,7 +457,7 @@ def _tree(nodes: Seq[_Node], most: int) -> DraftTree:
 
 
 def _prediction(token: int, logprobs: TokenLogprobs | None) -> _Prediction:
-    """Return a token with its most likely alternatives, if its log-probability is finite."""
+    """Return the prediction of a token. Its alternatives are left out if its log-probability is not finite."""
     if logprobs is None or not np.isfinite(logprobs.chosen[0]):
         return _Prediction(token)
     each = zip(logprobs.top_ids[0].tolist(), np.exp(logprobs.top[0]).tolist(), strict=True)
@@ -390,12 +466,12 @@ def _prediction(token: int, logprobs: TokenLogprobs | None) -> _Prediction:
 
 
 def _level(chance: float) -> int:
-    """Return the level of a probability for counting: -2 * log2(chance), rounded, at most 16."""
+    """Return the level of a probability, by which nodes are counted: -2 * log2(chance), rounded, at most 16."""
     return min(16, round(-2 * log2(max(chance, 1e-9))))
 
 
 def _largest_named_token(row: Sequence) -> int:
-    """Return the largest token id that a row's parameters name."""
+    """Return the largest token id in a sequence's sampling parameters and stop tokens, or 0."""
     params = row.request.params
     named = [token for token, _ in params.logit_bias]
     named += [*params.allowed_token_ids, *(token for words in params.bad_tokens for token in words)]

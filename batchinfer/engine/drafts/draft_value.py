@@ -19,7 +19,13 @@ LEAST_GAIN = 1.03  # minimum gain in tokens per second for which drafts are used
 
 
 class Decoding(NamedTuple):
-    """The decoding rows of a step, their number of drafts, and the expected number of generated tokens."""
+    """The size of a step's decoding part.
+
+    Attributes:
+        rows: The number of decoding rows.
+        drafts: The total number of drafts that the step verifies for them.
+        tokens: The expected number of tokens that the step generates for them.
+    """
 
     rows: int
     drafts: int
@@ -33,8 +39,8 @@ def host_seconds(rows: int, steps: float = 1.0) -> float:
     """Return the estimated time in seconds that the host of a GPU needs for a step.
 
     Args:
-        rows: The rows of the step.
-        steps: The mean number of steps per launch.
+        rows: The number of rows of the step.
+        steps: The mean number of steps that one launch starts; the host's fixed costs are divided among them.
     """
     return (HOST_STEP_S + rows * HOST_ROW_S + further_host_s(steps - 1, rows)) / steps
 
@@ -42,20 +48,27 @@ def host_seconds(rows: int, steps: float = 1.0) -> float:
 def is_waiting_faster(
     seconds: Callable[[int, int], float], waiting: Decoding, ready: Decoding, plain: int
 ) -> bool:
-    """Return True if one later step of all rows yields more tokens per second than two; see `waiting_speedup`."""
+    """Return True if one later step of all rows yields more tokens per second than two separate steps.
+
+    Args:
+        seconds: Returns the device time of a step in seconds from its rows and its total number of drafts.
+        waiting: The rows whose tokens are in flight.
+        ready: The rows that can run now with drafts.
+        plain: The number of rows that run in every step and get one token each.
+    """
     return waiting_speedup(seconds, waiting, ready, plain) > 1
 
 
 def waiting_speedup(
     seconds: Callable[[int, int], float], waiting: Decoding, ready: Decoding, plain: int
 ) -> float:
-    """Return the tokens per second of one step of all rows, divided by the tokens per second of two steps.
+    """Return the tokens per second of one step of all rows, divided by the tokens per second of two separate steps.
 
-    The single step starts when the tokens in flight are known, and the device waits for them. Of the two steps, the
-    first runs the `ready` rows and the second the `waiting` rows.
+    The single step starts when the tokens in flight are known, and the device waits for them. The first separate step
+    runs the `ready` rows and the second one the `waiting` rows.
 
     Args:
-        seconds: Returns the device time of a step from its rows and its total number of drafts.
+        seconds: Returns the device time of a step in seconds from its rows and its total number of drafts.
         waiting: The rows whose tokens are in flight.
         ready: The rows that can run now with drafts.
         plain: The number of rows that run in every step and get one token each.
@@ -75,19 +88,24 @@ def choose_draft_counts(
     most: int,
     known: Mapping[int, Seq[float]] = MappingProxyType({}),
 ) -> NDArray[np.int64]:
-    """Return the number of tokens of each proposal to verify, (n,), that maximises the step's tokens per second.
+    """Choose how many tokens of each proposal a step verifies, to maximise the step's tokens per second.
 
-    Draft j of a proposal is accepted with probability rate^j, so the most likely drafts are the first of each proposal.
-    Totals that grow by about half are tried first, then totals around the best of them.
+    The j-th token of a proposal, counted from 1, is accepted with probability rate^j. The tokens with the highest
+    probabilities are chosen. Their total number is found by trying 1, 2, 3, 4, 6, 8, 12 and so on, and then a few
+    numbers around the best.
 
     Args:
-        rates: (n,), the acceptance rate of each proposal's tokens.
-        lengths: (n,), the number of tokens per proposal.
-        seconds: Returns the duration of a step from its total number of drafts.
+        rates: [n], the acceptance rate of the tokens of each of the n proposals.
+        lengths: [n], the number of tokens per proposal.
+        seconds: Returns the duration of the step in seconds from its total number of drafts.
         certain: The tokens that the step yields without drafts.
         most: Maximum total number of drafts.
-        known: Acceptance probabilities of single tokens, by index of the proposal; they replace its rate. They must not
-            increase.
+        known: The acceptance probability of each token, in descending order, by the index of a proposal. They replace
+            the proposal's rate.
+
+    Returns:
+        [n], the number of leading tokens of each proposal to verify. All are 0 if drafts do not make the step at least
+        3 % more efficient.
     """
     most = min(most, int(lengths.sum()))
     if most <= 0:
@@ -124,15 +142,16 @@ def choose_proposal_length(
     most: int,
     least: float,
 ) -> int:
-    """Return the number of tokens per row that a draft model should propose, or 0 if it should not be queried.
+    """Return the number of tokens that a draft model should propose per row, or 0 if it should not be queried.
 
     Args:
         expected: Returns the expected number of accepted tokens of a row from its number of proposed tokens.
-        rows: The number of rows that would be proposed for.
-        certain: The tokens that the step yields without these proposals.
-        seconds: Returns the duration of a step from the proposed tokens per row, the proposing included.
-        most: Maximum number of tokens per row.
-        least: The tokens per second without the draft model. It must be exceeded by `LEAST_GAIN`.
+        rows: The number of rows for which the model would be queried.
+        certain: The tokens that the next step yields without the draft model's proposals.
+        seconds: Returns the duration of the step in seconds from the proposed tokens per row, including the time that
+            the draft model takes.
+        most: Maximum number of proposed tokens per row.
+        least: The tokens per second without the draft model. The result is 0 if they are not exceeded by 3 %.
     """
     if most <= 0:
         return 0
@@ -142,7 +161,7 @@ def choose_proposal_length(
 
 
 def expected_accepted(rate: float, tokens: float) -> float:
-    """Return the expected number of accepted tokens of a chain.
+    """Return the expected number of accepted tokens in a chain of drafts.
 
     Args:
         rate: The probability that a token is accepted if the tokens before it are; less than 1.
@@ -154,6 +173,6 @@ def expected_accepted(rate: float, tokens: float) -> float:
 
 @lru_cache(1024)
 def _tried(most: int) -> list[int]:
-    """Return the total numbers of drafts to try first: 1, 2, 3, 4, 6, 8, 12, and so on up to `most`."""
+    """Return the total numbers of drafts that are tried first: 1, 2, 3, 4, 6, 8, 12, and so on up to `most`."""
     powers = [1 << bit for bit in range(most.bit_length())]
     return sorted({min(number, most) for power in powers for number in (power, power * 3 // 2)} | {most})

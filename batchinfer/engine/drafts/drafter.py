@@ -39,33 +39,43 @@ _Found = tuple[Sequence, str, Proposal]
 
 @dataclass(slots=True)
 class _Row:
-    """The draft state of a row."""
+    """The draft state of a sequence.
 
-    texts: Backoff  # of the sources that search texts
-    model: Backoff  # of the draft model
-    source: str = ""  # of the newest drafts
+    Attributes:
+        texts: The back-off of the sources that search texts.
+        model: The back-off of the draft model.
+        source: The name of the source of the newest drafts.
+        proposal: The proposal of the newest drafts.
+        rest: The proposed tokens after a rejected draft. They may be accepted if a copied text differs in one token.
+        drafts: The number of the newest drafts.
+        expected: The expected number of accepted tokens among the newest drafts.
+    """
+
+    texts: Backoff
+    model: Backoff
+    source: str = ""
     proposal: Proposal | None = None
-    # The proposed tokens after a rejected draft. They may be accepted if a copied text differs in one token only
     rest: Proposal | None = None
-    drafts: int = 0  # number of the newest drafts
-    expected: float = 0.0  # expected number of accepted ones among them
+    drafts: int = 0
+    expected: float = 0.0
 
 
 class CostedDrafter:
-    """A drafter that proposes the drafts with the highest expected number of tokens per second.
+    """A drafter that chooses drafts from several sources to maximise the expected tokens per second of a step.
 
-    Sources are queried in their order. Rows without accepted drafts are queried with exponentially decreasing
-    frequency.
+    A row is a running sequence. The time for queries is limited to a share of the steps' time. Rows without accepted
+    drafts are queried with exponentially decreasing frequency.
 
     Args:
-        sources: The sources that search texts.
+        sources: The sources that search texts, in the order in which they are queried.
         times: Estimates the duration of steps on the device.
         most_sampled: Maximum number of sampled positions per step, drafts included.
         looks_ahead: True if the host prepares a step while the previous step runs. A row with drafts then misses the
             following step, unless that step waits for the row.
         clock: Returns the time in seconds.
-        model: A draft model. It is queried for rows with weaker proposals if the expected gain exceeds its cost.
-        most_drafts: Maximum number of drafts per row and step. None: `MOST_DRAFTS`.
+        model: A draft model, if any. If the expected gain exceeds its cost, it is queried for the rows whose proposals
+            from `sources` are weaker.
+        most_drafts: Maximum number of drafts per row and step. None: 24.
     """
 
     def __init__(
@@ -91,7 +101,13 @@ class CostedDrafter:
         self._counts: dict[str, tuple[int, int]] = {}
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Drafts]]:
-        """Return the drafts of the rows that get any in the next step; see `Drafter`."""
+        """Return the rows that get drafts in the next step, with their drafts.
+
+        Args:
+            rows: Decoding sequences without drafts whose tokens are all known.
+            ahead: The number of further decoding sequences, whose last tokens are in flight.
+            others: The number of tokens that other sequences run in the step.
+        """
         began = self._clock()
         decodes, others = len(rows) + ahead, max(others, self._costs.prompt_tokens)
         self._costs.record_plan(decodes, ahead, others)
@@ -111,7 +127,11 @@ class CostedDrafter:
         return chosen
 
     def should_hold_row(self, sequence: Sequence) -> bool:
-        """Return True if a row should skip the next step to have drafts in the step after it; see `Drafter`."""
+        """Return True if a sequence in flight should skip the next step to have drafts in the step after it.
+
+        The next step is launched before the sequence's newest tokens are known, so the sequence can have no drafts in
+        it.
+        """
         if not self._pays:
             return False
         row = self._rows.get(sequence)
@@ -126,7 +146,15 @@ class CostedDrafter:
         return row is None or row.texts.is_over(len(sequence))
 
     def should_hold_step(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
-        """Return True if a single step of all rows yields more tokens per second than two steps; see `Drafter`."""
+        """Return True if the next step should be launched only after the tokens of the step in flight are known.
+
+        Then one step of all rows yields more tokens per second than two separate steps.
+
+        Args:
+            waiting: The sequences in flight that will have drafts when their tokens are known.
+            ready: The decoding sequences that are not in flight.
+            plain: The number of sequences in flight that can run on before their tokens are known.
+        """
         if self._costs.prompt_tokens or not plain + len(ready):
             return False
         return is_waiting_faster(
@@ -134,7 +162,7 @@ class CostedDrafter:
         )
 
     def _decoding(self, rows: Seq[Sequence]) -> Decoding:
-        """Estimate the next step of these rows from their newest drafts."""
+        """Estimate the size of a step of `rows` from the newest drafts of each row."""
         states = [self._rows[row] for row in rows if row in self._rows]
         return Decoding(
             len(rows), sum(one.drafts for one in states), len(rows) + sum(one.expected for one in states)
@@ -142,15 +170,21 @@ class CostedDrafter:
 
     @property
     def _tolerated_failures(self) -> int:
-        """The failures in a row before back-off starts.
+        """The number of successive failures of a row that are tolerated before back-off starts.
 
-        After a changed word of a copied text, nothing is found for a few tokens. A failure costs a whole step if the
-        row waited for its drafts, so back-off starts at once.
+        After a changed word of a copied text, no draft is found for a few tokens. If rows skip a step to have drafts, a
+        failure costs a whole step, so none is tolerated.
         """
         return 4 if self._costs.together else 0
 
     def record_verified(self, outcome: AcceptedTokens) -> None:
-        """Count the accepted and rejected drafts of a row."""
+        """Learn from the verification of a sequence's drafts.
+
+        The acceptance rate of the draft source and the back-off of the sequence are updated.
+
+        Args:
+            outcome: The drafts that a step ran for a sequence, and which of them were accepted.
+        """
         row = self._rows[outcome.sequence]
         assert row.proposal is not None, "drafts without a proposal"
         drafts = len(outcome.drafts)
@@ -170,7 +204,7 @@ class CostedDrafter:
             backoff.record_failure(len(outcome.sequence), self._tolerated_failures)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a row and pass its answer to the sources."""
+        """Delete the state of a sequence that has ended, and add its answer to the texts that sources search."""
         self._rows.pop(sequence, None)
         if self._model is not None:
             self._model.finish(sequence)
@@ -178,11 +212,16 @@ class CostedDrafter:
             self._learn(sequence.tokens[max(0, sequence.prompt_length - CONTEXT_TOKENS) :])
 
     def learn(self, answer: TokenIds) -> None:
-        """Pass the answer of another engine to the sources."""
+        """Add an answer of another engine to the texts that sources search."""
         self._learn(array("i", answer.tobytes()))
 
     def record_step(self, sample: StepSample) -> StepSample:
-        """Learn from the duration of a step, and return its sample with the results of its drafts."""
+        """Learn from the duration of a step.
+
+        Returns:
+            The sample with its draft fields filled: verified and accepted drafts, the time spent on proposals, and the
+            time that drafts saved.
+        """
         spent_s = 0.0 if self._model is None else self._model.take_spent_s()
         if self._counts:
             sample = replace(sample, **self._counted(sample, spent_s))
@@ -203,11 +242,11 @@ class CostedDrafter:
             source.learn(text)
 
     def _counted(self, sample: StepSample, spent_s: float) -> dict[str, Any]:
-        """Return the fields of a step's sample about its drafts.
+        """Return the values of the draft fields of a step's sample, by name of the field.
 
         Args:
             sample: The sample of the step.
-            spent_s: The part of its duration that the draft model took, in seconds.
+            spent_s: The part of the step's duration that the draft model took, in seconds.
         """
         found: dict[str, Any] = {}
         for source, (drafted, accepted) in self._counts.items():
@@ -217,7 +256,7 @@ class CostedDrafter:
         return found | {"drafted_tokens": drafted, "accepted_tokens": accepted, "drafts_saved_s": saved_s}
 
     def _rows_to_search(self, rows: Seq[Sequence]) -> list[Sequence]:
-        """Return the rows to search now: in turn, within the search budget."""
+        """Return the rows whose texts are searched for the next step, in turn if the search budget limits them."""
         ready = [row for row in rows if self._row(row).texts.is_over(len(row))]
         most = self._search.rows(len(ready))
         if most >= len(ready):
@@ -226,7 +265,7 @@ class CostedDrafter:
         return [*ready[self._turn :], *ready[: self._turn]][:most]
 
     def _search_rows(self, rows: list[Sequence]) -> list[_Found]:
-        """Return the proposal with the most expected accepted tokens for each row that has any."""
+        """Return, for each row with any proposal, the one with the highest expected number of accepted tokens."""
         began = self._clock()
         best: dict[Sequence, tuple[float, str, Proposal]] = {}
         for row, name, proposal in self._proposals(
@@ -250,7 +289,18 @@ class CostedDrafter:
     def _with_model(
         self, model: ModelChoice, rows: Seq[Sequence], found: list[_Found], decodes: int, others: int
     ) -> list[_Found]:
-        """Replace weaker proposals by proposals of the draft model, if the gain exceeds the model's cost."""
+        """Replace the weaker proposals by proposals of the draft model, if the gain exceeds the model's cost.
+
+        Args:
+            model: The draft model.
+            rows: The sequences that may have drafts.
+            found: The proposals of other sources.
+            decodes: The number of sequences that decode in the step.
+            others: The number of tokens that other sequences run in the step.
+
+        Returns:
+            The proposals of all sources.
+        """
         ready = [row for row in rows if self._row(row).model.is_over(len(row))]
         rate = self._acceptance.rate(model.name, model.prior)
         queried, kept = model.choose_rows(ready, found, self._value, rate)
@@ -275,7 +325,7 @@ class CostedDrafter:
         return proposal.expected_accepted(self._acceptance.rate(source, proposal), len(proposal.tokens))
 
     def _expected(self, found: list[_Found], decodes: int, others: int) -> tuple[int, float]:
-        """Return the number of these drafts that the step would verify, and the expected number of accepted ones."""
+        """Return the number of drafts that the step would verify, and the expected number of accepted drafts."""
         if not found:
             return 0, 0.0
         rates, counts = self._draft_counts(found, decodes, others)
@@ -284,7 +334,7 @@ class CostedDrafter:
     def _draft_counts(
         self, found: list[_Found], decodes: int, others: int
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the acceptance rate of each proposal and the number of its tokens to verify, both (n,)."""
+        """Return two arrays [proposals]: the acceptance rates, and the numbers of tokens that the step verifies."""
         rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
         lengths, seconds = np.minimum(lengths, self._most_drafts), self._costs.seconds
@@ -299,7 +349,7 @@ class CostedDrafter:
         return rates, counts
 
     def _choose(self, found: list[_Found], decodes: int, others: int) -> list[tuple[Sequence, Drafts]]:
-        """Return the drafts that the next step verifies."""
+        """Return the drafts that the next step verifies, chosen from the proposals in `found`."""
         rates, counts = self._draft_counts(found, decodes, others)
         expected = _expected_accepted(found, rates, counts)
         each = [one for one in zip(found, expected, counts.tolist(), strict=True) if one[2]]
@@ -311,7 +361,12 @@ class CostedDrafter:
         ]
 
     def _would_hold(self, chosen: list[tuple[_Found, float, int]], decodes: int) -> bool:
-        """Return True if the step after one with these drafts would wait for its tokens."""
+        """Return True if the step after the next one would wait for the tokens of these drafts.
+
+        Args:
+            chosen: Each proposal with its expected number of accepted tokens and its number of drafts.
+            decodes: The number of sequences that decode in the next step.
+        """
         tokens = sum(1 + accepted for _, accepted, _ in chosen)
         drafted = Decoding(len(chosen), sum(n for _, _, n in chosen), tokens)
         if len(chosen) == decodes:
@@ -321,7 +376,12 @@ class CostedDrafter:
     def _proposals(
         self, rows: list[Sequence], enough: Callable[[Sequence], bool]
     ) -> Iterator[tuple[Sequence, str, Proposal]]:
-        """Yield proposals for each row. A row for which `enough` returns True is passed to no further source."""
+        """Yield rows with the name of a source and its proposal. A row can occur several times.
+
+        Args:
+            rows: The sequences to query the sources for.
+            enough: Returns True if a sequence needs no further proposals.
+        """
         for row in rows:
             state = self._rows[row]
             if state.rest is not None:
@@ -344,15 +404,15 @@ class CostedDrafter:
 def _expected_accepted(
     found: list[_Found], rates: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> list[float]:
-    """Return the expected number of accepted tokens among the first `counts` tokens of each proposal."""
+    """Return the expected number of accepted tokens of each proposal, if its first `counts[i]` tokens are verified."""
     each = zip(found, rates.tolist(), counts.tolist(), strict=True)
     return [proposal.expected_accepted(rate, count) for (_, _, proposal), rate, count in each]
 
 
 def _verified(row: Sequence, proposal: Proposal) -> int:
-    """Return how many tokens of a proposal one step can verify.
+    """Return the number of leading tokens of a proposal that one step can verify.
 
-    With penalties, each draft needs its own copy of the row's text, so their number is limited.
+    It is limited for a row with penalties, because each draft then needs its own copy of the row's text.
     """
     if not row.request.params.penalised:
         return len(proposal.tokens)

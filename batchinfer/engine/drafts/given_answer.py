@@ -19,18 +19,31 @@ _COMPARED = 32  # tokens that are compared before each position
 
 
 class GivenAnswer:
-    """A source that continues a request's draft from the position that matches the answer so far.
+    """A draft source for requests that carry a draft of the whole answer, such as the row's earlier answer.
 
-    If the answer differs from the draft, the position with the longest match is used. Among equal matches, the position
-    nearest to the answer's length wins.
+    It proposes the tokens of the draft from the position that matches the end of the answer so far. If the answer
+    differs from the draft, the position with the longest match is used. Among equal matches, the position nearest to
+    the answer's length wins.
     """
 
     def __init__(self, name: DraftName) -> None:
-        """Create a source with the given name, which tells where the drafts of the requests come from."""
+        """Create a source.
+
+        Args:
+            name: The origin of the drafts that requests carry: earlier or model.
+        """
         self.name = name
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
-        """Return the continuation of each row's draft, up to `MOST_GIVEN` tokens whatever `most` is."""
+        """Return a proposal of up to 128 tokens for each row, from the draft of its request.
+
+        Args:
+            rows: Running sequences.
+            most: Ignored.
+
+        Returns:
+            None for a row without a draft, or if no position of its draft matches.
+        """
         return [
             None
             if row.request.draft is None
@@ -39,11 +52,16 @@ class GivenAnswer:
         ]
 
     def learn(self, text: array[int]) -> None:
-        """Do nothing: a request's draft belongs to one row only."""
+        """Ignore a complete answer: drafts come from the requests only."""
 
 
 def continue_draft(draft: TokenIds, answer: array[int]) -> Proposal | None:
-    """Return the tokens of a draft that follow an answer so far, or None if no position of the draft matches."""
+    """Return the part of a draft that continues an incomplete answer, or None if no position of the draft matches.
+
+    Args:
+        draft: The tokens of a likely complete answer.
+        answer: The tokens that were generated so far.
+    """
     if not len(answer):
         return _proposal(draft, 0, CONTEXT_TOKENS)
     last = answer[-_COMPARED:].tolist()
@@ -62,7 +80,7 @@ def _proposal(draft: TokenIds, begin: int, matched: int) -> Proposal | None:
 
 
 def _nearby_positions(draft: TokenIds, last: list[int], near: int) -> list[int]:
-    """Return the positions of the draft after the last two tokens of the answer, nearest to `near` first."""
+    """Return up to 8 positions of the draft that follow the last two tokens of the answer, nearest to `near` first."""
     if len(last) < 2 or len(draft) < 2:
         return []
     found = np.flatnonzero((draft[1:] == last[-1]) & (draft[:-1] == last[-2])) + 2
@@ -72,7 +90,7 @@ def _nearby_positions(draft: TokenIds, last: list[int], near: int) -> list[int]:
 
 
 def _matched(draft: TokenIds, begin: int, last: list[int]) -> int:
-    """Count the tokens directly before position `begin` of the draft that equal the last tokens of the answer."""
+    """Count the tokens directly before position `begin` of the draft that equal the end of the answer, `last`."""
     if begin > len(draft):
         return 0
     # Lists: comparing a few tokens in numpy takes ten times as long

@@ -38,30 +38,38 @@ _BELIEVED, _BELIEVED_NEXT = 0.75, 0.5
 
 
 class TreeShape(NamedTuple):
-    """The nodes of a draft tree, most likely first. The first n nodes are the best tree with n nodes."""
+    """The nodes of a draft tree without their tokens, most likely node first.
 
-    parents: list[int]  # index of the parent node; -1: the sequence's last token
-    depths: list[int]  # distance from the sequence's last token - 1, which is the index of the head
-    ranks: list[int]  # rank among the candidates of the head, 0 for the most likely
-    chances: list[float]  # probability that the node and all its ancestors are accepted
+    The first n nodes are the best tree with n nodes. All lists have one value per node.
+
+    Attributes:
+        parents: The index of the parent node, or -1 for the sequence's last token.
+        depths: The index of the Medusa head that predicts the node's token: 0 for children of the sequence's last token.
+        ranks: The rank of the node's token among the candidates of its head, 0 for the most likely.
+        chances: The probability that the node and all its ancestors are accepted.
+    """
+
+    parents: list[int]
+    depths: list[int]
+    ranks: list[int]
+    chances: list[float]
 
     def first(self, count: int) -> TreeShape:
-        """Return the best tree with `count` nodes."""
+        """Return the shape of the first `count` nodes, which is the best tree with that number of nodes."""
         return TreeShape(self.parents[:count], self.depths[:count], self.ranks[:count], self.chances[:count])
 
 
 def best_shape(rates: Seq[Seq[float]], most: int) -> TreeShape:
-    """Return the tree with the highest expected number of accepted nodes (Cai et al., 2024, section 2.1.2).
+    """Return the draft tree with the highest expected number of accepted nodes (Cai et al., 2024, section 2.1.2).
 
     Args:
-        rates: For each depth, the probability that each candidate is accepted if its ancestors are.
+        rates: `rates[depth][rank]` is the probability that a candidate token is accepted if its ancestors are.
         most: Maximum number of nodes.
     """
     orders = [sorted(range(len(own)), key=own.__getitem__, reverse=True) for own in rates]
     shape, waiting = TreeShape([], [], [], []), list[tuple[float, int, int, int, float]]()
 
     def push(depth: int, order: int, parent: int, before: float) -> None:
-        """Add a candidate to the heap. `order`: its rank by rate; `before`: the probability of its parent."""
         if depth < len(rates) and order < len(rates[depth]):
             chance = before * rates[depth][orders[depth][order]]
             heappush(waiting, (-chance, depth, order, parent, before))
@@ -81,13 +89,26 @@ def best_shape(rates: Seq[Seq[float]], most: int) -> TreeShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Head:
-    """The weights of a head: residual blocks of (hidden, hidden) and (hidden,), and the output, (vocab, hidden)."""
+    """The weights of one Medusa head.
+
+    Attributes:
+        blocks: The weight [hidden, hidden] and the bias [hidden] of each residual block.
+        out: The output weight, [vocab, hidden].
+    """
 
     blocks: list[tuple[Tensor, Tensor]]
     out: Tensor
 
     def tokens(self, states: Tensor, ranks: int) -> Tensor:
-        """Return the tokens with the highest logits, highest first: states (n, hidden) → (n, ranks) int64."""
+        """Return the tokens with the highest logits.
+
+        Args:
+            states: Hidden states of the target model, [n, hidden].
+            ranks: The number of tokens per state.
+
+        Returns:
+            int64 [n, ranks], the highest logit first.
+        """
         for weight, bias in self.blocks:
             states = states + silu(linear(states, weight, bias))
         logits = linear(states, self.out)
@@ -102,7 +123,13 @@ class MedusaHeads:
 
     @classmethod
     def load(cls, stored: StoredMedusa, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
-        """Load all heads in the dtype and to the device of their model."""
+        """Load the weights of all heads of a checkpoint.
+
+        Args:
+            stored: The files of the checkpoint.
+            dtype: The dtype of the target model.
+            device: The device of the target model.
+        """
         with safe_open(str(stored.weights), framework="pt", device="cpu") as file:
             heads = []
             for head in range(stored.count):
@@ -112,32 +139,41 @@ class MedusaHeads:
 
     @torch.inference_mode()
     def tokens(self, states: Tensor, count: int, ranks: int = 1) -> Tensor:
-        """Return the most likely tokens of the first heads.
+        """Return the most likely tokens of the first `count` heads.
 
         Args:
-            states: (n, hidden), the hidden states after the final norm.
-            count: The number of heads to run.
-            ranks: The number of candidates per head.
+            states: Hidden states of the target model after the final norm, [n, hidden].
+            count: The number of heads to run. Head i predicts the token i + 2 positions after the state's own token.
+            ranks: The number of tokens per head.
 
         Returns:
-            (n, count, ranks) int64.
+            int64 [n, count, ranks], the most likely token of each head first.
         """
         return torch.stack([head.tokens(states, ranks) for head in self.heads[:count]], 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MedusaRunner:
-    """Loaded heads with access to the hidden states of the target model."""
+    """Loaded Medusa heads with access to the hidden states of the target model.
+
+    Attributes:
+        heads: The heads.
+        model: The target model's final norm and output layer.
+        states: The hidden states from which the last tokens of running sequences were sampled.
+        head_values: The number of weights per head.
+        itemsize: The bytes per weight.
+        branches: True if proposals may be trees.
+    """
 
     heads: MedusaHeads
     model: LogitsHead
     states: KeptStates
-    head_values: int  # number of weights per head
-    itemsize: int  # bytes per weight
-    branches: bool = False  # True if proposals may be trees
+    head_values: int
+    itemsize: int
+    branches: bool = False
 
     def cost(self, rows: int, count: int) -> Cost:
-        """Return the cost of running the first `count` heads for a number of rows."""
+        """Return the FLOPs and bytes of running the first `count` heads for `rows` hidden states."""
         values = count * self.head_values
         return Cost(2 * rows * values, values * self.itemsize)
 
@@ -145,9 +181,9 @@ class MedusaRunner:
 class MedusaSource:
     """A draft source that runs Medusa heads on the hidden state from which a row's last token was sampled.
 
-    It proposes the tree with the highest expected number of accepted tokens, from the measured acceptance of each
-    candidate. Without `branches`, it proposes the most likely token of each head. Penalties, biases and random draws of
-    the row are ignored.
+    A row is a running sequence. The source proposes the tree with the highest expected number of accepted tokens, from
+    the measured acceptance of each candidate. If the runner allows no branches, the source proposes the most likely
+    token of each head. Penalties, biases and random draws of the row are ignored.
     """
 
     name: DraftName = "heads"
@@ -168,7 +204,10 @@ class MedusaSource:
 
     @property
     def shape(self) -> TreeShape:
-        """The best tree of the maximum size; see `best_shape`."""
+        """The shape of the tree with the highest expected number of accepted tokens, of the maximum size.
+
+        The maximum is 24 nodes, or one node per head if the runner allows no branches.
+        """
         if self._shape is None:
             heads = len(self._runner.heads.heads)
             ranks, most = (RANKS, MOST_DRAFTS) if self._runner.branches else (1, heads)
@@ -176,7 +215,7 @@ class MedusaSource:
         return self._shape
 
     def _rates(self, head: int, ranks: int) -> list[float]:
-        """Return the probability of each candidate of a head to be accepted if its ancestors are."""
+        """Return the acceptance probability of each of the `ranks` candidates of a head, if its ancestors are accepted."""
         rates = [self._acceptance.rate((head, 0), _BELIEVED)]
         for rank in range(1, ranks):
             believed = max(0.0, 1 - sum(rates)) * _BELIEVED_NEXT
@@ -184,27 +223,37 @@ class MedusaSource:
         return rates
 
     def expected(self, rate: float, count: int) -> float:
-        """Return the expected number of accepted tokens among the first `count` of a row. `rate` is ignored."""
+        """Return the expected number of accepted tokens per row if `count` tokens are verified. `rate` is ignored."""
         return sum(self.shape.chances[:count])
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
-        """Count the accepted and rejected candidates of each head."""
+        """Learn the acceptance rate of each head's candidates from a verified tree.
+
+        Args:
+            tree: The tree that this source proposed.
+            outcome: The result of the step that verified it.
+        """
         self._acceptance.record_verified(tree, outcome)
         self._shape = None
 
     def fade(self, share: float) -> None:
-        """Scale all counts by 1 - `share`, and let the measured slowness fade."""
+        """Scale the counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more.
+
+        The estimated duration of proposals also moves towards its roofline bound, if it is longer.
+        """
         self._acceptance.fade(share)
         self._shape = None
         if self._ratio is not None:
             self._ratio += _FORGOTTEN * (min(1.0, self._ratio) - self._ratio)
 
     def _heads(self, count: int) -> int:
-        """Return the number of heads that the first `count` nodes of the best tree need."""
         return 1 + max(self.shape.depths[:count])
 
     def can_draft(self, row: Sequence) -> bool:
-        """Return True if the state from which the row's last token was sampled is kept. Forced tokens have none."""
+        """Return True if the hidden state from which the row's last token was sampled is available.
+
+        A token that a constraint forced was not sampled and has no hidden state.
+        """
         return self._runner.states.has(row.request.key, row.output_length)
 
     def seconds(self, rows: Seq[Sequence], count: int) -> float:
@@ -212,7 +261,12 @@ class MedusaSource:
         return self._least_s(len(rows), self._heads(count)) * (self._ratio or 1.0)
 
     def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
-        """Return a tree of up to `count` tokens for each row. `can_draft` must be True for each row."""
+        """Run the heads and return the draft tree of each row.
+
+        Args:
+            rows: Sequences for which `can_draft` is True.
+            count: The number of tokens per tree, at most `most_proposed`.
+        """
         began, states = self._clock(), self._runner.states
         hidden = states.of([(row.request.key, row.output_length) for row in rows])
         shape = self.shape.first(count)
@@ -224,13 +278,19 @@ class MedusaSource:
         return [DraftTree(own, parents, shape.chances, kinds) for own in tokens]
 
     def record_time(self, rows: int, heads: int, took_s: float) -> None:
-        """Learn from the time in seconds that a number of heads took for a number of rows."""
+        """Learn from the duration of a proposal.
+
+        Args:
+            rows: The number of rows.
+            heads: The number of heads that ran.
+            took_s: The duration in seconds.
+        """
         found = took_s / self._least_s(rows, heads)
         before = self._ratio or found
         self._ratio = before + _NEWEST * (min(found, 2 * before) - before)
 
     def finish(self, row: Sequence) -> None:
-        """Forget a row that has ended."""
+        """Delete the hidden state of a sequence that has ended."""
         self._runner.states.forget(row.request.key)
 
     def _least_s(self, rows: int, heads: int) -> float:

@@ -20,7 +20,10 @@ Found = tuple[Sequence, str, Proposal]
 
 
 class ModelChoice:
-    """Queries a draft model when the expected gain exceeds its cost."""
+    """Chooses the rows for which a draft model is queried, and the number of tokens that it proposes.
+
+    A row is a running sequence. The model is queried only if the expected gain exceeds its cost.
+    """
 
     def __init__(self, model: DraftingModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self._model, self._clock = model, clock
@@ -35,25 +38,25 @@ class ModelChoice:
 
     @property
     def prior(self) -> Proposal:
-        """An empty proposal of the kind that the model makes, to look up its acceptance rate."""
+        """An empty proposal, by which the acceptance rate of the draft model's tokens is looked up."""
         return Proposal((), _PRIOR_MATCH)
 
     def choose_rows(
         self, rows: Seq[Sequence], found: Seq[Found], value: Callable[[Found], float], rate: float
     ) -> tuple[list[Sequence], list[Found]]:
-        """Choose the rows for which the model is queried, if the query is worth its cost.
+        """Choose the rows for which the draft model would be queried.
 
-        A proposal that was found without the model costs nothing. It is kept if its expected number of accepted tokens
-        is at least half of the model's.
+        A row that has a proposal of another source is not queried if the expected number of accepted tokens of that
+        proposal is at least half of the draft model's.
 
         Args:
-            rows: The rows that may be queried.
+            rows: The sequences that may be queried.
             found: The proposals of other sources.
             value: Returns the expected number of accepted tokens of a proposal.
-            rate: The acceptance rate of the model's tokens.
+            rate: The acceptance rate of the draft model's tokens.
 
         Returns:
-            The rows to query, and the proposals of all other rows.
+            The rows to query, limited to the model's maximum per query, and the elements of `found` of all other rows.
         """
         gain, self.was_queried = self._model.expected(rate, self._model.most_proposed), False
         better = {one[0] for one in found if 2 * value(one) >= gain}
@@ -74,14 +77,15 @@ class ModelChoice:
         most: int,
         least: float,
     ) -> int:
-        """Return the number of tokens that the model should propose per row; see `choose_proposal_length`.
+        """Return the number of tokens that the draft model should propose per row, or 0 if querying it is too slow.
 
         Args:
-            rows: The rows to query.
-            rate: The acceptance rate of the model's tokens.
-            certain: The tokens that the step yields without these proposals.
-            seconds: Returns the duration of the step that verifies a number of tokens per row, without proposing.
-            most: Maximum number of tokens per row.
+            rows: The sequences to query the model for.
+            rate: The acceptance rate of the draft model's tokens.
+            certain: The tokens that the next step yields without the draft model's proposals.
+            seconds: Returns the duration of the next step in seconds from the number of verified tokens per row. The
+                time to propose them is added.
+            most: Maximum number of proposed tokens per row.
             least: The tokens per second without the draft model.
         """
         return choose_proposal_length(
@@ -94,7 +98,11 @@ class ModelChoice:
         )
 
     def proposals(self, rows: Seq[Sequence], count: int) -> list[Found]:
-        """Query the model and return its proposals, without rows for which it proposes nothing."""
+        """Query the draft model for up to `count` tokens per row.
+
+        Returns:
+            The row, the model's name and the proposal, for each row with a proposal that is not empty.
+        """
         began, self.was_queried = self._clock(), True
         given = self._model.propose(rows, count)
         self._spent_s += self._clock() - began
@@ -102,20 +110,25 @@ class ModelChoice:
         return [(row, self.name, _proposal(tree)) for row, tree in each if len(tree.tokens)]
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
-        """Learn from the verification of a proposed tree."""
+        """Pass a verified tree to the draft model, which learns its acceptance rates from it.
+
+        Args:
+            tree: The tree that the model proposed.
+            outcome: The result of the step that verified it.
+        """
         self._model.record_verified(tree, outcome)
 
     def fade(self, share: float) -> None:
-        """Scale all counts by 1 - `share` to give newer results more weight."""
+        """Scale the draft model's acceptance counts by 1 - `share`, so that newer results weigh more."""
         self._model.fade(share)
 
     def take_spent_s(self) -> float:
-        """Return the proposing time since the last call, in seconds."""
+        """Return the seconds that the draft model took since the last call of this method, and reset them."""
         spent, self._spent_s = self._spent_s, 0.0
         return spent
 
     def finish(self, row: Sequence) -> None:
-        """Forget a row that has ended."""
+        """Delete the draft model's state of a sequence that has ended."""
         self._model.finish(row)
 
 

@@ -26,9 +26,10 @@ Places = NDArray[np.int64]
 
 
 class OtherAnswers:
-    """A source that finds the longest n-gram at the end of a row in the newest answers and proposes what follows it.
+    """A draft source that proposes what followed the last tokens of a row in another answer of the job.
 
-    The last tokens of an answer's prompt are searched, too. The indexes are rebuilt when enough tokens are new.
+    The newest answers are searched for the row's last 12 tokens, then for its last 6 and its last 3. The last prompt
+    tokens before each answer are searched, too. The indexes of these n-grams are rebuilt when enough tokens are new.
     """
 
     name: DraftName = "answers"
@@ -41,7 +42,11 @@ class OtherAnswers:
         self._indexes: list[_NgramIndex] = []
 
     def learn(self, text: array[int]) -> None:
-        """Add an answer. If there are too many tokens, the oldest are dropped until half of the limit remains."""
+        """Add a complete answer to the searched texts. Above the limit, only the newest half of all tokens is kept.
+
+        Args:
+            text: The answer's tokens, after the last tokens of its prompt. Tokens beyond half of the limit are cut.
+        """
         self._tokens += text[: self._most // 2]
         self._tokens.append(_NONE)
         if len(self._tokens) > self._most:
@@ -49,7 +54,12 @@ class OtherAnswers:
             self._sorted_tokens = 0
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
-        """Return a proposal for each row that ends with a known n-gram. Longer n-grams are tried first."""
+        """Return a proposal for each row, or None if the row's last tokens occur in no other answer.
+
+        Args:
+            rows: Running sequences.
+            most: Maximum number of tokens per proposal.
+        """
         if len(self._tokens) - self._sorted_tokens >= max(_LEAST_NEW, self._sorted_tokens // 4):
             self._sort()
         found: list[Proposal | None] = [None] * len(rows)
@@ -63,7 +73,13 @@ class OtherAnswers:
         return found
 
     def _proposal(self, places: list[int], most: int, size: int) -> Proposal | None:
-        """Return the tokens after the newest of these positions, up to the end of its answer."""
+        """Return the `most` tokens from the newest of some positions, at most up to the end of its answer.
+
+        Args:
+            places: Positions after an n-gram, oldest first.
+            most: Maximum number of tokens.
+            size: The size of the n-gram.
+        """
         text, begin = self._text, places[-1]
         tokens = text[begin : begin + most]
         if _NONE in tokens:
@@ -79,16 +95,26 @@ class OtherAnswers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _NgramIndex:
-    """The positions after all n-grams of one size, sorted by the hash of the n-gram, then by position."""
+    """An index of all n-grams of one size in a text.
+
+    Attributes:
+        size: The number of tokens of an n-gram.
+        text: The indexed tokens.
+        hashes: The hash of each n-gram, [n], ascending.
+        positions: The position after each n-gram, [n], ascending among equal hashes.
+    """
 
     size: int
     text: array[int]
-    hashes: Hashes  # (n,) ascending
-    positions: Places  # (n,): of the token after each n-gram
+    hashes: Hashes
+    positions: Places
 
     @classmethod
     def of(cls, text: array[int], size: int) -> _NgramIndex:
-        """Build the index of a text, without n-grams that cross the end of an answer or end the text."""
+        """Build the index of the n-grams with `size` tokens in a text.
+
+        Left out are n-grams that cross the end of an answer, and the last n-gram, because no token follows it.
+        """
         if len(text) <= size:
             return cls(size, text, np.zeros(0, np.uint64), np.zeros(0, np.int64))
         tokens = np.frombuffer(text, np.int32)
@@ -100,14 +126,24 @@ class _NgramIndex:
         return cls(size, text, hashes[order], (starts + size)[order])
 
     def places(self, ends: list[array[int]]) -> list[list[int]]:
-        """Return the newest positions after each n-gram, at most `_MIN_AGREEING`, in ascending order."""
+        """Return up to 4 of the newest positions after each n-gram, in ascending order.
+
+        Args:
+            ends: N-grams of `size` tokens to look up.
+        """
         wanted = _hashes(np.array(ends, np.int32))
         first = np.searchsorted(self.hashes, wanted, side="left").tolist()
         last = np.searchsorted(self.hashes, wanted, side="right").tolist()
         return [self._matching(*own) for own in zip(first, last, ends, strict=True)]
 
     def _matching(self, first: int, last: int, end: array[int]) -> list[int]:
-        """Return the newest positions in a range of the index, without hash collisions."""
+        """Return up to 4 of the newest positions between two entries of the index, without hash collisions.
+
+        Args:
+            first: The first entry with the hash of the n-gram.
+            last: The entry after the last one with this hash.
+            end: The n-gram.
+        """
         if first == last:
             return []
         # Arrays of Python: comparing a few numbers takes numpy several times as long
@@ -116,7 +152,7 @@ class _NgramIndex:
 
 
 def _hashes(windows: NDArray[np.int32]) -> Hashes:
-    """Hash n-grams, (n, size), as polynomials modulo 2^64."""
+    """Return the hash of each n-gram, [n], from tokens [n, size]: a polynomial modulo 2^64."""
     powers = _FACTOR ** np.arange(windows.shape[1] - 1, -1, -1, dtype=np.uint64)
     found: Hashes = (windows.astype(np.uint64) * powers).sum(1)
     return found ^ (found >> np.uint64(29))

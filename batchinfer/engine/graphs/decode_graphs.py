@@ -65,16 +65,17 @@ class GraphOps(AdvancingOps, Protocol):
         before: FixedPlan | None = None,
         queries: int = 1,
     ) -> FixedPlan:
-        """Return a plan of attention for a graph, which stays valid while contexts grow up to `longest` tokens.
+        """Return an attention plan for a CUDA graph, valid while contexts grow up to `longest` tokens.
 
         Args:
-            inputs: The inputs of attention.
-            block_size: The tokens per block.
-            windows: The sliding windows of the layers that use the plan.
-            longest: The maximum context length.
-            beside: The plan of another cache group; see `Ops.plan_attention`.
+            inputs: The step's attention inputs of one cache group.
+            block_size: Tokens per KV cache block.
+            windows: The sliding windows of the layers that use the plan; None for a layer that sees all keys.
+            longest: The maximum context length in tokens.
+            beside: The plan of another cache group for the same step. Parts that do not depend on block tables are
+                shared with it.
             before: The plan of the previous decode step of the same sequences in the same order, on the same tensors.
-            queries: The maximum number of queries per sequence.
+            queries: The maximum number of new tokens per sequence.
         """
 
 
@@ -86,16 +87,17 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Replayed:
-    """The newest step that was replayed as a graph."""
+    """The newest step that was replayed as a CUDA graph."""
 
     batch: HostBatch
     size: GraphSize
     graph: _Graph
 
     def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
-        """Return True if a step runs the same sequences in the same order, one token later, on the same tensors.
+        """Return True if the step `batch` runs the same sequences in the same order, one token later.
 
-        Then block tables have only grown, because a preempted sequence would be missing in a step between.
+        Both steps must also use the tensors of the same graph size. Then block tables have only grown, because a
+        preempted sequence would be missing in a step between.
         """
         same_size = self.size == size and size.queries == 1 and batch.follows
         # False for a step of another alternating engine
@@ -104,19 +106,19 @@ class _Replayed:
 
 
 class DecodeGraphs:
-    """Captures graphs of steps when they are first needed, and replays them.
+    """Captures decode steps as CUDA graphs when they are first needed, and replays the graphs.
 
-    After a capture that failed or ran out of memory, no further graphs are captured. Existing graphs are still
-    replayed.
+    Steps are padded to one of a few sizes. After a capture that failed or ran out of memory, no further graphs are
+    captured. Existing graphs are still replayed.
 
     Args:
-        forward: Runs the model.
+        forward: Runs the model and returns the hidden states of all tokens.
         ops: The operators that plan attention.
-        largest: The size of the largest captured decode step.
-        groups: The cache groups.
-        tables: Device memory for the block tables of graphs.
-        capture: Captures a function.
-        drafted: The size of the largest captured step with drafts. None: steps with drafts are not captured.
+        largest: The size of the largest decode step to capture.
+        groups: The cache groups of the KV cache.
+        tables: Device memory for the block tables that graphs read.
+        capture: Runs a function and captures its launches.
+        drafted: The size of the largest step with drafts to capture. None: steps with drafts are not captured.
     """
 
     def __init__(
@@ -145,33 +147,34 @@ class DecodeGraphs:
         self.capture_s = 0.0  # time of all captures in seconds, failed ones included
 
     def end_warm_up(self) -> None:
-        """From now on, capture a kind of step only when it occurs for the third time.
+        """End the warm-up, in which each kind of step is captured when it occurs for the first time.
 
-        A capture takes the time of many steps, and some kinds never occur again.
+        From now on, a kind of step is captured when it occurs for the third time. A capture takes the time of many
+        steps, and some kinds never occur again.
         """
         self._first = CAPTURE_AT_USE
 
     @property
     def steps(self) -> GraphSteps:
-        """The sizes of steps that have graphs or can get them."""
+        """The largest steps that have CUDA graphs or can get them, without and with drafts."""
         return GraphSteps(self._largest.rows, self._drafted.rows if self._drafted else 0)
 
     @property
     def captured(self) -> int:
-        """The number of captured graphs."""
+        """The number of CUDA graphs that were captured."""
         return len(self._graphs)
 
     @property
     def replayed(self) -> bool:
-        """True if the newest step was replayed as a graph."""
+        """True if the newest step was replayed as a CUDA graph."""
         return self._replayed is not None
 
     def interrupt(self) -> None:
-        """Record that a step ran outside this class, so the next step does not follow the newest replayed step."""
+        """Record that a step ran without this class, so the next step does not directly follow a replayed step."""
         self._replayed = None
 
     def covers(self, batch: HostBatch) -> bool:
-        """Return True if a step can run as a graph."""
+        """Return True if `run` accepts a step: its tokens, its contexts and its kind fit a graph size."""
         largest, longest = self._largest_of(batch), max(batch.context_lens)
         useless = self._refused and not self._graphs
         if useless or largest is None or longest > largest.longest:
@@ -180,7 +183,7 @@ class DecodeGraphs:
         return len(batch.token_ids) <= largest.rows and batch.tables[0].width <= width
 
     def _largest_of(self, batch: HostBatch) -> GraphSize | None:
-        """Return the size of the largest captured step of this kind, or None if such steps are not captured."""
+        """Return the largest size for a decode step or a step with drafts, or None if the step cannot be captured."""
         if batch.is_decode:
             return self._largest
         few = batch.copies is None and max(batch.query_lens) <= DRAFT_QUERIES[-1]
@@ -193,16 +196,17 @@ class DecodeGraphs:
         fill_in: Callable[[Tensor], None],
         or_else: bool = False,
     ) -> RanStep | None:
-        """Run a step for which `covers` is True.
+        """Run a step for which `covers` is True, as a CUDA graph if possible.
 
         Args:
-            batch: The step.
-            tables: The up-to-date block tables.
-            fill_in: Writes the token ids that only the device knows.
+            batch: The inputs of the step.
+            tables: The block tables on the device, with all entries of this step.
+            fill_in: Writes the token ids that only the device knows into a tensor of the step's token ids.
             or_else: True if the caller can run the step in another way.
 
         Returns:
-            None if the step has no graph yet and `or_else` is True. If it is False, the operators are launched instead.
+            The hidden states of the step. None if the step has no graph yet and `or_else` is True; if it is False, the
+            operators of such a step are launched one by one.
 
         Raises:
             torch.OutOfMemoryError: If there is no memory for a new graph.
@@ -230,13 +234,15 @@ class DecodeGraphs:
         return _ran(graph.captured.result, batch, size.rows - rows)
 
     def replays(self, repeats: Ints) -> RepeatedReplays | None:
-        """Return the replays for the further steps of a multi-step launch. All of them must run.
+        """Prepare the further steps of a multi-step launch, which replay the graph of the newest step.
+
+        The caller must run all further steps.
 
         Args:
-            repeats: (n,), the number of decode steps of each row, including the step that was run already.
+            repeats: [n], the number of decode steps of each of the n sequences, including the newest step.
 
         Returns:
-            None if the newest step was not replayed as a graph, or if further steps need other graphs or plans.
+            None if the newest step was not replayed as a graph, or if further steps need another graph or plan.
         """
         last = self._replayed
         if last is None or last.size.queries > 1 or len(last.batch.context_lens) != len(repeats):
@@ -252,7 +258,12 @@ class DecodeGraphs:
         return RepeatedReplays(self._ops, last.graph.captured, plans, own, views, *each)
 
     def _should_replay(self, key: Hashable, plain: bool) -> bool:
-        """Return True if a step of this kind has a graph or should be captured now."""
+        """Return True if a step has a graph or should be captured now.
+
+        Args:
+            key: The kind of step: its padded size and the sizes of its attention plans.
+            plain: True for a step without drafts.
+        """
         if key in self._graphs:
             return True
         self._seen[key] += 1
@@ -260,7 +271,7 @@ class DecodeGraphs:
         return may and self._seen[key] >= self._first and (plain or self._drafted_graphs < MOST_DRAFTED)
 
     def _size(self, batch: HostBatch) -> GraphSize:
-        """Return the smallest size that fits the step."""
+        """Return the smallest graph size that fits a step."""
         longest, adapted = (
             context_bound(max(batch.context_lens), self._largest.longest),
             batch.adapters is not None,
@@ -274,7 +285,7 @@ class DecodeGraphs:
         return replace(self._largest, rows=rows, longest=longest, adapted=adapted, queries=queries)
 
     def _upload(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
-        """Copy the inputs of a step to the tensors of its size on the device."""
+        """Copy the inputs of a step to the device tensors that graphs of this size read, and return them."""
         own = self._inputs.get(size)
         if own is None:
             own = self._inputs[size] = GraphInputs.of(batch, size, self._tables.device)
@@ -329,16 +340,19 @@ class DecodeGraphs:
 
 
 class _Results:
-    """Shared memory for the results of graphs, which are read before the next graph runs.
+    """Device memory that all graphs share for their hidden states, which are read before the next graph runs.
 
-    Otherwise each graph would keep its own result: hundreds of MiB for all sizes.
+    Otherwise each graph would keep its own hidden states: hundreds of MiB for all sizes.
     """
 
     def __init__(self, most_rows: int) -> None:
         self._most, self._shared = most_rows, None  # type: int, Tensor | None
 
     def place(self, hidden: Tensor) -> Tensor:
-        """Return hidden states, (rows, hidden), copied to the shared memory if they have many rows."""
+        """Copy hidden states, [rows, hidden], to the shared memory and return the copy.
+
+        Hidden states of fewer than 64 rows are returned unchanged.
+        """
         if len(hidden) < SHARED_RESULT_ROWS:
             return hidden
         if self._shared is None:  # in the warm-up run before the first capture
@@ -347,7 +361,13 @@ class _Results:
 
 
 def _ran(hidden: Tensor, batch: HostBatch, padded: int) -> RanStep:
-    """Return the result of a step from the hidden states of its rows, (rows, hidden), padding included."""
+    """Return the result of a step.
+
+    Args:
+        hidden: The hidden states of the step's tokens and of padding, [rows, hidden].
+        batch: The inputs of the step.
+        padded: The number of padding rows.
+    """
     if len(batch.sampled_rows) == len(batch.token_ids):
         return RanStep(hidden, hidden[: len(batch.token_ids)], padded)
     (rows,) = upload([batch.sampled_rows], hidden.device)

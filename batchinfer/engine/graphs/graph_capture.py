@@ -22,14 +22,19 @@ CAPTURE = "captur"
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured function: the tensor with its result after each replay, and the function that replays it."""
+    """A captured function.
+
+    Attributes:
+        result: The tensor that contains the function's result after each replay.
+        replay: Launches the captured kernels again.
+    """
 
     result: Tensor
     replay: Replay
 
 
 class NotCaptured(RuntimeError):
-    """A function runs but cannot be captured, because an operator of a library does something unsupported in graphs."""
+    """Raised for a function that can run but cannot be captured, because it does something unsupported in graphs."""
 
 
 # Runs a function and captures its launches. Raises torch.OutOfMemoryError and NotCaptured
@@ -37,16 +42,16 @@ Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
 class GraphRecorder(ABC):
-    """Captures functions, or parts of a function in their order."""
+    """Captures the device launches of functions, to replay them in the order of their capture."""
 
     @property
     @abstractmethod
     def taken_bytes(self) -> int:
-        """The device memory of all captures so far, in bytes: graphs and their tensors."""
+        """The bytes of device memory that all captures so far take: graphs and their tensors."""
 
     @abstractmethod
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run a function before its capture, to compile kernels and allocate work spaces of libraries.
+        """Run a function once before its capture, to compile kernels and allocate work spaces of libraries.
 
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.
@@ -54,9 +59,10 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """Capture a function. It may also be launched once, after everything recorded before.
+        """Capture the launches of a function.
 
-        Memory that it frees is reused by later captures. So captures must be replayed in the order of their recording.
+        The launches may also run once, after all captures before. Later captures reuse memory that the function frees,
+        so captures must be replayed in the order of their recording.
 
         Returns:
             The result of the function, and the function that replays its launches.
@@ -67,17 +73,25 @@ class GraphRecorder(ABC):
         """
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        """Warm up, then capture; see `Capture`."""
+        """Run a function once to warm up, then capture it.
+
+        Args:
+            run: The function. It returns the tensor with its result.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+            NotCaptured: If the function cannot be captured.
+        """
         self.warm_up(run)
         return Captured(*self.record(run))
 
 
 class GpuRecorder(GraphRecorder):
-    """Captures with CUDA.
+    """Captures functions as CUDA graphs.
 
-    Graphs share a memory pool, because one runs at a time and its result is read before the next. They are captured in
-    one stream, because libraries keep a work space of tens of MiB per stream. The capture mode is `thread_local`: calls
-    of other threads do not break a capture in the middle of a job.
+    Graphs share a memory pool, because one runs at a time and its result is read before the next graph runs. All are
+    captured in the same stream, because libraries keep a work space of tens of MiB per stream. The capture mode is
+    `thread_local`: calls of other threads do not break a capture in the middle of a job.
     """
 
     def __init__(self) -> None:
@@ -87,7 +101,7 @@ class GpuRecorder(GraphRecorder):
 
     @property
     def taken_bytes(self) -> int:
-        """The device memory of all captures so far, in bytes."""
+        """The bytes of device memory that all captures so far take."""
         return self._taken
 
     @contextmanager
@@ -103,7 +117,11 @@ class GpuRecorder(GraphRecorder):
             self._taken += before - _free_bytes()
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run a function in the stream of captures."""
+        """Run a function once in the CUDA stream of captures.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+        """
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         try:
@@ -113,9 +131,17 @@ class GpuRecorder(GraphRecorder):
             current.wait_stream(self._side)
 
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """Capture a function and launch it once.
+        """Capture a function as a CUDA graph, and replay the graph once.
 
-        The first launch allocates the graph's memory on the device. Here an error can be handled, later it could not.
+        The first replay allocates the graph's memory on the device, so an out-of-memory error occurs here and not in
+        the middle of a job.
+
+        Returns:
+            The result of the function, and the function that replays the graph.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+            NotCaptured: If the function cannot be captured.
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` does not restore the stream if the end of a capture fails
@@ -128,7 +154,7 @@ class GpuRecorder(GraphRecorder):
 
     @contextmanager
     def _usable_pool(self) -> Iterator[None]:
-        """Replace the memory pool if a capture fails for another reason than memory.
+        """Replace the memory pool if the capture in this context fails for another reason than memory.
 
         Torch up to 2.12 would otherwise treat the pool as being captured to, and never release memory to the device.
         """

@@ -24,7 +24,7 @@ from torch import Tensor
 from batchinfer.engine.graphs.graph_capture import GraphRecorder, NotCaptured, Replay
 from batchinfer.engine.tensors.batch import HostBatch, RanStep
 from batchinfer.engine.tensors.device_tables import DeviceTables
-from batchinfer.engine.tensors.graph_inputs import grown
+from batchinfer.engine.tensors.graph_inputs import pad_array
 from batchinfer.engine.tensors.staging import Upload, upload
 from batchinfer.models.decoder.attention import AttentionBoundary, AttentionHalf, StaticBuffers
 from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
@@ -44,19 +44,35 @@ Planned = Callable[[list[AttentionInputs]], list[AttentionPlan]]
 
 @runtime_checkable
 class SplitModel(Protocol):
-    """A decoder whose attention the caller launches, as `batchinfer.models.decoder.decoder` supports it."""
+    """A decoder that can run in pieces, with the attention of each layer launched by the caller."""
 
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run a forward pass. The generator yields before each attention and must be sent its result."""
+        """Run a forward pass and pause before each layer's attention.
+
+        Args:
+            token_ids: [T], the tokens of the step.
+            inputs: The step's attention inputs per cache group.
+            caches: The KV cache of each layer with attention.
+
+        Yields:
+            The attention that the caller must launch. Its result must be sent to the generator.
+
+        Returns:
+            The hidden states after the last layer, [T, hidden].
+        """
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the buffers of steps of up to `tokens` tokens."""
+        """Allocate the buffers through which pieces and attention of up to `tokens` tokens exchange tensors."""
 
 
 def token_sizes(most: int) -> list[int]:
-    """Return the captured numbers of tokens: 64, 128, 256, 320, 384, 448, 512, 640, … and `most`; empty for 0."""
+    """Return the step sizes to capture, in tokens: 64, 128, 256, 320, 384, 448, 512, 640, … and `most`.
+
+    Args:
+        most: The largest size, or 0 to capture no step.
+    """
     sizes, size = [], FEWEST
     while size < most:
         sizes.append(size)
@@ -66,10 +82,10 @@ def token_sizes(most: int) -> list[int]:
 
 
 def graph_bytes(tokens: int, layers: int) -> int:
-    """Return the memory of the graphs of all sizes up to `tokens` in bytes, without their tensors.
+    """Return the estimated bytes of device memory of all piecewise graphs, without their tensors.
 
     Args:
-        tokens: The largest captured number of tokens.
+        tokens: The largest captured step size in tokens.
         layers: The number of layers with attention.
     """
     return len(token_sizes(tokens)) * (layers + 1) * GRAPH_BYTES
@@ -77,15 +93,24 @@ def graph_bytes(tokens: int, layers: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AttentionCall:
-    """The attention after a piece, and the shapes of its tensors in the static buffers."""
+    """The attention that the host launches after a captured piece.
+
+    Attributes:
+        attention: The attention of the layer.
+        cache: The KV cache of the layer.
+        shapes: The shapes per token of the queries and of the result, as heads and head size.
+    """
 
     attention: AttentionHalf
     cache: LayerCache
-    shapes: tuple[tuple[int, int], tuple[int, int]]  # of the queries and of the result, per token
+    shapes: tuple[tuple[int, int], tuple[int, int]]
 
     @classmethod
     def of(cls, boundary: AttentionBoundary) -> _AttentionCall:
-        """Create the call without the queries, whose memory later pieces reuse."""
+        """Create the call for the attention at which a forward pass paused.
+
+        It refers to no tensor of queries, because later pieces reuse their memory.
+        """
         heads, dim = boundary.queries.shape[1:]
         attended = boundary.attention.widths[1] // heads
         return cls(boundary.attention, boundary.cache, ((heads, dim), (heads, attended)))
@@ -93,25 +118,33 @@ class _AttentionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The graphs for one number of tokens."""
+    """The captured pieces of steps of one size.
 
-    lines: Upload  # inputs of the graphs: token ids, positions, and the slots of each cache group
-    replays: list[Replay]  # the number of layers with attention + 1
+    Attributes:
+        lines: The device inputs of the graphs: token ids, positions, and the slots of each cache group.
+        replays: Replays each piece, in order: one more than there are layers with attention.
+        attention: The attention between two pieces, in order.
+    """
+
+    lines: Upload
+    replays: list[Replay]
     attention: list[_AttentionCall]
 
 
 class PiecewiseGraphs:
-    """Captures the pieces of steps with up to `buffers.tokens` tokens, and replays them.
+    """Captures the parts of a step between two layers' attention as CUDA graphs, and replays them.
+
+    Steps are padded to one of a few sizes. The host launches attention between two graphs.
 
     Args:
         model: The model.
-        caches: The KV cache of each layer.
+        caches: The KV cache of each layer with attention.
         groups: The number of cache groups.
-        padding_slot: The slot for K and V of padding tokens.
-        buffers: The static buffers of pieces and attention.
+        padding_slot: The KV cache slot to which the keys and values of padding tokens are written.
+        buffers: The buffers through which graphs and attention exchange tensors. Their size limits the size of a step.
         recorder: Captures the pieces.
         in_group: True if other ranks capture the same pieces at the same time.
-        behind: Called after the pieces of each step with its inputs.
+        after_step: Called after the last piece of each step with the step's attention inputs per cache group.
     """
 
     def __init__(
@@ -123,9 +156,9 @@ class PiecewiseGraphs:
         buffers: StaticBuffers,
         recorder: GraphRecorder,
         in_group: bool = False,
-        behind: Callable[[list[AttentionInputs]], None] | None = None,
+        after_step: Callable[[list[AttentionInputs]], None] | None = None,
     ) -> None:
-        self._in_group, self._behind = in_group, behind
+        self._in_group, self._after_step = in_group, after_step
         self._model, self._caches, self._groups = model, caches, groups
         self._padding_slot, self._buffers, self._recorder = padding_slot, buffers, recorder
         self._pieces: dict[int, _Pieces] = {}
@@ -134,12 +167,12 @@ class PiecewiseGraphs:
 
     @property
     def captured(self) -> int:
-        """The number of captured graphs."""
+        """The number of captured CUDA graphs: the pieces of all step sizes."""
         return sum(len(pieces.replays) for pieces in self._pieces.values())
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all sizes, largest first, because smaller sizes reuse the memory of larger ones.
+        """Capture steps of all sizes, largest first, because smaller sizes reuse the memory of larger sizes.
 
         Sizes without enough memory are skipped. If a piece cannot be captured at all, no further sizes are tried.
 
@@ -180,19 +213,19 @@ class PiecewiseGraphs:
         )
 
     def covers(self, tokens: int) -> bool:
-        """Return True if a step with this number of tokens can be run."""
+        """Return True if `run` accepts a step of `tokens` tokens: a captured size is large enough."""
         return bool(self.sizes) and tokens <= self.sizes[-1]
 
     def run(
         self, batch: HostBatch, tables: DeviceTables, fill_in: Callable[[Tensor], None], plan: Planned
     ) -> RanStep:
-        """Run a step for which `covers` is True.
+        """Run a step for which `covers` is True, and return its hidden states.
 
         Args:
-            batch: The step.
-            tables: The up-to-date block tables.
-            fill_in: Writes the token ids that only the device knows.
-            plan: Plans the attention of the step.
+            batch: The inputs of the step.
+            tables: The block tables on the device, with all entries of this step.
+            fill_in: Writes the token ids that only the device knows into a tensor of the step's token ids.
+            plan: Returns the attention plan of each cache group from the step's attention inputs.
         """
         tokens = len(batch.token_ids)
         size = self.sizes[bisect_left(self.sizes, tokens)]
@@ -211,8 +244,8 @@ class PiecewiseGraphs:
             (queries, attended), group = views[own.shapes], own.cache.group
             own.attention.attend(queries, inputs[group], own.cache, plans[group], attended)
         last()
-        if self._behind is not None:
-            self._behind(inputs)
+        if self._after_step is not None:
+            self._after_step(inputs)
         hidden, padded = self._buffers.hidden, size - tokens + plans[0].padded_tokens
         return RanStep(hidden, hidden.index_select(0, sampled), padded)
 
@@ -234,7 +267,14 @@ class PiecewiseGraphs:
     def _driven(
         self, lines: Upload, run: Callable[[Callable[[], _AttentionCall | None]], _AttentionCall | None]
     ) -> list[_AttentionCall]:
-        """Run the model piece by piece. The content of the buffers replaces the results of attention."""
+        """Run the model piece by piece, and return the attention calls between the pieces.
+
+        Attention is not launched: the next piece reads whatever the buffers contain.
+
+        Args:
+            lines: The inputs of the graphs.
+            run: Runs or captures a piece, and returns the piece's result.
+        """
         token_ids, positions, *slots = lines.tensors
         # No piece reads a block table
         no_table = torch.zeros((0, 0), dtype=torch.int32, device=token_ids.device)
@@ -252,7 +292,7 @@ class PiecewiseGraphs:
     def _piece(
         self, forward: Generator[AttentionBoundary, Tensor | None, Tensor], sent: Tensor | None, size: int
     ) -> _AttentionCall | None:
-        """Run the forward pass to the next attention and return the call, or None at the end of the pass."""
+        """Run the forward pass up to the next attention and return its call, or None at the end of the pass."""
         try:
             boundary = forward.send(sent)
         except StopIteration as end:
@@ -263,7 +303,7 @@ class PiecewiseGraphs:
         return own
 
     def _views(self, own: _AttentionCall, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return views of the buffers for the queries and the results of attention of a number of tokens."""
+        """Return views of the buffers for the queries and for the results of an attention call of `tokens` tokens."""
         (heads, dim), (_, attended) = own.shapes
         return (
             self._buffers.queries[: tokens * heads * dim].view(tokens, heads, dim),
@@ -272,5 +312,5 @@ class PiecewiseGraphs:
 
 
 def _padded(batch: HostBatch, size: int, padding_slot: int) -> list[NDArray[Any]]:
-    slots = (grown(own, (size,), padding_slot) for own in batch.slots)
-    return [grown(batch.token_ids, (size,)), grown(batch.positions, (size,)), *slots]
+    slots = (pad_array(own, (size,), padding_slot) for own in batch.slots)
+    return [pad_array(batch.token_ids, (size,)), pad_array(batch.positions, (size,)), *slots]

@@ -21,27 +21,47 @@ class AdvancingOps(Protocol):
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        """Write the inputs of the next step; see batchinfer_kernels.advance_rows."""
+        """Write the inputs of the next decode step into the tensors that a CUDA graph reads.
+
+        Args:
+            tokens: int64 [n], the tokens that the previous step sampled.
+            step: The number of the next step. The first step of the multi-step launch is number 0.
+            firsts: int32 [n], the context lengths of the first step.
+            repeats: int32 [n], the number of steps in which each sequence has a token.
+            kept: The tensors to write, and the block table from which slots are computed.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedReplays:
-    """The further steps of a multi-step launch, after a replayed step of the same n rows."""
+    """The further steps of a multi-step launch, which replay the CUDA graph of the first step.
+
+    All steps have the same n sequences.
+
+    Attributes:
+        ops: The operators that prepare the next step on the device.
+        captured: The graph of a step.
+        plans: The attention plans that the graph reads, one per cache group.
+        inputs: The input tensors that the graph reads.
+        tables: The block tables for all steps, one per cache group.
+        firsts: int32 [n], the context lengths of the first step.
+        repeats: int32 [n], the number of steps in which each sequence has a token.
+    """
 
     ops: AdvancingOps
     captured: Captured
-    plans: Seq[FixedPlan]  # the plans that the graph reads, one per cache group
-    inputs: GraphInputs  # the inputs that the graph reads
-    tables: Seq[Tensor]  # the block tables for all steps, one per cache group
-    firsts: Tensor  # (n,) int32: context lengths of the first step
-    repeats: Tensor  # (n,) int32: number of steps in which each row has a token
+    plans: Seq[FixedPlan]
+    inputs: GraphInputs
+    tables: Seq[Tensor]
+    firsts: Tensor
+    repeats: Tensor
 
     def run(self, step: int, tokens: Tensor) -> RanStep:
-        """Run a further step.
+        """Run a further decode step and return its hidden states.
 
         Args:
-            step: The number of the step. The replayed step is number 0.
-            tokens: (n,) int64, the tokens that the previous step sampled.
+            step: The number of the step. The first step of the multi-step launch is number 0.
+            tokens: int64 [n], the tokens that the previous step sampled.
         """
         size, (token_ids, positions, *slots) = self.inputs.size, self.inputs.lines.tensors
         rest: tuple[Tensor | None, ...] = (token_ids, positions)

@@ -26,44 +26,68 @@ TABLE_COST = 50  # a further table must save about 1 / TABLE_COST of the memory
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a block table."""
+    """Layers that share a block table.
 
-    layers: tuple[int, ...]  # layers with K and V of their own
-    keeps: int | None  # number of kept tokens, including the next one; None: all
-    windows: frozenset[int | None]  # windows of the layers that read the group, each at most `keeps`
+    Attributes:
+        layers: The indices of the layers that store keys and values of their own.
+        keeps: The number of newest tokens whose keys and values are kept, including the next token. None: all tokens.
+        windows: The sliding windows, in tokens, of the layers that read the group. None: a layer sees all tokens.
+    """
+
+    layers: tuple[int, ...]
+    keeps: int | None
+    windows: frozenset[int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The layout of the KV cache of a model for a job."""
+    """The layout of the KV cache of a model for a job.
 
-    windows: tuple[int | None, ...]  # window of each layer with attention
+    Attributes:
+        windows: The sliding window, in tokens, of each layer with attention. None: the layer sees all tokens.
+        groups: The cache groups. Each sequence has a block table per group.
+        depth: The number of layers whose keys and values a block contains.
+        block_size: The number of tokens per block.
+    """
+
+    windows: tuple[int | None, ...]
     groups: tuple[CacheGroup, ...]
-    depth: int  # layers per block
-    block_size: int  # tokens per block
+    depth: int
+    block_size: int
 
     @property
     def sizes(self) -> TableSizes:
-        """The table sizes of a sequence, for the scheduler."""
+        """The block counts of a sequence with this layout, for the scheduler."""
         return TableSizes(self.block_size, tuple(group.keeps for group in self.groups))
 
     @property
-    def whole(self) -> int | None:
-        """The index of the first group that keeps all tokens, if there is one."""
+    def full_group(self) -> int | None:
+        """The index of the first group that keeps all tokens, or None if all groups have a window."""
         return next((i for i, group in enumerate(self.groups) if group.keeps is None), None)
 
 
 def one_group(caches: Caches, block_size: int) -> CacheLayout:
-    """Return a layout with a single group, in which all layers keep all tokens."""
+    """Return a layout with a single cache group, in which all layers keep all tokens.
+
+    Args:
+        caches: The cache of each layer, or None for layers without attention.
+        block_size: The number of tokens per block.
+    """
     windows, layers = _windows(caches), tuple(own_caches(caches))
     return CacheLayout(windows, (CacheGroup(layers, None, frozenset(windows)),), len(layers), block_size)
 
 
 def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
-    """Return the layout with the lowest memory for a sequence of `longest` tokens, weighted by the number of tables.
+    """Return the layout with the lowest memory for the longest sequence of a job.
 
-    A layer keeps all tokens if its window is at least `longest`. If layers have K and V of different sizes, all layers
-    keep all tokens.
+    Each further block table must save about 2 % of the memory, because tables cost the host time. A layer keeps all
+    tokens if its window is at least `longest`. If layers have keys and values of different sizes, all layers keep all
+    tokens.
+
+    Args:
+        caches: The cache of each layer, or None for layers without attention.
+        block_size: The number of tokens per block.
+        longest: The number of tokens of the longest sequence.
 
     Raises:
         ValueError: If a layer reads the K and V of a layer that does not keep any.
@@ -87,16 +111,16 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
 
 
 def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -> CacheLayout:
-    """Return the layout of a pipeline stage.
+    """Return the KV cache layout of a pipeline stage.
 
-    It has the same groups as the model, because stages share block tables. The stage's layers are distributed evenly
-    among the groups with the same window, which keeps blocks small. A group may have no layers. `windows` has
-    all layers of the model.
+    The stage has the same cache groups as the model, because stages share block tables. The stage's layers are
+    renumbered from 0 and distributed evenly among the groups with the same window, which keeps blocks small. A group
+    may have no layers. The result's `windows` are those of all layers of the model.
 
     Args:
-        layout: The layout of the model.
-        caches: The caches of all layers.
-        layers: The first layer of the stage and the first layer after it. They are renumbered from 0.
+        layout: The layout of the whole model.
+        caches: The cache of each layer of the whole model, or None for layers without attention.
+        layers: The index of the stage's first layer, and of the first layer after the stage.
     """
     first, end = layers
     own = own_caches(caches[first:end])
@@ -114,7 +138,7 @@ def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -
 
 
 def _read_windows(layers: tuple[int, ...], caches: Caches) -> frozenset[int | None]:
-    """Return the windows of the attention that reads the caches of these layers."""
+    """Return the sliding windows of the layers that read the keys and values of `layers`."""
     sources = (
         (layer if cache.shared is None else cache.shared, cache)
         for layer, cache in enumerate(caches)
@@ -124,12 +148,11 @@ def _read_windows(layers: tuple[int, ...], caches: Caches) -> frozenset[int | No
 
 
 def _windows(caches: Caches) -> tuple[int | None, ...]:
-    """Return the window of each layer with attention."""
     return tuple(cache.window for cache in caches if cache is not None)
 
 
 def _memory(layout: CacheLayout, longest: int) -> int:
-    """Return the memory of a sequence of `longest` tokens, in blocks times layers per block."""
+    """Return the memory of a sequence of `longest` tokens, as its number of blocks times the layers per block."""
     return layout.depth * layout.sizes.among_others(longest)
 
 

@@ -9,7 +9,11 @@ from heapq import nlargest
 
 
 class Reservations:
-    """The reservations of block contents: the arrivals of the sequences that will use each content."""
+    """The reservations of block contents by waiting sequences.
+
+    A content is a digest of the tokens of a block and of all tokens before. An arrival is the number of a sequence in
+    the order of arrival.
+    """
 
     def __init__(self) -> None:
         self.arrivals: dict[bytes, list[int]] = {}  # ascending
@@ -18,7 +22,7 @@ class Reservations:
         return content in self.arrivals
 
     def add(self, contents: Iterable[bytes], arrival: int) -> None:
-        """Reserve contents for the sequence with this arrival."""
+        """Reserve contents for the sequence with this number in the order of arrival."""
         for content in contents:
             arrivals = self.arrivals.setdefault(content, [])
             if arrivals and arrival < arrivals[-1]:
@@ -27,7 +31,7 @@ class Reservations:
                 arrivals.append(arrival)
 
     def remove(self, content: bytes, arrival: int) -> bool:
-        """Remove a reservation. Return True if no reservation of the content is left."""
+        """Remove a sequence's reservation of a content. Return True if no other sequence reserves the content."""
         arrivals = self.arrivals[content]
         del arrivals[bisect_left(arrivals, arrival)]
         if not arrivals:
@@ -35,24 +39,31 @@ class Reservations:
         return not arrivals
 
     def count(self, content: bytes | None) -> int:
-        """Return the number of sequences that reserve a content; 0 for None."""
+        """Return the number of sequences that reserve a content, or 0 for None."""
         return len(self.arrivals.get(content, ())) if content is not None else 0
 
     def first(self, content: bytes) -> int | None:
-        """Return the smallest arrival that reserves a content, or None."""
+        """Return the arrival of the earliest sequence that reserves a content, or None if none does."""
         arrivals = self.arrivals.get(content)
         return arrivals[0] if arrivals else None
 
 
 class BlockPool:
-    """The block pool: counts the references to blocks and keeps reserved contents in the cache.
+    """The blocks of a KV cache: counts the references to blocks and keeps reserved contents in the cache.
 
-    A block is used (it has references), cached (no references, but its content is reserved) or free. A waiting sequence
-    reserves the contents that it can share, and the content of a block whose first tokens it will copy as partial. If
-    no block is free, cached blocks are evicted, the block with the latest next use first, and children before parents.
+    Blocks are numbered from 0. A block is used (it has references), cached (it has no references, but a waiting
+    sequence reserves its content) or free. A content is a digest of the tokens of a block and of all tokens before. A
+    waiting sequence reserves the contents that it can share, and, as a partial block, the content of a block whose
+    first tokens it will copy. If no block is free, cached blocks are evicted. The block with the latest next use is
+    evicted first, and children before parents.
 
-    Each cache group may have a block with the same content: K and V of the same tokens in other layers. A reservation
-    applies to all of them.
+    Each cache group may have a block with the same content: keys and values of the same tokens in other layers. A
+    reservation applies to the blocks of all groups.
+
+    Args:
+        blocks: The number of blocks.
+        block_size: The number of tokens per block.
+        groups: The number of cache groups.
     """
 
     def __init__(self, blocks: int, block_size: int, groups: int = 1) -> None:
@@ -71,30 +82,35 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of blocks that `allocate` can return: free and cached ones."""
+        """The number of blocks that `allocate` can return: free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def used(self) -> int:
-        """The number of blocks that are not available."""
+        """The number of blocks that are neither free nor cached."""
         return self.total - self.available
 
     @property
     def cached(self) -> int:
-        """The number of blocks that are kept for waiting sequences."""
+        """The number of blocks without references that are kept for waiting sequences."""
         return len(self._cached)
 
     @property
     def pinned(self) -> int:
-        """The number of pinned blocks without references."""
+        """The number of blocks without references that a step will read, so they are neither freed nor cached."""
         return sum(not self._references[block] for block in self._pinned)
 
     def find(self, digest: bytes, group: int = 0) -> int | None:
-        """Return the block of a group with this content, or None."""
+        """Return the number of the block with a content, or None.
+
+        Args:
+            digest: The content.
+            group: The index of the cache group.
+        """
         return self._block_of[group].get(digest)
 
     def users(self, block: int) -> int:
-        """Return the number of block tables that contain a block."""
+        """Return the number of block tables that contain a block: its references."""
         return self._references[block]
 
     def is_expected(self, content: bytes) -> bool:
@@ -102,17 +118,20 @@ class BlockPool:
         return content in self._block_of[0] or content in self._partial or content in self._reserved
 
     def reserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
-        """Reserve contents: once computed, they are kept in the cache for a sequence.
+        """Reserve contents for a waiting sequence: blocks with these contents are kept in the cache.
 
         Args:
-            digests: The contents.
-            arrival: The arrival of the sequence. A smaller arrival is admitted earlier.
-            partial: True if the sequence will copy the first tokens of the blocks.
+            digests: The contents. They may not have been computed yet.
+            arrival: The number of the sequence in the order of arrival. A smaller number is admitted earlier.
+            partial: True if the sequence will copy the first tokens of the blocks instead of sharing them.
         """
         (self._partial if partial else self._reserved).add(digests, arrival)
 
     def unreserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
-        """Undo `reserve` after the sequence was admitted or dropped, and free blocks that are not needed any longer."""
+        """Undo `reserve` after the sequence was admitted or dropped.
+
+        Cached blocks that no other sequence reserves are freed.
+        """
         reserved = self._partial if partial else self._reserved
         for digest in digests:
             if (
@@ -123,7 +142,11 @@ class BlockPool:
                 self._free_cached(digest)
 
     def pin(self, blocks: Iterable[int]) -> list[int]:
-        """Pin the cached blocks among `blocks`, because a step will read them. Return the newly pinned blocks."""
+        """Keep the cached blocks among `blocks` from being freed or evicted, because a step will read them.
+
+        Returns:
+            The blocks that were cached and are pinned now. Blocks with references need no pin.
+        """
         idle = [block for block in blocks if block in self._cached]
         for block in idle:
             del self._cached[block]
@@ -131,21 +154,21 @@ class BlockPool:
         return idle
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Unpin blocks, and cache or free the blocks without references."""
+        """Undo `pin`. Blocks without references are cached if their content is reserved, else freed."""
         for block in blocks:
             self._pinned.discard(block)
             if not self._references[block]:
                 self._keep_or_free(block, None)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of these blocks, which `find` returned."""
+        """Add a reference to each of `blocks`, which are used or cached."""
         for block in blocks:
             self._cached.pop(block, None)
             self.shared += self._references[block] > 0
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Return new blocks with one reference and no content, evicting cached blocks if needed.
+        """Return `count` blocks with one reference each and without content. Cached blocks are evicted if needed.
 
         Raises:
             IndexError: If there are too few available blocks.
@@ -159,9 +182,11 @@ class BlockPool:
         return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each block, last block first: later blocks are then evicted before their prefix.
+        """Remove a reference from each block of a table, last block first.
 
-        It does the same as `drop` in half the time, because a row may end with every step.
+        A block without further references is cached if its content is reserved, else freed. Because of the order, later
+        blocks are evicted before their prefix. This does the same as `drop` per block in half the time: a sequence may
+        end with every step.
         """
         references, contents, free = self._references, self._content, self._free
         wanted, copied = self._reserved.arrivals, self._partial.arrivals
@@ -179,12 +204,12 @@ class BlockPool:
                 self._free_block(block)
 
     def drop(self, block: int, beyond: bytes | None = None) -> None:
-        """Remove a reference from a block.
+        """Remove a reference from a block. Without further references, it is cached or freed.
 
         Args:
-            block: The block.
-            beyond: A later content, already computed, from which a sequence can continue without this block. The block
-                is not kept for sequences that reserve `beyond`, too.
+            block: The number of the block.
+            beyond: The content of a later block in the cache, from which a sequence can continue without this block, or
+                None. Reservations of this block's content by sequences that also reserve `beyond` do not count.
         """
         self._references[block] -= 1
         if self._references[block]:
@@ -199,7 +224,15 @@ class BlockPool:
             self._free_block(block)
 
     def register(self, block: int, digest: bytes, group: int = 0) -> None:
-        """Register the content of a used block, so `find` returns it. Only a group's first such block is registered."""
+        """Register the content of a used block, so that `find` returns the block.
+
+        Nothing happens if the group has a block with this content, or the block has a content already.
+
+        Args:
+            block: The number of the block.
+            digest: The content.
+            group: The index of the cache group.
+        """
         if digest not in self._block_of[group] and block not in self._content:
             self._block_of[group][digest] = block
             self._content[block] = group, digest
@@ -212,7 +245,7 @@ class BlockPool:
         return content in self._partial or self._reserved.count(content) > self._reserved.count(beyond)
 
     def _free_cached(self, content: bytes) -> int:
-        """Free the cached blocks of all groups with this content. Return their number."""
+        """Free the cached blocks with a content, in all cache groups. Return the number of freed blocks."""
         found = (group.get(content) for group in self._block_of)
         blocks = [block for block in found if block is not None and block in self._cached]
         for block in blocks:
@@ -223,8 +256,8 @@ class BlockPool:
     def _evict(self, count: int) -> None:
         """Free at least `count` cached blocks, latest next use first.
 
-        `nlargest` returns the first of equal blocks, which is the child. The same content of other groups is freed,
-        too, because it is useless without this group.
+        `nlargest` returns the first of equal blocks, which is the child. Blocks of other groups with the same content
+        are freed, too, because a sequence needs the blocks of all groups.
         """
         if count > len(self._cached):
             raise IndexError(f"{count} KV blocks are missing and {len(self._cached)} can be evicted")
@@ -249,12 +282,12 @@ class BlockPool:
         reservations: Mapping[int, Sequence[bytes]] | None = None,
         partial: Mapping[int, Sequence[bytes]] | None = None,
     ) -> None:
-        """Check the accounting of all blocks.
+        """Check that the references, contents and reservations of all blocks agree with the sequences.
 
         Args:
-            tables: All block tables.
-            reservations: The expected reservations: arrival → contents.
-            partial: The expected partial reservations: arrival → contents.
+            tables: The block tables of all running sequences, without freed entries.
+            reservations: The contents that each waiting sequence should reserve, by its arrival.
+            partial: The contents of partial blocks that each waiting sequence should reserve, by its arrival.
 
         Raises:
             AssertionError: If the states, references or contents of blocks are inconsistent.
@@ -282,7 +315,7 @@ class BlockPool:
 
 
 def _arrivals_of(reservations: Mapping[int, Sequence[bytes]]) -> dict[bytes, list[int]]:
-    """Map each content to the arrivals that reserve it, ascending."""
+    """Return the arrivals that reserve each content, ascending, from the contents that each arrival reserves."""
     found: dict[bytes, list[int]] = {}
     for arrival, contents in sorted(reservations.items()):
         for content in contents:

@@ -22,9 +22,15 @@ PREFIX_ROOM = 1.25
 
 @dataclass(frozen=True, slots=True)
 class JobSize:
-    """The maximum sizes of a job's sequences and steps."""
+    """The maximum sizes of a job's sequences and steps.
 
-    longest: int  # tokens of the longest sequence
+    Attributes:
+        longest: Tokens, prompt and output, of the longest sequence.
+        max_num_seqs: Maximum running sequences.
+        max_num_batched_tokens: Maximum tokens per step.
+    """
+
+    longest: int
     max_num_seqs: int
     max_num_batched_tokens: int
 
@@ -38,17 +44,17 @@ def cache_blocks(
     kind: str,
     needed: int = 0,
 ) -> int:
-    """Return the number of blocks that the job can use within its memory.
+    """Return the number of KV cache blocks that fit into the memory, limited to the blocks that the job can use.
 
     Args:
         block_bytes: Bytes per block.
-        tables: The table sizes of a sequence.
+        tables: Computes the number of blocks of a sequence.
         job: The maximum sizes of the job.
-        memory: Memory for the cache in bytes (int), or a share of `free` for cache and steps (float). None: the default
-            of the device.
+        memory: Memory for the KV cache in bytes (int), or the share of `free` for the KV cache and steps (float). None:
+            the default share of the device.
         free: Free memory of the device in bytes.
         kind: "cpu" or "cuda".
-        needed: Bytes that a step needs. Not used if `memory` is an int.
+        needed: Bytes that a step needs, which are subtracted from a share. Ignored if `memory` is an int.
 
     Raises:
         OutOfMemory: If the longest sequence of the job does not fit.
@@ -69,7 +75,7 @@ def cache_blocks(
 
 
 def _usable(fraction: float | None, free: int, kind: str) -> int:
-    """Return the bytes of `free` that the cache and the steps may use together."""
+    """Return the bytes of `free` that the KV cache and the steps may use together."""
     if fraction is None and kind == "cuda":
         return free - GPU_RESERVE - int(free * GPU_RESERVE_SHARE)
     return int(free * (CPU_FRACTION if fraction is None else fraction))

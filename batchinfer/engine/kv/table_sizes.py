@@ -8,42 +8,58 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TableSizes:
-    """The block counts of a sequence, which has one block table per cache group.
+    """Computes the number of KV cache blocks of a sequence, which has one block table per cache group.
 
     All tables have blocks for the same positions, but a table with a window frees the blocks before the window.
+
+    Attributes:
+        block_size: Tokens per block.
+        windows: The sliding window of each table in tokens. None: the table keeps all tokens.
+        unwindowed: The number of tables without a window.
+        windowed: Each window, with the number of tables that have it.
     """
 
-    block_size: int  # tokens per block
-    windows: tuple[int | None, ...] = (None,)  # window of each table in tokens; None: all tokens are kept
-    whole: int = field(init=False)  # number of tables without a window
-    windowed: tuple[tuple[int, int], ...] = field(init=False)  # pairs of (window, number of its tables)
+    block_size: int
+    windows: tuple[int | None, ...] = (None,)
+    unwindowed: int = field(init=False)
+    windowed: tuple[tuple[int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
             raise ValueError(f"windows are {self.windows}: each must be at least 1, or None")
         counted = Counter(self.windows)
-        object.__setattr__(self, "whole", counted.pop(None, 0))
+        object.__setattr__(self, "unwindowed", counted.pop(None, 0))
         object.__setattr__(self, "windowed", tuple((w, n) for w, n in counted.items() if w is not None))
 
     @property
     def tables(self) -> int:
-        """The number of tables."""
+        """The number of block tables of a sequence."""
         return len(self.windows)
 
     def blocks(self, tokens: int) -> int:
-        """Return the number of blocks for this number of tokens in one table."""
+        """Return the number of blocks for `tokens` tokens in one table without a window."""
         return -(-tokens // self.block_size)
 
     def span(self, window: int, chunk: int = 1) -> int:
-        """Return the maximum number of blocks that a chunk of this number of tokens sees, at any position."""
+        """Return the maximum number of blocks that a chunk reads in a table with a window.
+
+        Args:
+            window: The window in tokens.
+            chunk: The number of tokens of the chunk, which may begin at any position.
+        """
         return (window + chunk + self.block_size - 3) // self.block_size + 1
 
     def unseen(self, window: int, start: int) -> int:
-        """Return the number of leading blocks that no token from position `start` on sees."""
+        """Return the number of leading blocks that no token from position `start` on reads.
+
+        Args:
+            window: The window of the table in tokens.
+            start: The first position.
+        """
         return max(0, start - window + 1) // self.block_size
 
     def alone(self, tokens: int, budget: int) -> int:
-        """Return the maximum number of blocks that a sequence holds if no other sequence runs.
+        """Return the maximum number of blocks, in all tables, that a sequence holds if no other sequence runs.
 
         Args:
             tokens: The maximum length of the sequence.
@@ -51,31 +67,37 @@ class TableSizes:
         """
         whole, chunk = self.blocks(tokens), max(1, min(tokens, budget))
         windows = sum(tables * min(whole, self.span(window, chunk)) for window, tables in self.windowed)
-        return self.whole * whole + windows
+        return self.unwindowed * whole + windows
 
     def among_others(self, tokens: int) -> int:
-        """Return the maximum number of blocks of a sequence in a batch, without its share of `for_chunks`.
+        """Return the maximum number of blocks, in all tables, of a sequence of `tokens` tokens in a batch.
 
-        A chunk of c tokens sees at most span(window) + ceil((c - 1) / block_size) blocks, which is at most
-        span(window) + 1 + c // block_size. The last term is counted by `for_chunks`.
+        The sequence's share of `for_chunks` is not included: a chunk of c tokens reads at most
+        span(window) + 1 + c // block_size blocks, and `for_chunks` counts the last term.
         """
         whole = self.blocks(tokens)
         windows = sum(tables * min(whole, self.span(window) + 1) for window, tables in self.windowed)
-        return self.whole * whole + windows
+        return self.unwindowed * whole + windows
 
     def for_chunks(self, budget: int) -> int:
-        """Return the additional blocks for the chunks of a step in tables with windows, beyond `among_others`.
+        """Return the number of blocks that all chunks of a step need in addition to `among_others`.
 
-        The result is doubled, because drafts of the previous step may be rolled back.
+        Only tables with windows need additional blocks. The result is doubled, because drafts of the previous step may
+        be rolled back.
+
+        Args:
+            budget: The maximum number of tokens per step.
         """
         return 2 * sum(tables for _, tables in self.windowed) * (budget // self.block_size)
 
     def of_chunk(self, tokens: int, chunk: int) -> int:
-        """Return the additional blocks for a chunk in tables with windows, compared with a single token.
+        """Return the number of blocks that a chunk needs in addition to the blocks of a single token.
+
+        Only tables with windows need additional blocks.
 
         Args:
-            tokens: The length of the sequence.
-            chunk: The tokens of the chunk.
+            tokens: The length of the sequence in tokens.
+            chunk: The number of tokens of the chunk.
         """
         whole = self.blocks(tokens)
         return sum(

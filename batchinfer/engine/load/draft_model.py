@@ -75,7 +75,7 @@ class DraftModelWeights:
             Unavailable: The target model has no layer with full attention, or is run by transformers.
         """
         size, mine = own.layout.block_size, self.source.spec
-        whole = own.layout.whole
+        whole = own.layout.full_group
         if whole is None or isinstance(spec, ForeignSpec):
             raise Unavailable(
                 "a draft model needs a target model that batchinfer runs without transformers, and that has a layer "
@@ -111,7 +111,7 @@ class DraftModelWeights:
             max_num_seqs=limits.max_num_seqs,
             most_tokens=limits.max_num_batched_tokens,
             table=whole,
-            whole_vocab=spec.vocab,
+            target_vocab=spec.vocab,
             eos_token_ids=eos,
             masks=same,
         )

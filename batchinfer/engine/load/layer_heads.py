@@ -61,7 +61,7 @@ class LoadedLayer(LoadedHeads):
         Raises:
             Unavailable: The model has no layer with full attention, or is run by transformers.
         """
-        decoder, group, size = own.model, own.layout.whole, own.layout.block_size
+        decoder, group, size = own.model, own.layout.full_group, own.layout.block_size
         if group is None or not isinstance(decoder, Decoder):
             raise Unavailable(
                 "draft heads need a model that batchinfer runs without transformers, and that has a layer with full "
@@ -111,7 +111,7 @@ class LoadedLayer(LoadedHeads):
             max_num_seqs=model.limits.max_num_seqs,
             most_tokens=model.limits.max_num_batched_tokens,
             table=tapped.group,
-            whole_vocab=model.spec.vocab,
+            target_vocab=model.spec.vocab,
             eos_token_ids=eos,
             masks=model.masks,
             head=True,

@@ -25,7 +25,7 @@ def peak_blocks(ends: Iterable[tuple[int, Sequence]], tables: BlockTables) -> in
     """
     ordered = sorted(ends, key=_steps, reverse=True)
     held = [0] * len(ordered)
-    if tables.sizes.whole:
+    if tables.sizes.unwindowed:
         held = _whole(ordered, tables)
     for window, count in tables.sizes.windowed:
         more = _windowed(ordered, tables, window)
@@ -42,7 +42,7 @@ def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
 
     These tables share the same blocks, so one is counted and multiplied.
     """
-    group, count = tables.sizes.windows.index(None), tables.sizes.whole
+    group, count = tables.sizes.windows.index(None), tables.sizes.unwindowed
     counted, growing = CountedBlocks(tables.pool), _Growing(tables.pool.block_size)
     held = []
     for steps, sequence in ordered:

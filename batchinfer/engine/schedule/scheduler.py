@@ -309,7 +309,7 @@ class Scheduler:
         The chunks must belong to different sequences that hold blocks.
         """
         pool, sizes = self.pool, self.tables.sizes
-        if not pool.shared or not sizes.whole:
+        if not pool.shared or not sizes.unwindowed:
             return 0
         group = sizes.windows.index(None)
         if self.tables.have_windows:  # a sequence may hold a shared block without its parents

@@ -14,30 +14,38 @@ NO_ADAPTER = 0  # the number of rows without an adapter, and of an adapter that 
 
 @dataclass(slots=True)
 class AdapterPlaces:
-    """The places of adapters on the device, numbered from 1, with least-recently-used replacement.
+    """The places of LoRA adapters on the device, with least-recently-used replacement.
 
-    Steps must run on the device in the order in which they are passed to `of`.
+    A place is device memory for the weights of one adapter. Places are numbered from 1. Steps must run on the device in
+    the order in which they are passed to `of`.
+
+    Attributes:
+        numbers: The number of each adapter, from 1, by its fingerprint. 0 for "" and for an adapter that is merged into
+            the model's weights.
+        places: The number of places. None: there is a place for each adapter, with the adapter's number.
+        put: Copies the adapter with a number to a place.
+        moved: The number of adapters that were copied so far.
     """
 
-    numbers: Mapping[str, int] = field(default_factory=dict)  # fingerprint → number, from 1; "" → 0
-    places: int | None = None  # number of places; None: every adapter has the place of its number
-    put: Callable[[int, int], object] = lambda number, place: None  # copies adapter `number` to a place
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    places: int | None = None
+    put: Callable[[int, int], object] = lambda number, place: None
     _taken: dict[int, int] = field(default_factory=dict)  # number → place, most recently used last
-    moved: int = 0  # adapters copied so far
+    moved: int = 0
 
     @property
     def any_name(self) -> str:
-        """Return the name of any adapter that is not merged into the weights, or ""."""
+        """The fingerprint of any adapter that is not merged into the model's weights, or ""."""
         return next((name for name, number in self.numbers.items() if number), "")
 
     def of(self, names: tuple[str, ...]) -> Longs | None:
         """Return the place of each row's adapter, and copy adapters to the device where needed.
 
         Args:
-            names: The adapter of each row, "" for none.
+            names: The fingerprint of each row's adapter, "" for none.
 
         Returns:
-            (rows,), 0 for no adapter; None if all are 0.
+            int64 [rows], 0 for no adapter. None if all are 0.
 
         Raises:
             KeyError: An adapter was not loaded.
@@ -65,7 +73,12 @@ class AdapterPlaces:
         return np.array([kept.get(number, NO_ADAPTER) for number in needed.tolist()], np.int64)[back]
 
     def _free(self, kept: Mapping[int, int], places: int) -> int:
-        """Return an empty place, or evict the least recently used adapter that this step does not need."""
+        """Return an empty place, or the place of the least recently used adapter that the step does not need.
+
+        Args:
+            kept: The adapters that the step needs, as number and place.
+            places: The number of places.
+        """
         if len(self._taken) + len(kept) < places:
             empty: set[int] = {*range(1, places + 1)} - {*self._taken.values(), *kept.values()}
             return min(empty)

@@ -21,39 +21,64 @@ from batchinfer_kernels.step_tables import StepTables
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The arrays of a step on the host: T tokens of S chunks, concatenated."""
+    """The arrays of a step on the host: the T tokens of S sequences, concatenated.
 
-    token_ids: Longs  # (T,)
-    positions: Longs  # (T,): rows of the rotary tables
-    slots: list[Longs]  # per cache group: (T,)
-    tables: list[StepTables]  # per cache group
-    whole: list[bool]  # per cache group: True if the group keeps all tokens (no sliding window)
-    sampled_rows: Longs  # (n,): indices of the tokens after which a token is sampled
-    sampling: SamplingPlan  # of these n rows
-    query_lens: list[int]  # (S,)
-    context_lens: list[int]  # (S,)
-    copies: Ints | None = None  # (m, 6), see StepPlan
+    Attributes:
+        token_ids: [T].
+        positions: [T], rows of the rotary tables.
+        slots: The KV cache slot of each token, [T] per cache group.
+        tables: The block tables per cache group.
+        keeps_all: True for each cache group without a sliding window.
+        sampled_rows: [n], indices of the tokens after which the step has an output, such as a sampled token.
+        sampling: How the tokens and outputs of the n sampled rows are computed.
+        query_lens: [S], the number of tokens that each sequence runs.
+        context_lens: [S], the length of each sequence in the KV cache, the tokens of this step included.
+        copies: [m, 6], copies of partial blocks: index of the sequence, cache group, source block, target block, first
+            slot, end. None: nothing is copied.
+        awaited: The tokens that only the device knows, because the previous step samples them.
+        follows: True if the previous step ran the same sequences in the same order.
+        token_types: [T]. None: all are 0.
+        adapters: [T], the places of adapters on the device, 0 for none. None: no token has an adapter.
+        tree: The keys that each token attends to. None: there are no draft trees.
+    """
+
+    token_ids: Longs
+    positions: Longs
+    slots: list[Longs]
+    tables: list[StepTables]
+    keeps_all: list[bool]
+    sampled_rows: Longs
+    sampling: SamplingPlan
+    query_lens: list[int]
+    context_lens: list[int]
+    copies: Ints | None = None
     awaited: Awaited | None = None
-    follows: bool = False  # True if the previous step ran the same sequences in the same order
-    token_types: Longs | None = None  # (T,); None: all are 0
-    adapters: Longs | None = None  # (T,): places of adapters, 0 for none; None: no token has one
-    tree: TreeMask | None = None  # the keys that tokens attend to; None: no draft trees
+    follows: bool = False
+    token_types: Longs | None = None
+    adapters: Longs | None = None
+    tree: TreeMask | None = None
 
     @property
     def is_decode(self) -> bool:
-        """Return True if every sequence runs exactly one token and samples, without copies or draft trees."""
+        """True if each sequence runs one token and has an output after it, without copies and draft trees."""
         tokens = len(self.token_ids)
         single = len(self.sampled_rows) == tokens == len(self.query_lens)
         return single and self.copies is None and self.tree is None
 
     @property
     def table_rows(self) -> Longs:
-        """Return the rows of the sequences' block tables, (S,): the same array object while the sequences stay."""
+        """The row of each sequence in the array of block tables, [S].
+
+        The array object is the same in steps that run the same sequences.
+        """
         return self.tables[0].rows
 
     @property
     def parts(self) -> list[Longs]:
-        """Return the copies of each cache group, (n, 4), or [] without copies; see batchinfer_kernels.copy_parts."""
+        """The copies of partial blocks of each cache group, or an empty list if nothing is copied.
+
+        Each array is [n, 4]: source block, target block, first slot, end.
+        """
         if self.copies is None:
             return []
         fields = self.copies.astype(np.int64)
@@ -68,20 +93,20 @@ class HostBatch:
         token_types: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> list[AttentionInputs]:
-        """Return the attention inputs of each cache group. The arguments are this batch's arrays on the device.
+        """Return the attention inputs of each cache group, from device copies of this object's arrays.
 
         Args:
-            tables: Per cache group, (S, max blocks).
-            positions: (T,).
-            slots: Per cache group, (T,).
-            parts: Per cache group, (n, 4); empty without copies.
-            token_types: (T,).
-            adapters: (T,).
+            tables: The block tables of S sequences, [S, max blocks] per cache group.
+            positions: The positions of T tokens, [T].
+            slots: The KV cache slots, [T] per cache group.
+            parts: The copies of partial blocks, [n, 4] per cache group. Empty without copies.
+            token_types: The token types, [T].
+            adapters: The places of adapters, [T].
         """
         assert (token_types is None) == (self.token_types is None), "token types are missing"
         assert (adapters is None) == (self.adapters is None), "adapters are missing"
         copied_parts: Seq[Tensor | None] = parts or [None] * len(slots)
-        each = zip(slots, tables, self.tables, self.whole, copied_parts, strict=True)
+        each = zip(slots, tables, self.tables, self.keeps_all, copied_parts, strict=True)
         return [
             AttentionInputs(
                 positions,
@@ -100,10 +125,11 @@ class HostBatch:
         ]
 
     def later(self, ahead: Ints, block_size: int) -> HostBatch:
-        """Return a later decode step of the same sequences, whose tokens come from the previous step.
+        """Return a later decode step of the same S sequences. The previous step samples its input tokens.
 
         Args:
-            ahead: (S,): how many tokens later each sequence is. Its block table must have the blocks already.
+            ahead: [S], the number of tokens by which each sequence is longer than in this step. Its block table must
+                have the blocks of these tokens already.
             block_size: Tokens per block.
         """
         contexts = np.array(self.context_lens) + ahead
@@ -119,7 +145,10 @@ class HostBatch:
         )
 
     def part(self, first: int, end: int) -> HostBatch:
-        """Return the micro-batch of the tokens [first, end). A chunk's copies go with its first token."""
+        """Return the micro-batch of the step's tokens with the indices [first, end).
+
+        The copies of a sequence's partial block belong to the micro-batch with the sequence's first token.
+        """
         ends = list(accumulate(self.query_lens))
         low, high = bisect_right(ends, first), bisect_left(ends, end) + 1
         begins = [
@@ -149,12 +178,11 @@ class HostBatch:
         )
 
     def _adapters_of(self, first: int, end: int) -> Longs | None:
-        """Return the adapters of the tokens [first, end), or None if no token has one."""
         own = None if self.adapters is None else self.adapters[first:end]
         return own if own is not None and own.any() else None
 
     def _copies_of(self, chunks: list[int], low: int) -> Ints | None:
-        """Return the copies of the given chunks, renumbered from `low` as 0, or None if there are none."""
+        """Return the copies of some sequences, with `low` subtracted from the index of the sequence, or None."""
         if self.copies is None:
             return None
         own = self.copies[np.isin(self.copies[:, 0], chunks)]
@@ -173,24 +201,37 @@ def _awaited_in(awaited: Awaited | None, first: int, end: int, tokens: int) -> A
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The device tensors that the model reads in one step."""
+    """The device tensors that the model reads in one step.
 
-    token_ids: Tensor  # (T,) int64
-    inputs: list[AttentionInputs]  # per cache group
-    sampled_rows: Tensor  # (n,) int64
+    Attributes:
+        token_ids: int64 [T].
+        inputs: The attention inputs per cache group.
+        sampled_rows: int64 [n], indices of the tokens after which the step has an output, such as a sampled token.
+        sampling: How the tokens and outputs of the n sampled rows are computed.
+    """
+
+    token_ids: Tensor
+    inputs: list[AttentionInputs]
+    sampled_rows: Tensor
     sampling: SamplingPlan
 
 
 class RanStep(NamedTuple):
-    """The hidden states of a step. They are valid until the next step is launched."""
+    """The hidden states of a step. They are valid until the next step is launched.
 
-    hidden: Tensor  # (≥ T, hidden): all tokens, then padding
-    sampled: Tensor  # (n, hidden): the sampled rows
-    padded: int  # padding tokens
+    Attributes:
+        hidden: The hidden states of the step's T tokens, then of padding, [at least T, hidden].
+        sampled: The hidden states after which the step has an output, such as a sampled token, [n, hidden].
+        padded: The number of padding tokens that were computed.
+    """
+
+    hidden: Tensor
+    sampled: Tensor
+    padded: int
 
 
 def build_batch(host: HostBatch, device: torch.device) -> Batch:
-    """Copy the arrays of a step to the device."""
+    """Copy the arrays of a step to a device and return the tensors."""
     tables = [torch.from_numpy(own.array()).to(device) for own in host.tables]
 
     def moved(array: NDArray[Any]) -> Tensor:

@@ -16,9 +16,10 @@ from batchinfer.models.spec.spec import Caches, CacheSpec
 
 @contextmanager
 def out_of_memory_errors() -> Iterator[None]:
-    """Convert any error about exhausted device memory inside of the context to torch.OutOfMemoryError.
+    """Return a context that converts any error about exhausted device memory to torch.OutOfMemoryError.
 
-    The driver, Triton and CUDA libraries raise errors of their own. An error that ends a capture may hide it.
+    The driver, Triton and CUDA libraries raise errors of their own. If a CUDA graph is being captured, the error about
+    memory may only be the cause of another error.
     """
     try:
         yield
@@ -36,7 +37,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and its chain of causes and contexts."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -48,7 +48,14 @@ def _says_so(error: BaseException) -> bool:
 
 
 def block_bytes(ops: Ops, caches: Caches, layout: CacheLayout, itemsize: int) -> int:
-    """Return the bytes of one block."""
+    """Return the bytes of one KV cache block.
+
+    Args:
+        ops: The operators, which may round up sizes.
+        caches: The cache of each layer, or None for layers without attention.
+        layout: The layout of the KV cache.
+        itemsize: The bytes per value of the model's dtype.
+    """
     return ops.block_bytes(_of_a_block(caches, layout), layout.block_size, itemsize)
 
 
@@ -60,15 +67,16 @@ def allocate_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[LayerCache]:
-    """Return a cache for each attention layer. Layers that read the K and V of another layer share its cache.
+    """Allocate the KV cache and return the cache of each layer with attention.
 
-    Cache groups share the tensors and use different blocks of them.
+    Layers that read the keys and values of another layer get the same cache object. Cache groups share the tensors and
+    use different blocks of them.
 
     Args:
-        ops: The operators, which allocate zero-filled caches.
-        caches: The cache of each layer; None for layers without attention.
-        layout: The cache groups.
-        blocks: Number of blocks.
+        ops: The operators, which allocate zero-filled tensors.
+        caches: The cache of each layer, or None for layers without attention.
+        layout: The layout of the KV cache.
+        blocks: The number of blocks.
         dtype: The dtype of the model.
         device: The device of the tensors.
     """
@@ -84,6 +92,6 @@ def allocate_caches(
 
 
 def _of_a_block(caches: Caches, layout: CacheLayout) -> list[CacheSpec]:
-    """Return the caches that a block holds: of the layers of the largest group. All layers of the groups are alike."""
+    """Return the caches of the layers that share a block: the layers of the largest cache group."""
     largest = max(layout.groups, key=lambda group: len(group.layers))
     return [cache for layer in largest.layers if (cache := caches[layer]) is not None]

@@ -17,10 +17,10 @@ from batchinfer_kernels.step_tables import StepTables
 
 
 class DeviceTables:
-    """A device copy of the arrays of TableRows, updated before each step.
+    """A device copy of the block tables of all running sequences, updated before each step.
 
-    A step's tables are gathered from the copy on the device, so the work of the host does not grow with the lengths of
-    contexts.
+    The tables of a step's sequences are gathered from the copy on the device, so the work of the host does not grow
+    with the lengths of contexts.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,15 @@ class DeviceTables:
         self.changes = 0  # incremented by each update
 
     def refresh(self, rows: TableRows, device: torch.device) -> None:
-        """Send entries that were written since the last call. Raises torch.OutOfMemoryError."""
+        """Copy the table entries to the device that were written since the last call.
+
+        Args:
+            rows: The block tables on the host. Their entries are marked as sent.
+            device: The device.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+        """
         arrays = rows.arrays()
         if [kept.shape for kept in self._kept] != [array.shape for array in arrays]:
             self._kept = upload(arrays, device)
@@ -43,22 +51,25 @@ class DeviceTables:
         rows.sent()
 
     def of(self, tables: Seq[StepTables], rows: Tensor) -> list[Tensor]:
-        """Return a step's tables per cache group, (n, max blocks) int32.
+        """Gather the block tables of a step on the device.
 
         Args:
-            tables: The tables of the step's sequences per cache group.
-            rows: (n,) int64 on the device: rows of the sequences, then of padding.
+            tables: The block tables of the step's sequences on the host, per cache group.
+            rows: int64 [n] on the device, the table row of each sequence, and any row for each padding row.
+
+        Returns:
+            int32 [n, blocks of the longest sequence] per cache group.
         """
         each = zip(self._kept, tables, strict=True)
         return [kept[:, : own.width].index_select(0, rows) for kept, own in each]
 
     def write(self, views: Seq[Tensor], tables: Seq[StepTables], rows: Tensor) -> None:
-        """Copy the block tables of the rows into the first columns of `views`.
+        """Copy the block tables of a step into the first columns of other device tensors.
 
         Args:
-            views: One tensor (rows, at least the blocks of the longest row) per cache group.
-            tables: The block tables of the step, one per cache group.
-            rows: The table row of each row of the views.
+            views: The tensors to write, [n, at least the blocks of the longest sequence] per cache group.
+            tables: The block tables of the step's sequences on the host, per cache group.
+            rows: int64 [n] on the device, the table row to copy to each row of `views`.
         """
         for view, own in zip(views, self.of(tables, rows), strict=True):
             view[:, : own.shape[1]].copy_(own)
@@ -66,42 +77,60 @@ class DeviceTables:
 
 @dataclass(slots=True, eq=False)
 class _Laid:
-    """The tables that the graphs' tensors currently contain."""
+    """The block tables that the tensors of the graphs currently contain.
+
+    Attributes:
+        size: The size of the graph for which they were written.
+        rows: The table row of each sequence.
+        on_device: `rows` on the device, [size.rows], with row 0 for padding.
+        changes: The value of `DeviceTables.changes` when the tensors were written.
+    """
 
     size: GraphSize
     rows: NDArray[np.int64]
-    on_device: Tensor  # (size.rows,): `rows`, then row 0 for padding
-    changes: int  # `DeviceTables.changes` when they were written
+    on_device: Tensor
+    changes: int
 
 
 class GraphTables:
-    """The tensors from which CUDA graphs read block tables. Filled before each replay, shared by all graph sizes."""
+    """The tensors from which CUDA graphs read block tables.
+
+    All graph sizes share the tensors, which are filled before each replay.
+    """
 
     def __init__(self, groups: int, entries: int, device: torch.device) -> None:
         """Allocate the tensors.
 
         Args:
-            groups: Number of cache groups.
-            entries: Rows × blocks of the largest graph size.
-            device: The device.
+            groups: The number of cache groups.
+            entries: The number of table entries of the largest graph size: rows times blocks per row.
+            device: The device of the tensors.
         """
         self._flat = [torch.zeros(entries, dtype=torch.int32, device=device) for _ in range(groups)]
         self._laid: _Laid | None = None
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the tensors."""
+        """The device of the tensors."""
         return self._flat[0].device
 
     def views(self, size: GraphSize) -> list[Tensor]:
-        """Return the tables that graphs of this size read: (rows, blocks) per cache group."""
+        """Return the tensors that graphs of a size read: [rows, blocks] per cache group, views of shared memory."""
         rows, blocks = size.rows, size.blocks(size.longest)
         return [flat[: rows * blocks].view(rows, blocks) for flat in self._flat]
 
     def fill(self, size: GraphSize, tables: Seq[StepTables], kept: DeviceTables) -> list[Tensor]:
-        """Write the tables of a step for a graph of the given size, and return `views(size)`.
+        """Write the block tables of a step into the tensors that graphs of a size read.
 
-        Padding rows get the table of row 0. Nothing is written if the tables have not changed since the last call.
+        Padding rows get table row 0. Nothing is written if the tables have not changed since the last call.
+
+        Args:
+            size: The size of the graph.
+            tables: The block tables of the step's sequences on the host, per cache group.
+            kept: The block tables on the device, with all entries of the step.
+
+        Returns:
+            The tensors, [rows, blocks] per cache group.
         """
         views, last, rows = self.views(size), self._laid, tables[0].rows
         is_same = last is not None and last.size == size and last.rows is rows

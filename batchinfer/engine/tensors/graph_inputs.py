@@ -18,62 +18,74 @@ from batchinfer.models.ops.attention import AttentionInputs
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """The size of a decode graph. A row is one token.
+    """The size of a CUDA graph of a decode step.
 
-    There is a block table for each row: each padding row is a sequence without a context.
+    Attributes:
+        rows: The tokens of the step, padding included. There is a block table for each row: a padding row is a sequence
+            without a context.
+        longest: The longest context in tokens.
+        block_size: Tokens per KV cache block.
+        padding_slot: The KV cache slot to which padding rows write keys and values.
+        adapted: True if rows may have adapters.
+        queries: The maximum number of tokens per sequence; more than 1 for steps that verify drafts.
     """
 
-    rows: int  # tokens, including padding rows
-    longest: int  # tokens of the longest context
+    rows: int
+    longest: int
     block_size: int
-    padding_slot: int  # the slot that padding rows write K and V to
-    adapted: bool = False  # True if rows may have adapters
-    queries: int = 1  # maximum tokens per sequence; more than 1 to verify drafts
+    padding_slot: int
+    adapted: bool = False
+    queries: int = 1
 
     def blocks(self, tokens: int) -> int:
-        """Return the number of blocks of a sequence of `tokens` tokens."""
+        """Return the number of KV cache blocks of a sequence of `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     @property
     def table_entries(self) -> int:
-        """Return the number of block table entries of all rows, including padding rows."""
+        """The number of block table entries of all rows, padding included."""
         return self.rows * self.blocks(self.longest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphInputs:
-    """A decode step's inputs on the device, padded to a graph's size. The step may contain drafts."""
+    """The device inputs of a decode step, padded to the size of a CUDA graph, without block tables.
+
+    Attributes:
+        size: The size of the graph.
+        lines: Tensors of [size.rows] each: token ids, positions, slots per cache group, and adapters if `size.adapted`.
+    """
 
     size: GraphSize
-    lines: Upload  # (rows,) each: token ids, positions, slots per cache group, and adapters if size.adapted
+    lines: Upload
 
     @classmethod
     def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
-        """Allocate the tensors and copy a step into them."""
+        """Allocate device tensors for a graph size and copy the inputs of the step `batch` into them."""
         return cls(size, Upload(_lines(batch, size), device))
 
     @property
     def token_ids(self) -> Tensor:
-        """Return the token ids, (rows,)."""
+        """The token ids, [rows]."""
         return self.lines.tensors[0]
 
     def refill(self, batch: HostBatch) -> None:
-        """Overwrite the tensors with another step."""
+        """Overwrite the device tensors with the inputs of another step of at most the same size."""
         self.lines.refill(_lines(batch, self.size))
 
     def inputs(self, batch: HostBatch, tables: Seq[Tensor]) -> list[AttentionInputs]:
         """Return the attention inputs of each cache group.
 
         Args:
-            batch: The step that the tensors contain.
-            tables: (rows, blocks) per cache group.
+            batch: The step whose inputs the device tensors contain.
+            tables: The padded block tables of each cache group, [rows, blocks].
         """
         _, positions, *slots = self.lines.tensors
         adapters = slots.pop() if self.size.adapted else None
         rows, sequences, tokens = self.size.rows, len(batch.context_lens), len(batch.token_ids)
         padding = [1] * (rows - tokens) + [0] * (tokens - sequences)
         query_lens, context_lens = [*batch.query_lens, *padding], [*batch.context_lens, *[0] * len(padding)]
-        each = zip(slots, tables, batch.tables, batch.whole, strict=True)
+        each = zip(slots, tables, batch.tables, batch.keeps_all, strict=True)
         return [
             AttentionInputs(
                 positions,
@@ -93,15 +105,15 @@ class GraphInputs:
 
 def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
     shape = (size.rows,)
-    slots = (grown(own, shape, size.padding_slot) for own in batch.slots)
-    adapters = [] if batch.adapters is None else [grown(batch.adapters, shape)]
-    return [grown(batch.token_ids, shape), grown(batch.positions, shape), *slots, *adapters]
+    slots = (pad_array(own, shape, size.padding_slot) for own in batch.slots)
+    adapters = [] if batch.adapters is None else [pad_array(batch.adapters, shape)]
+    return [pad_array(batch.token_ids, shape), pad_array(batch.positions, shape), *slots, *adapters]
 
 
-def grown(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
-    """Pad an array at the end of each axis; return it unchanged if it has the shape. np.pad takes ten times as long."""
+def pad_array(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
+    """Return an array padded with `filling` at the end of each axis to `shape`, or unchanged if it has that shape."""
     if values.shape == shape:
         return values
-    grown = np.full(shape, filling, values.dtype)
-    grown[tuple(slice(n) for n in values.shape)] = values
-    return grown
+    padded = np.full(shape, filling, values.dtype)  # np.pad takes ten times as long
+    padded[tuple(slice(n) for n in values.shape)] = values
+    return padded

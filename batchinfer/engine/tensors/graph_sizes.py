@@ -28,12 +28,21 @@ CAPTURE_AT_USE = 3
 
 
 def kept_rows(max_num_seqs: int) -> int:
-    """Return the maximum number of rows whose sampled states are kept: of all sequences and of their drafts."""
+    """Return the maximum number of hidden states to keep for draft heads: those of two steps, drafts included.
+
+    Args:
+        max_num_seqs: Maximum running sequences of the engine.
+    """
     return KEPT_STEPS * (max_num_seqs + max(MIN_SAMPLED_ROWS, max_num_seqs))
 
 
 def batch_sizes(most: int, parts: int = PARTS) -> list[int]:
-    """Return the batch sizes up to `most`, ascending: 1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … `most`."""
+    """Return the batch sizes for CUDA graphs, ascending: 1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … `most`.
+
+    Args:
+        most: The largest batch size.
+        parts: The number of sizes per power of two, for large sizes.
+    """
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -44,18 +53,28 @@ def batch_sizes(most: int, parts: int = PARTS) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class GraphSteps:
-    """The decode steps that are replayed as one CUDA graph."""
+    """The maximum sizes of decode steps that are replayed as one CUDA graph.
 
-    rows: int  # rows of the largest step without drafts
-    drafted: int = 0  # tokens of the largest step with drafts; 0: steps with drafts have no graphs
+    Attributes:
+        rows: The tokens, one per sequence, of the largest step without drafts.
+        drafted: The tokens of the largest step with drafts, or 0 if steps with drafts have no graphs.
+    """
+
+    rows: int
+    drafted: int = 0
 
     @property
     def most_drafts(self) -> int | None:
-        """Return the maximum number of drafts per row in such a step, or None if steps with drafts have no graphs."""
+        """The maximum number of drafts per sequence in a step with a graph, or None if no such step has a graph."""
         return DRAFT_QUERIES[-1] - 1 if self.drafted else None
 
     def padded(self, tokens: int, drafts: bool) -> int:
-        """Return the number of tokens that a step of `tokens` tokens computes, padding included."""
+        """Return the number of tokens that a step computes, padding included.
+
+        Args:
+            tokens: The step's tokens without padding. A step that is too large for a graph is not padded.
+            drafts: True if the step verifies drafts.
+        """
         most = self.drafted if drafts else self.rows
         if tokens > most:
             return tokens
@@ -64,7 +83,12 @@ class GraphSteps:
 
 
 def context_bound(longest: int, most: int) -> int:
-    """Return the smallest context bound that is at least `longest`, limited to `most`."""
+    """Return the context length for which a step's attention is captured: 1,024, 4,096, 16,384, … tokens.
+
+    Args:
+        longest: The longest context of the step in tokens, which the result must reach.
+        most: The maximum result.
+    """
     bound = MIN_CONTEXT_BOUND
     while bound < longest:
         bound *= CONTEXT_BOUND_FACTOR

@@ -12,14 +12,22 @@ from batchinfer.engine.tensors.device_memory import out_of_memory_errors
 
 @dataclass(slots=True, eq=False)
 class SlotStates:
-    """A hidden state for each slot of the KV cache: (blocks, block size, width).
+    """A hidden state for each slot of the KV cache.
 
-    States use the block numbers of K and V, so they are shared, copied and freed together with K and V.
+    States use the block numbers of keys and values, so they are shared, copied and freed together with them.
+
+    Attributes:
+        block_size: Tokens per block.
+        width: The size of a hidden state.
+        spare: The number of additional blocks after the blocks of the KV cache.
+        dtype: The dtype of the states.
+        device: The device of the states.
+        values: The states, [blocks, block size, width]; no blocks before `allocate`.
     """
 
     block_size: int
     width: int
-    spare: int  # additional blocks after the blocks of the KV cache
+    spare: int
     dtype: torch.dtype
     device: torch.device
     values: Tensor = field(init=False)
@@ -28,32 +36,45 @@ class SlotStates:
         self.drop()
 
     def allocate(self, blocks: int) -> None:
-        """Replace the states by zeros for a cache of `blocks` blocks. Raises torch.OutOfMemoryError."""
+        """Free the states and allocate zeros for a KV cache of `blocks` blocks.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+        """
         self.drop()
         shape = blocks + self.spare, self.block_size, self.width
         with out_of_memory_errors():
             self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def drop(self) -> None:
-        """Free the memory."""
+        """Free the memory of the states."""
         self.values = torch.empty(0, self.block_size, self.width, dtype=self.dtype, device=self.device)
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks of the KV cache."""
+        """The number of blocks of the KV cache, without spare blocks."""
         return len(self.values) - self.spare
 
     def read(self, slots: Tensor) -> Tensor:
-        """Return a copy of the states at slots: (n,) int64 → (n, width)."""
+        """Return a copy of the states at n slots, [n, width].
+
+        Args:
+            slots: int64 [n], block times block size plus offset.
+        """
         return self._flat[slots]
 
     def write(self, slots: Tensor, states: Tensor) -> None:
-        """Write states, (n, width), to slots, (n,) int64."""
+        """Write states to n slots.
+
+        Args:
+            slots: int64 [n], block times block size plus offset.
+            states: [n, width].
+        """
         self._flat[slots] = states
 
     @property
     def places(self) -> Tensor:
-        """Return the states in the shape of a cache with one head: (blocks, 1, block size, width)."""
+        """A view of the states in the shape of a KV cache with one head, [blocks, 1, block size, width]."""
         return self.values[:, None]
 
     @property

@@ -17,9 +17,13 @@ _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "
 
 
 class Upload:
-    """Copies arrays to the device in one asynchronous transfer from pinned memory.
+    """Tensors that are filled from numpy arrays in one asynchronous transfer from pinned memory.
 
-    The dtypes may be int32, int64, float32 and float64. The caller may modify its arrays at once, also on a CPU.
+    The caller may modify its arrays as soon as a call returns, also if the device is a CPU.
+
+    Args:
+        arrays: The arrays to copy: int32, int64, float32 or float64.
+        device: The device of the tensors.
     """
 
     def __init__(self, arrays: Arrays, device: torch.device) -> None:
@@ -31,7 +35,11 @@ class Upload:
         ]
 
     def refill(self, arrays: Arrays) -> None:
-        """Overwrite the tensors after all work queued so far. Raises ValueError for other shapes or dtypes."""
+        """Overwrite the tensors with the values of other arrays, after all work queued so far.
+
+        Raises:
+            ValueError: If shapes or dtypes differ from the first arrays.
+        """
         layout = [(array.dtype, array.shape) for array in arrays]
         if layout != self._layout:
             raise ValueError(f"arrays of {layout} do not fit tensors of {self._layout}")
@@ -39,7 +47,12 @@ class Upload:
 
 
 def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one transfer; see Upload."""
+    """Copy arrays to a device in one asynchronous transfer, and return a tensor for each.
+
+    Args:
+        arrays: int32, int64, float32 or float64. The caller may modify them as soon as the call returns.
+        device: The device of the tensors.
+    """
     return Upload(arrays, device).tensors
 
 
@@ -62,7 +75,7 @@ def _viewed(flat: Tensor, place: int, array: NDArray[Any]) -> Tensor:
 
 
 class Download:
-    """Copies tensors to the host asynchronously."""
+    """Copies device tensors to the host asynchronously. The copies are queued at creation."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -72,7 +85,7 @@ class Download:
             self._event.record()
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Wait for the copies, not for work queued after them, and return an array per tensor."""
+        """Wait for the copies, but not for work queued after them, and return an array per tensor."""
         if self._event is not None:
             self._event.synchronize()
         return [tensor.numpy() for tensor in self._host]

@@ -1,4 +1,4 @@
-"""The state that a runner keeps between plans."""
+"""The state that a runner keeps between step plans."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from batchinfer_kernels.draft_tree import TreeMask
 
 @dataclass(slots=True)
 class StepState:
-    """The rows, block tables and sampling arguments of the latest plan. The next plan omits unchanged parts."""
+    """Converts step plans to complete inputs of a step.
 
-    # The block that plans call 0: earlier blocks belong to other engines on the same cache
+    A plan omits parts that are the same as in the previous plan, so this object keeps the sequences, block tables and
+    sampling arguments of the newest plan.
+
+    Attributes:
+        first_block: The number in the KV cache of the block that plans call 0. Earlier blocks belong to other engines.
+        tables: The block tables of the running sequences.
+        adapters: The places of adapters on the device.
+    """
+
     first_block: int = 0
     tables: TableRows = field(init=False)
     adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
@@ -33,7 +41,12 @@ class StepState:
         self.tables = TableRows(self.first_block)
 
     def batch(self, plan: StepPlan, layout: CacheLayout) -> HostBatch:
-        """Return the arrays of a step. Call it once for each plan, in order."""
+        """Return the complete inputs of a step as arrays on the host. Must be called once per plan, in order.
+
+        Args:
+            plan: The plan of the step.
+            layout: The layout of the KV cache.
+        """
         if plan.rows is not None:
             self._rows, self._rope_offsets = plan.rows.astype(np.int64), plan.rope_offsets
             self._second_segments = plan.second_segments
@@ -60,7 +73,7 @@ class StepState:
                 own.kept[own.rows[row_of], at].astype(np.int64) * layout.block_size + inside for own in tables
             ],
             tables=tables,
-            whole=[group.keeps is None for group in layout.groups],
+            keeps_all=[group.keeps is None for group in layout.groups],
             sampled_rows=self._each if plan.sampled is None else plan.sampled.astype(np.int64),
             sampling=self._with_draws(plan.sampling),
             query_lens=query_lens,
@@ -74,13 +87,13 @@ class StepState:
         )
 
     def _placed(self, copies: Ints | None) -> Ints | None:
-        """Return the copies with block numbers of the cache."""
+        """Return the copies of partial blocks, with block numbers of plans replaced by block numbers of the cache."""
         if copies is None or not self.first_block:
             return copies
         return copies + np.array([0, 0, self.first_block, self.first_block, 0, 0], np.int32)
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
-        """Return the plan with its fixed sampling arguments, which it omits if they are unchanged."""
+        """Return a sampling plan with its fixed sampling arguments, which plans omit if they are unchanged."""
         drawn = sampling.drawn
         if drawn is None:
             return sampling
@@ -95,7 +108,11 @@ class StepState:
 def _tree(positions: Longs, bits: Ints) -> TreeMask:
     """Return the attention mask of a step with draft trees.
 
-    A node sees all keys up to the last token before its tree, and its ancestors.
+    A node attends to all keys up to the last token before its tree, to its ancestors and to itself.
+
+    Args:
+        positions: The position of each of the T tokens in its sequence, [T].
+        bits: The ancestor bits of tree nodes, [T]; 0 for other tokens.
     """
     nodes = bits != 0
     before = np.where(nodes, -1, positions)
@@ -105,5 +122,10 @@ def _tree(positions: Longs, bits: Ints) -> TreeMask:
 
 
 def _types(positions: Longs, second: Ints) -> Longs:
-    """Return the type of each token: 1 from position `second` of its sequence on, else 0; `second` 0: no type 1."""
+    """Return the type of each of T tokens, 0 or 1.
+
+    Args:
+        positions: The position of each token in its sequence, [T].
+        second: The first position with type 1 in the token's sequence, [T]. 0: all tokens have type 0.
+    """
     return ((second > 0) & (positions >= second)).astype(np.int64)

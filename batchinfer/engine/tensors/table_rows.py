@@ -14,9 +14,10 @@ Tables = NDArray[np.int32]
 
 
 class TableRows:
-    """The block tables of the running sequences: an array per cache group, with a row per sequence.
+    """The block tables of the running sequences on the host: an array per cache group, with a row per sequence.
 
-    Entries are block numbers of the cache: those in plans plus `first_block`.
+    Args:
+        first_block: The number in the KV cache of the block that plans call 0. It is added to all entries.
     """
 
     def __init__(self, first_block: int = 0) -> None:
@@ -24,28 +25,32 @@ class TableRows:
         self._groups: list[_GroupRows] = []
 
     def take(self, changes: Seq[TableChanges], rows: Longs) -> list[StepTables]:
-        """Apply the changes of a plan and return the tables per cache group, which are valid until the next call.
+        """Apply the changes of a plan, and return the block tables of the plan's sequences per cache group.
 
-        Entries of blocks that a sliding window has passed (see BlockTables) may be stale.
+        The result is valid until the next call. Entries of blocks before a sliding window may be outdated.
 
         Args:
-            changes: The changes per cache group.
-            rows: (S,), the rows of the plan's sequences.
+            changes: The changed entries per cache group.
+            rows: The row of each of the plan's S sequences, [S].
         """
         self._groups += [_GroupRows(self._first_block) for _ in range(len(self._groups), len(changes))]
         return [kept.take(own, rows) for kept, own in zip(self._groups, changes, strict=True)]
 
     def unsent(self) -> list[tuple[Longs, Tables]]:
-        """Return per cache group the entries written since `sent`: their flat indices, and their values."""
+        """Return the entries that were written since the last call of `sent`, per cache group.
+
+        Returns:
+            The indices of the entries in the flattened array of the group, and their values, both [n].
+        """
         return [kept.unsent() for kept in self._groups]
 
     def sent(self) -> None:
-        """Mark all entries as sent."""
+        """Mark all entries as sent to the device."""
         for kept in self._groups:
             kept.written = []
 
     def arrays(self) -> list[Tables]:
-        """Return the array of each cache group: (rows, blocks)."""
+        """Return the array of block tables of each cache group, [rows, blocks]."""
         return [kept.kept for kept in self._groups]
 
 
@@ -78,7 +83,7 @@ class _GroupRows:
         self.written.append((row_of, columns, blocks))
 
     def _make_room(self, rows: int, blocks: int) -> None:
-        """Grow the array if needed: rows at least to twice the old number, columns to twice `blocks`."""
+        """Grow the array if it is too small: to at least twice its rows, and to twice `blocks` columns."""
         old_rows, old_blocks = self.kept.shape
         if rows <= old_rows and blocks <= old_blocks:
             return

@@ -160,7 +160,7 @@ class Driver:
     def check_sharing(self, chunks: list[Chunk]) -> None:
         """Counts the blocks that tables which keep all have in common, one by one."""
         sizes = self.scheduler.tables.sizes
-        if not sizes.whole:
+        if not sizes.unwindowed:
             assert self.scheduler.shared_blocks(chunks) == 0
             return
         group = sizes.windows.index(None)

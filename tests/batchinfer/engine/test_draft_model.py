@@ -107,7 +107,7 @@ def beside(limits: Limits, windows: tuple[int | None, ...] = (None,), **more: An
         max_num_seqs=limits.seqs,
         most_tokens=limits.budget,
         table=windows.index(None),
-        whole_vocab=VOCAB,
+        target_vocab=VOCAB,
         eos_token_ids=frozenset([EOS]),
         masks=None,
     )
@@ -228,7 +228,7 @@ def test_it_is_not_asked_about_rows_for_which_it_lacks_positions_or_tokens() -> 
 def test_tokens_that_the_jobs_model_lacks_are_not_proposed() -> None:
     rows = greedy([[row, 3, 5] for row in range(6)], 30, ignore_eos=True)
     _, all_of_them, _ = fed(rows)
-    ran, drafter, _ = fed(rows, whole_vocab=6)
+    ran, drafter, _ = fed(rows, target_vocab=6)
     assert ran.answers == fed(rows)[0].answers
     assert 0 < drafter.drafted < all_of_them.drafted
     assert all(token < 6 for taken in drafter.taken for token in taken.drafts)

@@ -167,7 +167,7 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
     got = ran(variant, limits, triton_ops(model_of(variant)), DEVICE, rows)
     assert got.answers == wanted.answers
     assert len({tuple(tokens) for tokens, _ in got.answers.values()}) >= len(rows) - 1
-    together = layout.whole is not None and not caches[0].latent
+    together = layout.full_group is not None and not caches[0].latent
     assert any(levels) == (limits.caching and together), "rows with a shared prefix attend together"
     assert (got.total("preemptions") > 0) == limits.scarce
     if limits.budget == 32:

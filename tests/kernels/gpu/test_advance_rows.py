@@ -45,7 +45,7 @@ class Rows:
             positions=self.offsets + self.contexts - 1,
             slots=[np.zeros(self.count, np.int64)],
             tables=[StepTables.of(self.tables[: self.count])],
-            whole=[True],
+            keeps_all=[True],
             sampled_rows=np.arange(self.count),
             sampling=ARGMAX,
             query_lens=[1] * self.count,
