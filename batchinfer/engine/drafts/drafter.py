@@ -173,7 +173,7 @@ class CostedDrafter:
         """The number of successive failures of a row that are tolerated before back-off starts.
 
         After a changed word of a copied text, no draft is found for a few tokens. If rows skip a step to have drafts, a
-        failure costs a whole step, so none is tolerated.
+        failure costs a whole step, so back-off starts at the first failure.
         """
         return 4 if self._costs.together else 0
 

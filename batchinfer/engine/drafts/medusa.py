@@ -44,7 +44,7 @@ class TreeShape(NamedTuple):
 
     Attributes:
         parents: The index of the parent node, or -1 for the sequence's last token.
-        depths: The index of the Medusa head that predicts the node's token: 0 for children of the sequence's last token.
+        depths: The index of the Medusa head that predicts the node's token; 0 for a parent of -1.
         ranks: The rank of the node's token among the candidates of its head, 0 for the most likely.
         chances: The probability that the node and all its ancestors are accepted.
     """
@@ -215,7 +215,7 @@ class MedusaSource:
         return self._shape
 
     def _rates(self, head: int, ranks: int) -> list[float]:
-        """Return the acceptance probability of each of the `ranks` candidates of a head, if its ancestors are accepted."""
+        """Return the probability that each of a head's candidates is accepted if its ancestors are."""
         rates = [self._acceptance.rate((head, 0), _BELIEVED)]
         for rank in range(1, ranks):
             believed = max(0.0, 1 - sum(rates)) * _BELIEVED_NEXT

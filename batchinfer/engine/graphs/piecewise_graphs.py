@@ -140,7 +140,7 @@ class PiecewiseGraphs:
         model: The model.
         caches: The KV cache of each layer with attention.
         groups: The number of cache groups.
-        padding_slot: The KV cache slot to which the keys and values of padding tokens are written.
+        padding_slot: The KV cache slot that receives the keys and values of padding tokens.
         buffers: The buffers through which graphs and attention exchange tensors. Their size limits the size of a step.
         recorder: Captures the pieces.
         in_group: True if other ranks capture the same pieces at the same time.

@@ -115,7 +115,7 @@ def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -
 
     The stage has the same cache groups as the model, because stages share block tables. The stage's layers are
     renumbered from 0 and distributed evenly among the groups with the same window, which keeps blocks small. A group
-    may have no layers. The result's `windows` are those of all layers of the model.
+    may have no layers. The result's `windows` include all layers of the model.
 
     Args:
         layout: The layout of the whole model.

@@ -68,9 +68,9 @@ class BuiltEngine:
 
     Attributes:
         engine: The engine.
-        info: Its properties, such as the size of the KV cache.
-        read_loads: Returns the number of tokens routed to each expert so far. Waits for the device.
-        account: Time and memory of this rank. None if the model is not sharded.
+        info: The properties of the engine, such as the size of the KV cache.
+        read_loads: Returns the number of tokens that were routed to each expert so far. It waits for the device.
+        account: Reports the time and memory of this rank. None if the model is not sharded.
     """
 
     engine: AnyEngine
@@ -81,7 +81,22 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedWeights:
-    """A model's weights on their device, packed for its operators. Loading needs no plan."""
+    """A model's weights on their device, packed for its operators. They are loaded before the job is planned.
+
+    Attributes:
+        config: The settings for loading.
+        source: The checkpoint, or the shard of it that this rank loads.
+        ops: The operators.
+        arithmetic: The device, dtypes and determinism of the operators.
+        threads: The number of CPU threads.
+        decoder: Creates the model for a maximum sequence length.
+        masks: The masks of constraints, if the job may have constraints.
+        untimed: A context for work of unknown duration, during which the watchdog does not expect a message.
+        cost: The costs of the whole model, even if this process has a shard.
+        rank_groups: The ranks of the engine.
+        proposers: The draft model or draft heads, if any.
+        before_bytes: The resident memory of the process before loading, or None if unknown.
+    """
 
     config: LoadConfig
     source: Source
@@ -91,10 +106,10 @@ class LoadedWeights:
     decoder: Decoders
     masks: ConstraintMasks | None
     untimed: Untimed
-    cost: ModelCost  # of the whole model; `source` may be the shard of one rank
+    cost: ModelCost
     rank_groups: RankGroups
     proposers: Proposers
-    before_bytes: int | None = None  # resident memory of the process before loading; None: unknown
+    before_bytes: int | None = None
 
     def engine(
         self,
@@ -103,13 +118,16 @@ class LoadedWeights:
         agreed: Agreed = choose_alone,
         send_step: SendStep | None = None,
     ) -> BuiltEngine:
-        """Build the engine; raises like `model`.
+        """Size the KV cache, warm up and build the engine of a model that is not sharded, or of the leading rank.
 
         Args:
             config: The settings of the engine.
-            stop_streams: Finds stop strings in the answers.
+            stop_streams: Creates the function that searches an answer for stop strings.
             agreed: Makes choices that all engines of the run share.
-            send_step: Sends each step to the other ranks; None: there are no other ranks.
+            send_step: Sends each step to the other ranks. None: there are no other ranks.
+
+        Raises:
+            OutOfMemory: The job does not fit into memory.
         """
         loaded = self.model(config, agreed)
         if send_step is None:
@@ -122,11 +140,14 @@ class LoadedWeights:
         return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self._account(loaded))
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
-        """Build the follower of the leading rank; raises like `model`.
+        """Size the KV cache, warm up and return an object that runs the steps of the leading rank in this rank.
 
         Args:
             config: The settings of the engine.
             agreed: Returns the choices of the leading rank.
+
+        Raises:
+            OutOfMemory: The job does not fit into memory.
         """
         loaded = self.model(config, agreed)
         return make_follower(loaded, self.rank_groups, self._account(loaded))
@@ -135,11 +156,11 @@ class LoadedWeights:
         return make_account(self.source, loaded, self.rank_groups, self.before_bytes)
 
     def model(self, config: EngineConfig, agreed: Agreed = choose_alone) -> LoadedModel:
-        """Size the KV cache and warm up.
+        """Size and allocate the KV cache, warm up, and return the model, from which engines are created.
 
         Args:
             config: The settings of the engine.
-            agreed: Makes choices by measured time, which all engines of the run share.
+            agreed: Makes choices that all engines of the run share: the fastest operators, by measured time.
 
         Raises:
             OutOfMemory: The job does not fit into memory.
@@ -197,14 +218,16 @@ def load_weights(
     source: Source | None = None,
     rank_config: RankConfig | None = None,
 ) -> LoadedWeights:
-    """Load the weights, and connect to the other ranks of the engine, if any.
+    """Set up this process, load the weights, and connect to the other ranks of the engine, if any.
 
     Args:
         config: The settings for loading.
-        constraints: Creates the constraints of the job from end-of-sequence tokens and vocabulary size.
-        untimed: A context for work of unknown duration, for example compiling kernels; the watchdog ignores it.
+        constraints: Creates the constraints of the job from end-of-sequence tokens and vocabulary size. None: the job
+            has no constraints.
+        untimed: A context for work of unknown duration, such as compiling kernels, during which the watchdog does not
+            expect a message.
         source: Replaces the checkpoint at `config.model`.
-        rank_config: The rank of this process; None: the model is not sharded.
+        rank_config: The rank of this process. None: the model is not sharded.
 
     Raises:
         Unavailable: The device is missing. Errors of loading a checkpoint are raised as well.
@@ -245,7 +268,19 @@ def load_model(
     untimed: Untimed = nullcontext,
     agreed: Agreed = choose_alone,
 ) -> LoadedModel:
-    """Load the weights and size the KV cache; see `load_weights` and `LoadedWeights.model`."""
+    """Load the weights, size and allocate the KV cache, and warm up, for a model that is not sharded.
+
+    Args:
+        config: The settings of the engine, and for loading.
+        source: Replaces the checkpoint at `config.load.model`.
+        constraints: Creates the constraints of the job. None: the job has no constraints.
+        untimed: A context for work of unknown duration, during which the watchdog does not expect a message.
+        agreed: Makes choices that all engines of the run share.
+
+    Raises:
+        OutOfMemory: The job does not fit into memory.
+        Unavailable: The device is missing. Errors of loading a checkpoint are raised as well.
+    """
     return load_weights(config.load, constraints, untimed, source).model(config, agreed)
 
 
@@ -260,7 +295,10 @@ def _arithmetic(config: LoadConfig, device: torch.device) -> Arithmetic:
 
 
 def _numbers(adapters: Iterable[tuple[str, Path]], source: Source) -> dict[str, int]:
-    """Return the number of each adapter by name, in loading order from 1 on. A merged adapter has the number 0."""
+    """Return the number of each adapter by its fingerprint, in loading order from 1 on.
+
+    An adapter that is merged into the model's weights has the number 0, as has "" (no adapter).
+    """
     separate = {name: number for number, name in enumerate(source.adapters, 1)}
     return {"": 0} | {name: separate.get(name, 0) for name, _ in adapters}
 
@@ -290,7 +328,7 @@ def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, 
 
 
 def _announce_compilations(untimed: Untimed) -> None:
-    """Run compilations of kernels inside of `untimed`: new sizes may be compiled at any time during the job."""
+    """Run each compilation of a kernel in the context `untimed`: new sizes may be compiled during the job."""
     from batchinfer_kernels.gpu.compilations import announce_compilations
 
     announce_compilations(untimed)

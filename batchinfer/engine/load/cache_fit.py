@@ -25,9 +25,16 @@ from batchinfer_kernels.cost import ModelCost
 
 
 def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter) -> Fitted:
-    """Give the runner of an encoder on a GPU the largest cache that leaves memory for its steps.
+    """Give the runner of an encoder on a GPU the largest KV cache that leaves memory for its steps.
 
-    The largest step is halved until it fits.
+    The memory of the largest steps is measured. If a step does not fit, the limit of tokens per step is halved. Then
+    the cache is allocated and the runner is warmed up.
+
+    Args:
+        runner: The runner, without a cache.
+        limits: The limits of its steps.
+        room: Sizes and allocates the cache.
+        meter: Measures device memory.
 
     Raises:
         OutOfMemory: There is no memory for the longest prompt.
@@ -49,7 +56,7 @@ def _measured(
     """Run the largest steps with a small temporary cache.
 
     Returns:
-        The bytes that steps take, and the limit of tokens per step if memory ran out.
+        The bytes that steps take, and the division of steps into micro-batches if memory ran out.
     """
     batches = MicroBatches(whole_chunks=True)
     measured = _on_device(runner, room.allocate(limits.max_num_seqs + 1), batches)
@@ -74,16 +81,16 @@ def fit_cache(
     config: EngineConfig,
     untimed: Untimed,
 ) -> Fitted:
-    """Give the runner its cache. On a GPU, measure the largest steps first and capture graphs afterwards.
+    """Allocate the KV cache of a runner. On a GPU, also measure the largest steps before, and capture CUDA graphs after.
 
     Args:
         runner: The runner, without a cache.
         limits: The limits of its steps.
-        cost: The cost of the whole model; the runner may have a shard.
+        cost: The costs of the whole model. The runner may have a shard.
         room: Sizes and allocates the cache.
-        loads: The expert counters of a model that can be captured; None: the model cannot be captured.
+        loads: Counts the tokens per expert of a model that can be captured. None: the model cannot be captured.
         config: The settings of the engine.
-        untimed: A context for work of unknown duration.
+        untimed: A context for work of unknown duration, during which the watchdog does not expect a message.
 
     Raises:
         OutOfMemory: The job does not fit into memory.
@@ -104,13 +111,13 @@ def fit_cache(
 
 
 def _without_pieces(found: Fitted, cost: ModelCost, config: EngineConfig) -> Fitted:
-    """Raise the admission costs for prefill steps that are launched operator by operator, which takes longer."""
+    """Return `found` with higher admission costs, because prefill steps are launched operator by operator."""
     costs = found.limits.admission_costs and admission_costs(cost, config.peaks, pieces=False)
     return replace(found, limits=replace(found.limits, admission_costs=costs))
 
 
 class _Uncounted(GraphRecorder):
-    """A recorder that does not count tokens per expert while capturing: a captured step is replayed afterwards."""
+    """A graph recorder that does not count tokens per expert during a capture, because the step is replayed after it."""
 
     def __init__(self, inner: GraphRecorder, loads: ExpertLoads, untimed: Untimed) -> None:
         self._inner, self._loads, self._untimed = inner, loads, untimed

@@ -27,46 +27,69 @@ class ProposerMemory(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its weights."""
+        """The bytes of the weights."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return its bytes per block of the KV cache."""
+        """Return the bytes that are needed per block of the target model's KV cache.
+
+        Args:
+            block_size: Tokens per block.
+        """
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return its bytes that do not depend on the number of cache blocks, without weights."""
+        """Return the bytes that are needed whatever the number of KV cache blocks is, without weights.
+
+        Args:
+            block_size: Tokens per block.
+            max_num_seqs: Maximum running sequences.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """Sizes and allocates the KV cache of a runner from the memory that is free at that time."""
+    """Sizes and allocates the KV cache of a runner from the memory that is free at the time of the call.
+
+    Attributes:
+        config: The settings of the engine.
+        source: The checkpoint.
+        runner: The runner, without a cache.
+        limits: The limits of the runner's steps.
+        dtype: The dtype of the model.
+        longest: The number of tokens of the longest sequence.
+        group: The ranks of the engine, which must have equally many blocks.
+        turns: The number of engines that share the cache.
+        proposer: The draft model or draft heads, if any. They have a KV cache with the same number of blocks.
+    """
 
     config: EngineConfig
     source: Source
     runner: ModelRunner
     limits: SchedulerConfig
     dtype: torch.dtype
-    longest: int  # tokens of the longest sequence
+    longest: int
     group: Group
-    turns: int = 1  # engines that share the cache
-    proposer: ProposerMemory | None = None  # a draft model or heads, with a cache of as many blocks
+    turns: int = 1
+    proposer: ProposerMemory | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Return the bytes per block, including the draft model or draft heads."""
+        """The bytes per KV cache block, including the draft model or draft heads."""
         runner = self.runner
         own = block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
         return own if self.proposer is None else own + self.proposer.block_bytes(runner.layout.block_size)
 
     def room(self) -> CacheRoom:
-        """Return the CacheRoom for `fit`."""
+        """Return the functions that size and allocate the KV cache."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
         return CacheRoom(self._blocks, self._allocate, self.longest, self.turns * least, self._min_over_ranks)
 
     def _blocks(self, needed: int) -> int:
-        """Return the number of blocks of the cache, which is the same on every rank; see `cache_blocks`.
+        """Return the number of KV cache blocks of all engines that share the cache, the same on each rank.
+
+        Ranks on a CPU get equal shares of its memory and of `kv_memory`.
 
         Args:
-            needed: Bytes to leave free for steps. Ranks on a CPU get equal shares of its memory and of kv_memory.
+            needed: Bytes to leave free for steps.
         """
         config, limits, device = self.config, self.limits, self.runner.device
         if self._states is not None:
@@ -110,13 +133,13 @@ class CacheMemory:
 
     @property
     def _states(self) -> SlotStates | None:
-        """Return the states that the model keeps per slot for draft heads, or None if there are no such heads."""
+        """The hidden states that the model keeps per slot for draft heads, or None without such heads."""
         model = self.runner.model
         return model.kept if isinstance(model, TappedModel) else None
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on the device."""
+    """Return the bytes of memory that can still be allocated on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory()

@@ -1,6 +1,6 @@
-"""Times steps of two small models with random weights, to fit the step time model of this machine's CPU.
+"""Times steps of two small models with random weights, to fit the forecast's model of step times to this CPU.
 
-The wide model is bound by reading weights; the narrow one by the operators between the matrix products.
+The wide model is bound by reading weights, the narrow model by the operators between the matrix products.
 """
 
 from __future__ import annotations
@@ -72,15 +72,26 @@ HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens per answer
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The measured times."""
+    """The times that were measured on this machine's CPU.
 
-    steps: list[tuple[ModelCost, StepShape, int, float]]  # model, step, rows, seconds in the model
-    host: list[tuple[int, float]]  # rows, seconds of the step outside of the model
-    first_use_s: float = 0.0  # additional seconds per cache byte when memory is first used
+    Attributes:
+        steps: For each step, the costs of the model, the shape of the step, its number of rows, and the seconds that it
+            took in the model.
+        host: For each step, its number of rows, and the seconds that it took outside of the model.
+        first_use_s: Additional seconds per byte of KV cache when memory is used for the first time.
+    """
+
+    steps: list[tuple[ModelCost, StepShape, int, float]]
+    host: list[tuple[int, float]]
+    first_use_s: float = 0.0
 
 
 def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
-    """Time both models on the CPU.
+    """Time steps of two small models with random weights on this machine's CPU.
+
+    Args:
+        dtype: The dtype of the models.
+        quantization: How their weights are quantised.
 
     Raises:
         Unavailable: The CPU operators do not support this dtype or quantization.
@@ -128,9 +139,14 @@ def _steps() -> Iterator[list[Part]]:
 
 
 def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape, int, float]:
-    """Return model cost, step, rows and seconds: the lower quartile of several runs after a warm-up run.
+    """Time a step, and return an element of `Calibration.steps`.
 
-    Other work on the machine makes a run slower, never faster (docs/measurements/scheduling.md).
+    The time is the lower quartile of several runs after a warm-up run: other work on the machine makes a run slower,
+    never faster (docs/measurements/scheduling.md).
+
+    Args:
+        loaded: The model.
+        parts: The start and length of each chunk of the step.
     """
     runner = loaded.runner
     chunks = _chunks(loaded, parts)
@@ -146,7 +162,7 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
 
 
 def _first_use_s(loaded: LoadedModel) -> float:
-    """Return the additional seconds per byte of a step on cache memory that was never used before."""
+    """Return the additional seconds per byte that a step takes if it writes to cache memory for the first time."""
     runner, block = loaded.runner, loaded.runner.layout.block_size
     blocks = FIRST_USE_TOKENS // block
     last = loaded.info.blocks - FIRST_USES * blocks  # unused so far: earlier steps took blocks from 0 on
@@ -165,14 +181,14 @@ def _first_use_s(loaded: LoadedModel) -> float:
 
 
 def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chunk]:
-    """Make the chunks of a step.
+    """Create the chunks of a step, each of a new sequence.
 
-    Earlier tokens of a sequence are not computed first: the contents of the cache do not change the time of attention.
+    Tokens before a chunk are not computed: the contents of the cache do not change the time of attention.
 
     Args:
         loaded: The model.
-        parts: Start and length of each chunk.
-        first: The first block to use; sequences share none.
+        parts: The start and length of each chunk.
+        first: The number of the first cache block to use. Sequences share no blocks.
     """
     layout, blocks = loaded.runner.layout, loaded.info.blocks
     chunks = []
@@ -189,7 +205,13 @@ def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chun
 
 
 def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
-    """Run an engine and return for each step its rows and the seconds that it spent outside of the model."""
+    """Run an engine, and return for each step its number of rows and the seconds that it took outside of the model.
+
+    Args:
+        loaded: The model.
+        rows: The number of requests, which run together.
+        tokens: The tokens per answer.
+    """
     draw = random.Random(rows)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))

@@ -38,28 +38,43 @@ RETRY_SHARE = 15 / 16
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """Computes how large the cache may be, and allocates it."""
+    """Computes how large the KV cache of a GPU may be, and allocates it.
 
-    # Bytes that steps need → blocks; raises OutOfMemory if the longest sequence does not fit
+    Attributes:
+        blocks: Returns the number of blocks that fit, from the bytes that steps need. It raises OutOfMemory if the
+            longest sequence does not fit.
+        allocate: Allocates a number of blocks and returns the cache of each layer. It raises torch.OutOfMemoryError.
+        longest: The number of tokens of the longest sequence.
+        least: The number of blocks with which each engine can run one sequence of that length.
+        min_over_ranks: Returns the minimum of a number over all ranks of the engine, which must all call it.
+    """
+
     blocks: Callable[[int], int]
-    allocate: Callable[[int], list[LayerCache]]  # raises torch.OutOfMemoryError
-    longest: int  # tokens of the longest sequence
-    least: int  # blocks with which each engine can run one sequence of that length
-    min_over_ranks: Callable[[int], int] = int  # the minimum over all ranks, which must all call it
+    allocate: Callable[[int], list[LayerCache]]
+    longest: int
+    least: int
+    min_over_ranks: Callable[[int], int] = int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A runner with its cache and the limits of its steps."""
+    """A runner with its KV cache and the limits of its steps.
+
+    Attributes:
+        runner: The runner.
+        limits: The limits of its steps, which fit into memory.
+        blocks: The number of blocks of the KV cache.
+        free_bytes: Free device memory after capturing CUDA graphs; None on a CPU.
+    """
 
     runner: ModelRunner
     limits: SchedulerConfig
     blocks: int
-    free_bytes: int | None = None  # free device memory after capturing graphs; None on a CPU
+    free_bytes: int | None = None
 
     @property
     def captures_pieces(self) -> bool:
-        """Return True if prefill steps are replayed by piecewise graphs."""
+        """True if prefill steps are replayed as piecewise CUDA graphs."""
         runner = self.runner
         return isinstance(runner, DeviceRunner) and runner.mixed is not None and runner.mixed.covers(1)
 
@@ -75,22 +90,24 @@ def fit(
     drafts: bool = False,
     trees: bool = False,
 ) -> Fitted:
-    """Give a runner the largest cache that leaves memory for its steps, and capture its graphs.
+    """Give a runner on a GPU the largest KV cache that leaves memory for its steps, and capture CUDA graphs.
 
-    The largest step is halved until it fits. All ranks get the same limits and blocks, and capture the same steps.
+    The memory of the largest step is measured. If it does not fit, the limit of tokens per step is halved. All ranks
+    get the same limits and blocks, and capture the same steps.
 
     Args:
         runner: The runner, without a cache.
         limits: The limits of its steps.
         room: Sizes and allocates the cache.
-        meter: Measures memory.
-        capture: Captures graphs of decode steps; None: the model cannot be captured.
-        logprobs: The most log-probabilities per token that a row requests; None: no row does.
+        meter: Measures device memory.
+        capture: Captures graphs of decode steps. None: the model cannot be captured.
+        logprobs: The highest number of log-probabilities per token that a row requests. None: no row requests any.
         mixed: The maximum tokens of a prefill step that is captured in pieces.
-        drafts: True if rows may have drafts, which are verified by graphs of their own.
-        trees: True if drafts may form trees, where the runner supports them.
+        drafts: True if rows may have drafts, which are verified by separate graphs.
+        trees: True if drafts may form trees, if the runner supports them.
 
-    Raises OutOfMemory if there is no memory for a step of one token or for the longest sequence.
+    Raises:
+        OutOfMemory: There is no memory for a step of one token or for the longest sequence.
     """
     profile = _profile(runner, limits, room, meter, logprobs, mixed)
     meter.restart()
@@ -127,23 +144,30 @@ def fit(
 
 
 def _on_all(made: T | None, room: CacheRoom) -> T | None:
-    """Return `made` if it is not None on any rank, else None."""
+    """Return `made`, or None if `made` is None on any rank. All ranks must call this."""
     return made if room.min_over_ranks(made is not None) else None
 
 
 def _has_masks(runner: ModelRunner, room: CacheRoom) -> bool:
-    """Return True if rows may have masks. Only the leading rank knows; all ranks get its result."""
+    """Return True if rows may have masks of constraints. Only the leading rank knows, and passes it to all ranks."""
     return not room.min_over_ranks(runner.sampler.mask is None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """The results of the profile run."""
+    """The results of running the largest steps with a small cache.
 
-    step_bytes: int  # memory of steps in addition to weights and cache
-    limits: SchedulerConfig  # limits of steps that fit into memory
+    Attributes:
+        step_bytes: The memory of steps in addition to weights and cache.
+        limits: The limits of steps that fit into memory.
+        micro_batches: The division of steps that do not fit into memory.
+        layers: The number of layers with attention.
+    """
+
+    step_bytes: int
+    limits: SchedulerConfig
     micro_batches: MicroBatches
-    layers: int  # attention layers
+    layers: int
 
 
 def _profile(
@@ -154,7 +178,7 @@ def _profile(
     logprobs: int | None,
     mixed: int,
 ) -> _Profile:
-    """Run the largest steps with a small temporary cache. Raises OutOfMemory."""
+    """Run the largest steps with a small temporary cache, and measure their memory."""
     measured = with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     masked = _has_masks(runner, room)
     steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs, masked)
@@ -168,7 +192,7 @@ def _profile(
 
 
 def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
-    """Run the warm-up and record the free device memory after it."""
+    """Run the warm-up steps, and return `fitted` with the free device memory after them."""
     before = meter.free()
     steps.warm_up()
     free = meter.free()
@@ -180,7 +204,12 @@ def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
 
 
 def with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
-    """Return a DeviceRunner with the settings of `runner` and the given cache."""
+    """Return a DeviceRunner with the settings of another runner and a KV cache.
+
+    Args:
+        runner: The runner whose model, operators and other settings are used.
+        caches: The cache of each layer with attention.
+    """
     return DeviceRunner(
         model=runner.model,
         ops=runner.ops,
@@ -200,10 +229,14 @@ def _most_rows(limits: SchedulerConfig) -> int:
 
 
 def allocate_cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
-    """Allocate a cache of `wanted` blocks, or of fewer if there is too little memory.
+    """Allocate a KV cache of `wanted` blocks, or of fewer blocks if there is too little memory.
+
+    Args:
+        room: Allocates the cache.
+        wanted: The number of blocks for sequences.
 
     Returns:
-        The number of blocks for sequences, and the cache. It has one block more, for the keys of padding rows.
+        The number of blocks for sequences, and the cache of each layer, with one more block for padding rows.
 
     Raises:
         OutOfMemory: There is no memory for the longest sequence.
@@ -261,7 +294,7 @@ def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, bloc
 
 
 def _drafted(largest: GraphSize, limits: SchedulerConfig) -> GraphSize:
-    """Return the size of the largest captured step with drafts."""
+    """Return the size of the largest step with drafts that is captured."""
     rows = min(max(largest.rows, MIN_SAMPLED_ROWS), limits.max_num_batched_tokens)
     return replace(largest, rows=rows, queries=DRAFT_QUERIES[-1])
 

@@ -30,7 +30,14 @@ from batchinfer_kernels.cost import ModelCost
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModelWeights:
-    """A draft model's weights, on the device of the target model."""
+    """A draft model's weights, on the device of the target model.
+
+    Attributes:
+        source: The checkpoint.
+        ops: The operators.
+        arithmetic: The device, dtypes and determinism of the operators.
+        decoder: Creates the model for a maximum sequence length.
+    """
 
     source: ModelSource
     ops: Ops
@@ -39,21 +46,26 @@ class DraftModelWeights:
 
     @property
     def cost(self) -> ModelCost:
-        """Return the cost model of the draft model."""
+        """The costs of the draft model."""
         return self.source.cost(self.arithmetic)
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its weights."""
+        """The bytes of the draft model's weights."""
         return self.source.weight_bytes(self.cost)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of the draft model's K and V per block."""
+        """Return the bytes of the draft model's keys and values per block of `block_size` tokens."""
         itemsize = self.arithmetic.dtype.itemsize
         return block_bytes(self.ops, self.source.spec.caches, self._layout(block_size), itemsize)
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes of the cache blocks that the draft model has in addition to the target model's."""
+        """Return the bytes of the cache blocks that only the draft model has, for proposed tokens.
+
+        Args:
+            block_size: Tokens per block.
+            max_num_seqs: Maximum running sequences.
+        """
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
     def runner(
@@ -65,10 +77,16 @@ class DraftModelWeights:
         longest: int,
         masks: ConstraintMasks | None,
     ) -> DraftModelRunner:
-        """Allocate the draft model's cache and return its runner.
+        """Allocate the draft model's KV cache and return its runner.
 
-        `own`, `spec`, `limits` and `blocks` belong to the target model; the draft model gets as many blocks, plus spare
-        ones. `longest`: tokens of the longest sequence.
+        Args:
+            own: The runner of the target model.
+            spec: The specification of the target model.
+            limits: The limits of the target model's steps.
+            blocks: The number of KV cache blocks of the target model. The draft model gets the same number, plus spare
+                blocks for proposed tokens.
+            longest: The number of tokens of the longest sequence.
+            masks: The masks of constraints, if any. They are used if both vocabularies have the same size.
 
         Raises:
             OutOfMemory: The cache does not fit.
@@ -123,7 +141,12 @@ class DraftModelWeights:
 def load_draft_model(
     config: LoadConfig, device: torch.device, rank_groups: RankGroups
 ) -> DraftModelWeights | None:
-    """Load the draft model of a configuration, or return None if it has none.
+    """Load the weights of an engine's draft model, or return None if no draft model is configured.
+
+    Args:
+        config: The settings for loading.
+        device: The device of the target model.
+        rank_groups: The ranks of the engine.
 
     Raises:
         CannotSplit: The engine has several ranks.

@@ -21,23 +21,33 @@ _MEAN = SamplingParams.vector("mean")
 
 @dataclass(frozen=True, slots=True)
 class DummyPrompts:
-    """Runs steps of dummy prompts, up to the largest that the limits allow."""
+    """Runs steps of dummy prompts on an encoder, to measure memory and to warm up.
+
+    Attributes:
+        runner: The runner of the encoder.
+        limits: The limits of its steps.
+        longest: The number of tokens of the longest prompt.
+        scratch: The number of the cache block that all dummy tokens write to.
+    """
 
     runner: DeviceRunner
     limits: SchedulerConfig
-    longest: int  # tokens of the longest prompt
-    scratch: int  # the block that all dummy tokens write to
+    longest: int
+    scratch: int
 
     @property
     def _most(self) -> tuple[int, int]:
-        """Return the maximum tokens and rows of a step."""
+        """The maximum number of tokens and of rows of a step."""
         tokens = self.limits.max_num_batched_tokens
         return tokens, min(self.limits.max_num_seqs, tokens)
 
     def profile(self, meter: MemoryMeter) -> int:
-        """Return the peak bytes of the largest steps in addition to weights and cache.
+        """Run the largest steps, and return their peak memory in bytes, without weights and cache.
 
-        Two steps are measured: with the longest prompts, and with the most prompts.
+        Two steps are measured: with the longest prompts, and with the maximum number of prompts.
+
+        Args:
+            meter: Measures device memory.
 
         Raises:
             torch.OutOfMemoryError: There is no memory for a single prompt.
@@ -50,9 +60,9 @@ class DummyPrompts:
         return max(peaks)
 
     def warm_up(self) -> None:
-        """Run steps of all sizes, then prompts of one token, which use other kernels.
+        """Run steps of all sizes, and steps with prompts of one token, which use other kernels.
 
-        The largest step runs first: smaller ones reuse its memory.
+        The largest step runs first, so that smaller steps reuse its memory.
         """
         tokens, rows = self._most
         for size in (tokens, *sizes_between(1, tokens)):
@@ -65,10 +75,10 @@ class DummyPrompts:
         self.runner.launch(plan).states()
 
     def chunks(self, tokens: int, rows: int) -> list[Chunk]:
-        """Make the prompts of a step. The first ones have the maximum length.
+        """Return the prompts of a step. The first prompts have the maximum length.
 
         Args:
-            tokens: Tokens of all prompts; fewer are used if a step may not have that many rows.
+            tokens: The total number of tokens. Fewer are used if the limit of rows is reached.
             rows: The minimum number of prompts.
         """
         lengths, left = list[int](), tokens

@@ -32,26 +32,26 @@ COSTLY = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
 
 class MemoryMeter(Protocol):
-    """Measures the device memory in use."""
+    """Measures the peak and the free memory of a device."""
 
     def restart(self) -> None:
-        """Start a measurement from the memory that is in use now."""
+        """Start a new measurement of the peak."""
 
     def peak(self) -> int:
-        """Return the peak bytes since `restart`, minus the bytes in use at `restart`."""
+        """Return the peak bytes in use since `restart`, minus the bytes in use at `restart`."""
 
     def free(self) -> int:
-        """Return the free bytes."""
+        """Return the free bytes of the device now."""
 
 
 class GpuMeter:
-    """Measures the memory that torch's allocator has reserved, which includes gaps between tensors."""
+    """Measures the GPU memory that torch's allocator has reserved, which includes gaps between tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
 
     def restart(self) -> None:
-        """Release unused memory and start a measurement from the memory that is reserved then."""
+        """Release unused memory of torch's allocator, and start a new measurement of the peak."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -63,15 +63,15 @@ class GpuMeter:
         return torch.cuda.max_memory_reserved(self._device) - self._before
 
     def free(self) -> int:
-        """Return the free bytes of the device."""
+        """Return the free bytes of the GPU now."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def sizes_between(rows: int, tokens: int) -> list[int]:
-    """Return step sizes between `rows` and `tokens` tokens, in descending order, that use all kernels.
+    """Return step sizes in tokens, more than `rows` and less than `tokens`, in descending order, that use all kernels.
 
-    Each size is about half of the previous one, so every tile size of the matrix products occurs. Each occurs as a
-    multiple of 16, for which Triton compiles separate kernels, and as another number.
+    Sizes are halved again and again, so every tile size of the matrix products occurs: once as a multiple of 16, for
+    which Triton compiles separate kernels, and once as another number.
     """
     sizes, size = [], tokens - 1
     while size > rows:
@@ -81,57 +81,70 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
 
 
 class _EveryToken:
-    """A TokenMask that allows every token."""
+    """A token mask that allows every token."""
 
     def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
         return [True] * len(masks)
 
     def fill(self, masks: Seq[int], bits: NDArray[np.int32]) -> None:
-        """Leave all bits set."""
+        pass  # all bits are set already
 
 
 @dataclass(frozen=True, slots=True)
 class DummySteps:
-    """Runs the profile run and the warm-up: steps of dummy tokens, up to the largest that the limits allow."""
+    """Runs steps of dummy tokens on a GPU, to measure memory, compile kernels and capture CUDA graphs.
+
+    Attributes:
+        runner: The runner.
+        limits: The limits of its steps.
+        longest: The number of tokens of the longest sequence.
+        scratch: The number of the cache block that dummy tokens write to. They read the blocks before it.
+        logprobs: The highest number of log-probabilities per token that a row requests. None: no row requests any.
+        masked: True if rows may have masks of constraints.
+        trees: True if drafts may form trees.
+    """
 
     runner: DeviceRunner
     limits: SchedulerConfig
-    longest: int  # tokens of the longest sequence
-    scratch: int  # the block that dummy tokens write to; they read the blocks before it
-    logprobs: int | None = None  # the most log-probabilities per token that a row requests
-    masked: bool = False  # True if rows may have masks
-    trees: bool = False  # True if drafts may form trees
+    longest: int
+    scratch: int
+    logprobs: int | None = None
+    masked: bool = False
+    trees: bool = False
 
     @property
     def rows(self) -> int:
-        """Return the maximum rows of a step."""
+        """The maximum number of rows of a step."""
         return min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
 
     @property
     def costly(self) -> SamplingParams:
-        """Return the sampling parameters with the highest memory use that rows of the job may have."""
+        """The sampling parameters with the highest memory use that rows of the job may have."""
         return replace(COSTLY, logprobs=self.logprobs, adapter=self.adapter)
 
     @property
     def adapter(self) -> str:
-        """Return the name of any adapter that is not merged, or "". All adapters use the same kernels."""
+        """The fingerprint of any adapter that is not merged into the weights, or "".
+
+        One adapter is enough, because all adapters use the same kernels.
+        """
         return self.runner.state.adapters.any_name
 
     def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
-        """Return the bytes to leave free for steps, in addition to weights and cache.
+        """Run the largest steps, and return the bytes to leave free for steps, without weights and cache.
 
         This is the sum of the peaks of the largest step, of the largest decode step (whose graph keeps its memory) and
-        of the largest step that is captured in pieces. A step without enough memory runs in micro-batches here, too.
+        of the largest step that is captured in pieces. A step without enough memory runs in micro-batches.
 
         Args:
-            meter: Measures memory.
+            meter: Measures device memory.
             mixed: The maximum tokens of a step that is captured in pieces.
         """
         sizes = (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows))
         return sum(self._most_bytes(meter, tokens) for tokens in sizes)
 
     def _most_bytes(self, meter: MemoryMeter, tokens: int) -> int:
-        """Return the peak bytes of a step of `tokens` tokens: of whole prompts or of later chunks of prompts."""
+        """Return the peak bytes of a step of `tokens` tokens, of whole prompts or of later chunks of prompts."""
         found = list[int]()
         parts = self.runner.ops.chunks_need_more_memory and self.longest > tokens > self.rows
         for later in (False, True)[: 1 + parts]:
@@ -142,7 +155,10 @@ class DummySteps:
         return max(found)
 
     def warm_up(self) -> None:
-        """Run steps of every kind. The largest step runs first: smaller ones reuse its memory."""
+        """Run steps of every kind, which compiles kernels and captures CUDA graphs.
+
+        The largest step runs first, so that smaller steps reuse its memory.
+        """
         for params in (self.costly, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
         context, adapted = min(self.longest, MIN_CONTEXT_BOUND), replace(GREEDY, adapter=self.adapter)
@@ -176,8 +192,8 @@ class DummySteps:
 
         Args:
             chunks: The chunks of the step.
-            masked: Give every row a mask, if rows of the job may have masks.
-            repeats: Decode steps to launch together.
+            masked: True to give every row a mask, if rows of the job may have masks.
+            repeats: The number of decode steps to launch together.
         """
         runner, sampler = self.runner, self.runner.sampler
         if masked and self.masked:
@@ -202,15 +218,15 @@ class DummySteps:
         shared: bool = False,
         later: bool = False,
     ) -> list[Chunk]:
-        """Make the chunks of a step. Every row samples; the first rows prefill, the others decode one token.
+        """Return the chunks of a step. Each row samples a token. The first rows prefill, the other rows decode one token.
 
         Args:
-            tokens: Tokens of the step; fewer if `rows` sequences are not long enough.
-            rows: Number of chunks.
-            longest: Tokens of the longest sequence.
+            tokens: The total number of tokens. Fewer are used if `rows` sequences are not long enough.
+            rows: The number of rows, with one chunk each.
+            longest: The number of tokens of the longest sequence.
             params: The sampling parameters of all rows.
-            shared: Decoding rows use the same blocks.
-            later: Prefill the last chunk of a long prompt, not a whole prompt.
+            shared: True if all decoding rows read the same blocks.
+            later: True to prefill the last chunk of a long prompt instead of a whole prompt.
         """
         left, chunks = tokens - rows, []
         for row in range(rows):
@@ -225,9 +241,12 @@ class DummySteps:
         return chunks
 
     def _drafted(self, context: int) -> Iterator[list[Chunk]]:
-        """Yield for each captured number of tokens per row the largest step that verifies drafts.
+        """Yield the largest captured step that verifies drafts, for each captured number of tokens per row.
 
         Smaller steps are captured when they occur during the job.
+
+        Args:
+            context: The number of tokens of each sequence.
         """
         graphs = self.runner.graphs
         most = 0 if graphs is None else graphs.steps.drafted
@@ -248,7 +267,7 @@ class DummySteps:
             yield [tree, Chunk(self._sequence(1, read, GREEDY), 0, read)]
 
     def _as_tree(self, chunk: Chunk) -> Chunk:
-        """Turn all tokens of a chunk except the first into drafts that are alternatives for the next token."""
+        """Turn all tokens of a chunk except the first token into drafts: alternatives for the next token."""
         sequence, drafts = chunk.sequence, chunk.length - 1
         del sequence.tokens[-drafts:]
         sequence.propose([0] * drafts, [-1] * drafts)

@@ -30,12 +30,17 @@ _KEY_BYTES = 32
 
 
 def calibrate_int4(order: CalibrationOrder, on_progress: Callable[[int, int], None]) -> CalibrationOutcome:
-    """Calibrate a model and write the int4 checkpoint.
+    """Calibrate a model on sample prompts and write its int4 checkpoint.
+
+    The model answers the prompts first. Prompts and answers are the calibration data.
 
     Args:
-        order: The model, the prompts and the output folder.
-        on_progress: Called with the number of finished layers and of all layers: (0, n) before the answers are
-            generated, (0, n) again before the first layer, then after each layer.
+        order: The model, the sample prompts and the output folder.
+        on_progress: Called with the number of finished layers and of all layers: with (0, n) before the answers are
+            generated, with (0, n) before the first layer, then after each layer.
+
+    Returns:
+        The results of the calibration, such as the loss on held-out rows.
 
     Raises:
         OSError: Writing failed. Errors of loading a model are raised as well.
@@ -68,7 +73,7 @@ def calibrate_int4(order: CalibrationOrder, on_progress: Callable[[int, int], No
 
 
 def _answers(order: CalibrationOrder) -> Sequence[TokenIds]:
-    """Return the greedy answer to each prompt, without its end-of-sequence token."""
+    """Return the model's greedy answer to each sample prompt, without its end-of-sequence token."""
     nothing = np.empty(0, np.int32)
     if not order.answer_tokens:
         return [nothing for _ in order.prompts]

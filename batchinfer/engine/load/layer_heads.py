@@ -1,4 +1,4 @@
-"""Loads draft heads with a transformer layer (EAGLE, MTP). Their KV cache uses the block numbers of the model's."""
+"""Loads draft heads with a transformer layer (EAGLE, MTP). Their KV cache uses the target model's block numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ from batchinfer.models.ops.interface import Ops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedLayer(LoadedHeads):
-    """A draft head with a transformer layer, on the device of its model."""
+    """A draft head with a transformer layer (EAGLE, MTP), on the device of the target model.
+
+    Attributes:
+        stored: The checkpoint of the head.
+        ops: The operators.
+        weights: The weights of the head.
+        arithmetic: The device, dtypes and determinism of the operators.
+    """
 
     stored: StoredLayer
     ops: Ops
@@ -42,24 +49,38 @@ class LoadedLayer(LoadedHeads):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its weights."""
+        """The bytes of the head's weights."""
         return self.stored.weight_bytes(self.arithmetic.dtype.itemsize)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return its bytes per block: its own K and V, and the states of the model that it reads."""
+        """Return the bytes per block: the head's keys and values, and the target model's states that the head reads.
+
+        Args:
+            block_size: Tokens per block.
+        """
         itemsize, spec = self.arithmetic.dtype.itemsize, self.stored.spec
         own = block_bytes(self.ops, spec.caches, self._layout(block_size), itemsize)
         return own + block_size * spec.hidden * itemsize
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes of its spare blocks."""
+        """Return the bytes of the blocks that only the head has, for proposed tokens.
+
+        Args:
+            block_size: Tokens per block.
+            max_num_seqs: Maximum running sequences.
+        """
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a runner whose model also keeps the states that the head reads.
+        """Return a copy of the target model's runner, whose model also keeps the hidden states that the head reads.
+
+        Args:
+            own: The runner of the target model.
+            longest: The number of tokens of the longest sequence.
+            max_num_seqs: Maximum running sequences.
 
         Raises:
-            Unavailable: The model has no layer with full attention, or is run by transformers.
+            Unavailable: The target model has no layer with full attention, or is run by transformers.
         """
         decoder, group, size = own.model, own.layout.full_group, own.layout.block_size
         if group is None or not isinstance(decoder, Decoder):
@@ -74,10 +95,13 @@ class LoadedLayer(LoadedHeads):
         return replace(own, model=watched)
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, DraftModelRunner]:
-        """Allocate the head's cache and return the model's runner and the head's.
+        """Allocate the head's KV cache. Return the runner of the target model and the runner of the head.
+
+        Args:
+            model: The target model with its KV cache.
 
         Raises:
-            OutOfMemory: The cache does not fit.
+            OutOfMemory: The head's cache does not fit.
         """
         own, tapped = model.runner, model.runner.model
         assert isinstance(tapped, TappedModel), "`tapped_runner` returned the model's runner"
@@ -124,7 +148,12 @@ class LoadedLayer(LoadedHeads):
 
 
 def load_layer(stored: StoredLayer, arithmetic: Arithmetic) -> LoadedLayer:
-    """Load a draft head, in the dtype of its model."""
+    """Load the weights of a draft head with a transformer layer.
+
+    Args:
+        stored: The checkpoint of the head.
+        arithmetic: The dtype and device of the target model.
+    """
     attention = stored.spec.attention
     ops = choose_ops(
         arithmetic.device,

@@ -32,7 +32,19 @@ AnyProposer = DraftModelRunner | MedusaRunner
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on its device with its KV cache. Creating an engine from it is fast."""
+    """A model on its device with its KV cache. Creating an engine from it is fast.
+
+    Attributes:
+        runner: Runs the model.
+        limits: The limits of the scheduler.
+        engine_limits: The maximum length of sequences and the end-of-sequence tokens.
+        info: The properties of the engine.
+        expert_loads: Counts the tokens that are routed to each expert.
+        masks: The masks of constraints, if the job may have constraints.
+        drafts: The names of the draft sources. They are used only if the peaks of the device are known.
+        proposer: Runs the draft model or draft heads, if any.
+        turns: The number of engines that alternate (pipeline parallelism), each with `limits` and a share of the cache.
+    """
 
     runner: ModelRunner
     limits: SchedulerConfig
@@ -40,20 +52,19 @@ class LoadedModel:
     info: EngineInfo
     expert_loads: ExpertLoads
     masks: ConstraintMasks | None = None
-    drafts: tuple[DraftName, ...] = ()  # draft sources; used only if the device's peaks are known
-    proposer: AnyProposer | None = None  # a draft model or draft heads
-    # Engines that take turns (pipeline parallelism), each with these limits and a share of the cache
+    drafts: tuple[DraftName, ...] = ()
+    proposer: AnyProposer | None = None
     turns: int = 1
 
     @property
     def _graphs(self) -> GraphSteps | None:
-        """Return the sizes of decode steps that have CUDA graphs, or None if there are none."""
+        """The largest decode steps that have CUDA graphs, or None if no step has a graph."""
         runner = self.runner
         return runner.graphs.steps if isinstance(runner, DeviceRunner) and runner.graphs else None
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """Return a runner for each of the engines that take turns."""
+        """A runner for each of the engines that alternate, each with its own part of the KV cache."""
         if self.turns == 1:
             return [self.runner]
         blocks = self.info.blocks // self.turns
@@ -66,15 +77,16 @@ class LoadedModel:
         runner: Runner | None = None,
         drafter: Drafter | None = None,
     ) -> Engine:
-        """Create an engine with an empty cache.
+        """Create an engine with an empty KV cache.
 
-        Engines of one model share the cache tensors: only the latest one may run.
+        All engines of a model use the same cache tensors, so only the newest engine may run, unless each has a runner
+        from `runners`.
 
         Args:
-            peaks: The peak speeds of the device; without them, drafts are not used.
-            stop_streams: Finds stop strings in the answers.
+            peaks: The peak FLOP/s and bandwidth of the device. None: drafts are not used.
+            stop_streams: Creates the function that searches an answer for stop strings.
             runner: Replaces the model's runner.
-            drafter: Replaces the drafter for `drafts`.
+            drafter: Replaces the drafter that is built from the names of draft sources.
         """
         windows = self.runner.layout.sizes.windows
         pool = BlockPool(self.info.blocks // self.turns, self.info.block_size, len(windows))
@@ -101,39 +113,59 @@ class LoadedModel:
 
 
 class HeadedModel(NamedTuple):
-    """A model with its KV cache, as the input of `LoadedHeads.of`."""
+    """A target model with its KV cache, for which draft heads are set up.
+
+    Attributes:
+        runner: Runs the model.
+        spec: The specification of the model.
+        limits: The limits of the scheduler.
+        blocks: The number of KV cache blocks.
+        longest: The number of tokens of the longest sequence.
+        masks: The masks of constraints, if the job may have constraints.
+    """
 
     runner: ModelRunner
     spec: ModelSpec | ForeignSpec
     limits: SchedulerConfig
-    blocks: int  # of the KV cache
-    longest: int  # tokens of the longest sequence
+    blocks: int
+    longest: int
     masks: ConstraintMasks | None
 
 
 class LoadedHeads(ABC):
-    """Draft heads that were trained for the engine's model."""
+    """Loaded draft heads, which were trained for the engine's model."""
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """Return the bytes of their weights."""
+        """The bytes of the heads' weights."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return their bytes per block of the KV cache."""
+        """Return the bytes that the heads need per block of the target model's KV cache.
+
+        Args:
+            block_size: Tokens per block.
+        """
         return 0
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return their bytes that do not depend on the number of cache blocks, without weights."""
+        """Return the bytes that the heads need whatever the number of KV cache blocks is, without weights.
+
+        Args:
+            block_size: Tokens per block.
+            max_num_seqs: Maximum running sequences.
+        """
         return 0
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a runner, without a cache, whose model keeps the states that the heads read per cache slot.
+        """Return a copy of the target model's runner, whose model also keeps the hidden states that the heads read.
+
+        The default is the runner itself, for heads that need no state per slot of the KV cache.
 
         Args:
-            own: The runner of the model.
-            longest: Tokens of the longest sequence.
-            max_num_seqs: The most sequences that run at once.
+            own: The runner of the target model, without a KV cache.
+            longest: The number of tokens of the longest sequence.
+            max_num_seqs: Maximum running sequences.
 
         Raises:
             Unavailable: The heads do not support this model.
@@ -142,11 +174,11 @@ class LoadedHeads(ABC):
 
     @abstractmethod
     def of(self, model: HeadedModel) -> tuple[ModelRunner, AnyProposer]:
-        """Return the runner that the engine uses, and the runner that proposes draft tokens.
+        """Return the runner of the target model for the engine, and the runner of the heads.
 
         Args:
-            model: The model; its runner comes from `tapped_runner` and has a cache.
+            model: The target model with its KV cache. `tapped_runner` returned its runner.
 
         Raises:
-            OutOfMemory: The cache of the heads does not fit.
+            OutOfMemory: The KV cache of the heads does not fit.
         """

@@ -15,10 +15,13 @@ _log = logging.getLogger(__name__)
 
 
 def set_up_process(config: LoadConfig) -> tuple[torch.device, int]:
-    """Set up this process for the job's device.
+    """Set up torch in this process: device, threads and precision of matrix products.
+
+    Args:
+        config: The settings for loading the model.
 
     Returns:
-        The device and the number of threads.
+        The device and the number of CPU threads.
 
     Raises:
         Unavailable: There is no CUDA device.
@@ -48,7 +51,7 @@ def keep_partial_sums() -> None:
 
 
 def _set_threads(config: LoadConfig) -> int:
-    """Set torch's threads to engine.threads, at most one per usable core, and return their number."""
+    """Set the number of torch's threads to engine.threads, at most one per usable core, and return it."""
     if config.device == "cpu":
         keep_freed_memory()
     usable = usable_cpus()

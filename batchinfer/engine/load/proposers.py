@@ -29,7 +29,14 @@ from batchinfer.models.sources import Source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedMedusa(LoadedHeads):
-    """Medusa heads, which read only the states of sampled tokens and have no KV cache."""
+    """Loaded Medusa heads, which read only the hidden states of sampled tokens and have no KV cache.
+
+    Attributes:
+        stored: The checkpoint of the heads.
+        heads: The weights of the heads.
+        itemsize: The bytes per weight.
+        on_gpu: True if the heads are on a GPU.
+    """
 
     stored: StoredMedusa
     heads: MedusaHeads
@@ -38,15 +45,20 @@ class LoadedMedusa(LoadedHeads):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of their weights."""
+        """The bytes of the heads' weights."""
         return self.stored.weight_bytes(self.itemsize)
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes of the states of sampled rows, which are kept on a GPU."""
+        """Return the bytes of the hidden states that are kept on a GPU for the heads; 0 on a CPU.
+
+        Args:
+            block_size: Ignored.
+            max_num_seqs: Maximum running sequences.
+        """
         return self.stored.state_bytes(kept_rows(max_num_seqs), self.itemsize) if self.on_gpu else 0
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, MedusaRunner]:
-        """Return a runner that keeps the hidden states of sampled rows, and the runner of the heads."""
+        """Return a runner that keeps the hidden states of sampled tokens, and the runner of the heads."""
         own = model.runner
         kept = KeptStates(KEPT_STEPS if isinstance(own, DeviceRunner) else None)
         runner = replace(own, kept=kept, wants=own.wants._replace(requests=True))
@@ -55,7 +67,12 @@ class LoadedMedusa(LoadedHeads):
 
 
 def load_heads(config: LoadConfig, arithmetic: Arithmetic, rank_groups: RankGroups) -> LoadedHeads | None:
-    """Load the draft heads of a configuration, or return None if it has none.
+    """Load the draft heads of an engine, or return None if no draft heads are configured.
+
+    Args:
+        config: The settings for loading.
+        arithmetic: The dtype and device of the target model.
+        rank_groups: The ranks of the engine.
 
     Raises:
         CannotSplit: The engine has several ranks.
@@ -75,24 +92,39 @@ def load_heads(config: LoadConfig, arithmetic: Arithmetic, rank_groups: RankGrou
 
 @dataclass(frozen=True, slots=True)
 class Proposers:
-    """The weights of a draft model or of draft heads. At most one field is set."""
+    """The draft model or the draft heads of an engine. At most one of the fields is set."""
 
     draft_model: DraftModelWeights | None = None
     heads: LoadedHeads | None = None
 
     @property
     def loaded(self) -> LoadedHeads | DraftModelWeights | None:
-        """Return the draft heads or the draft model, or None if there are neither."""
+        """The draft heads or the draft model, or None if the engine has neither."""
         return self.heads or self.draft_model
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a runner that keeps the states for draft heads; see `LoadedHeads.tapped_runner`."""
+        """Return a copy of the target model's runner, whose model also keeps the hidden states for draft heads.
+
+        Without draft heads, the runner itself is returned.
+
+        Args:
+            own: The runner of the target model, without a KV cache.
+            longest: The number of tokens of the longest sequence.
+            max_num_seqs: Maximum running sequences.
+        """
         return own if self.heads is None else self.heads.tapped_runner(own, longest, max_num_seqs)
 
     def of(
         self, source: Source, fitted: Fitted, longest: int, masks: ConstraintMasks | None
     ) -> tuple[ModelRunner, AnyProposer | None]:
-        """Return the runner that the engine uses, and the runner that proposes draft tokens, if there is one."""
+        """Return the runner of the target model for the engine, and the runner of the draft model or heads, if any.
+
+        Args:
+            source: The checkpoint of the target model.
+            fitted: The target model's runner with its KV cache and limits.
+            longest: The number of tokens of the longest sequence.
+            masks: The masks of constraints, if the job may have constraints.
+        """
         runner, limits, blocks = fitted.runner, fitted.limits, fitted.blocks
         if self.heads is not None:
             return self.heads.of(HeadedModel(runner, source.spec, limits, blocks, longest, masks))
@@ -104,7 +136,17 @@ class Proposers:
 def load_proposers(
     config: LoadConfig, arithmetic: Arithmetic, device: torch.device, rank_groups: RankGroups
 ) -> Proposers:
-    """Load the draft model or the draft heads of a configuration. Raises errors of loading a checkpoint."""
+    """Load the draft model or the draft heads of an engine, if any is configured.
+
+    Args:
+        config: The settings for loading.
+        arithmetic: The dtype and device of the target model.
+        device: The device of the target model.
+        rank_groups: The ranks of the engine.
+
+    Raises:
+        CannotSplit: The engine has several ranks. Errors of loading a checkpoint are raised as well.
+    """
     return Proposers(
         load_draft_model(config, device, rank_groups), load_heads(config, arithmetic, rank_groups)
     )

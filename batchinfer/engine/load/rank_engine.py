@@ -33,7 +33,12 @@ AnyEngine = Engine | AlternatingEngines
 
 
 def open_source(config: LoadConfig, ranks: Ranks = SINGLE_RANK) -> Source:
-    """Open the checkpoint, or the shard of it that a rank loads."""
+    """Open a checkpoint, or the shard of it that a rank loads.
+
+    Args:
+        config: The settings for loading.
+        ranks: The ranks that shard the model, and the shard of this rank.
+    """
     return checkpoint_source(
         config.model, config.kv_cache, config.quantization, config.adapters, config.adapter_slots, ranks
     )
@@ -41,6 +46,11 @@ def open_source(config: LoadConfig, ranks: Ranks = SINGLE_RANK) -> Source:
 
 def rank_source(whole: Source, config: LoadConfig, rank_groups: RankGroups) -> Source:
     """Return the shard of a model that this rank loads, or `whole` if the model is not sharded.
+
+    Args:
+        whole: The checkpoint of the whole model.
+        config: The settings for loading.
+        rank_groups: The ranks of the engine.
 
     Raises:
         CannotSplit: The model cannot be sharded in this way.
@@ -56,13 +66,17 @@ def rank_source(whole: Source, config: LoadConfig, rank_groups: RankGroups) -> S
 
 
 def first_layer(source: Source) -> int:
-    """Return the index, in the whole model, of the first layer that this process runs."""
+    """Return the index in the whole model of the first layer that this process runs."""
     layers = source.ranks.shard.layers if isinstance(source, ModelSource) else None
     return 0 if layers is None else layers[0]
 
 
 def split_among_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int]:
-    """Divide the rows of an engine among engines that take turns on the pipeline stages.
+    """Divide the rows of an engine among several engines that alternate on the pipeline stages.
+
+    Args:
+        limits: The limits of all engines together.
+        stages: The number of pipeline stages.
 
     Returns:
         The limits of each engine, and the number of engines: one per stage, at most max_num_seqs.
@@ -72,7 +86,15 @@ def split_among_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerCo
 
 
 def layout_for(source: Source, block_size: int, longest: int) -> CacheLayout:
-    """Return the layout of the cache. All stages use the block tables of the whole model."""
+    """Return the KV cache layout of the layers that this process runs.
+
+    All pipeline stages use the same block tables.
+
+    Args:
+        source: The checkpoint, or the shard of it that this rank loads.
+        block_size: Tokens per block.
+        longest: The number of tokens of the longest sequence.
+    """
     if isinstance(source, ModelSource) and source.whole is not None:
         layers, whole = source.ranks.shard.layers, source.whole.caches
         if layers is not None:
@@ -88,15 +110,15 @@ def make_leading_engine(
     peaks: Peaks | None = None,
     stop_streams: StopStreams | None = None,
 ) -> AnyEngine:
-    """Create the engine of the leading rank; with several stages, several engines that take turns.
+    """Create the engine of the leading rank, or several alternating engines if there are several pipeline stages.
 
     Args:
-        loaded: The model of this rank.
+        loaded: The shard of this rank.
         rank_groups: The ranks of the engine.
-        cost: The cost of the whole model.
+        cost: The costs of the whole model.
         send_step: Sends each step to the other ranks.
-        peaks: The peak speeds of the device.
-        stop_streams: Finds stop strings in the answers.
+        peaks: The peak FLOP/s and bandwidth of the device. None: drafts are not used.
+        stop_streams: Creates the function that searches an answer for stop strings.
     """
     engines = [
         loaded.engine(peaks, stop_streams, LeadingRunner(turn, runner, rank_groups, send_step, cost))
@@ -106,7 +128,13 @@ def make_leading_engine(
 
 
 def make_follower(loaded: LoadedModel, rank_groups: RankGroups, account: RankAccount) -> Follower:
-    """Create the follower of the leading rank."""
+    """Create the object that runs the steps of the leading rank in another rank.
+
+    Args:
+        loaded: The shard of this rank.
+        rank_groups: The ranks of the engine.
+        account: Reports the time and memory of this rank.
+    """
     passed = [TokenTransfer(runner, rank_groups) for runner in loaded.runners]
     return Follower(passed, rank_groups.has_head, account)
 
@@ -114,9 +142,16 @@ def make_follower(loaded: LoadedModel, rank_groups: RankGroups, account: RankAcc
 def make_account(
     source: Source, loaded: LoadedModel, rank_groups: RankGroups, before_bytes: int | None
 ) -> RankAccount:
-    """Return the account of this rank, and reset the time of its collectives after loading and warm-up.
+    """Return an object that reports the time and memory of this rank, after loading and warm-up.
 
-    Waiting for other stages is only timed on a CPU: with a GPU, the host does not wait.
+    The measured time of its collectives is reset. Waiting for other stages is only timed on a CPU: with a GPU, the host
+    does not wait.
+
+    Args:
+        source: The shard that this rank has loaded.
+        loaded: The shard with its KV cache.
+        rank_groups: The ranks of the engine.
+        before_bytes: The resident memory of the process before loading, or None if unknown.
     """
     waits = rank_groups.division.stages > 1 and not loaded.runner.looks_ahead
     assert isinstance(source, ModelSource), "other models cannot be sharded"
@@ -138,7 +173,9 @@ def make_account(
 def stage_runner(
     runner: ModelRunner, rank_groups: RankGroups, tokens: int, dtype: torch.dtype
 ) -> ModelRunner:
-    """Connect a runner to the neighbouring pipeline stages; return it unchanged if there is one stage.
+    """Return a copy of a runner that exchanges hidden states with the neighbouring pipeline stages.
+
+    The runner itself is returned if there is only one stage.
 
     Args:
         runner: The runner of this rank's layers.

@@ -54,5 +54,5 @@ class RankConfig:
 
     rank: int
     division: Division
-    # Path of a file, empty at first, to which each rank writes the address that it listens on
+    # Path of a file, empty at first. Each rank appends the address that it listens on
     rendezvous: str

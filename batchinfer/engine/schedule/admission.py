@@ -14,13 +14,13 @@ Ends = list[tuple[int, Sequence]]  # (remaining steps, sequence), most remaining
 
 
 def peak_blocks(ends: Iterable[tuple[int, Sequence]], tables: BlockTables) -> int:
-    """Return the peak number of blocks if each sequence grows by one token per step.
+    """Return the peak number of KV cache blocks that some sequences hold together until all have ended.
 
-    The peak is in the last step of some sequence. A shared block counts once, for its last user. The result is exact
-    without sliding windows, and an upper bound with them.
+    Each sequence grows by one token per step until its end, so the peak is in the last step of some sequence. A shared
+    block counts once. The result is exact without sliding windows, and an upper bound with them.
 
     Args:
-        ends: Pairs of (remaining steps, sequence).
+        ends: Each sequence, after the number of its remaining steps.
         tables: The block tables of the sequences.
     """
     ordered = sorted(ends, key=_steps, reverse=True)
@@ -38,9 +38,9 @@ def _steps(end: tuple[int, Sequence]) -> int:
 
 
 def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
-    """Return the blocks of all tables without a window, in the last step of each sequence.
+    """Return the number of blocks in all tables without a window, in the last step of each sequence.
 
-    These tables share the same blocks, so one is counted and multiplied.
+    All tables without a window have equally many blocks, so one is counted and multiplied.
     """
     group, count = tables.sizes.windows.index(None), tables.sizes.unwindowed
     counted, growing = CountedBlocks(tables.pool), _Growing(tables.pool.block_size)
@@ -53,7 +53,7 @@ def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
 
 
 def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
-    """Return the blocks of one table with this window, in the last step of each sequence."""
+    """Return the number of blocks in one table with a window, in the last step of each sequence."""
     group, pool = tables.sizes.windows.index(window), tables.pool
     sliding = _Sliding(pool.block_size, tables.sizes.span(window))
     shared: set[int] = set()
@@ -70,10 +70,13 @@ def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
 
 
 class _Growing:
-    """Sums the blocks of sequences that grow by one token per step, minus blocks that are counted elsewhere.
+    """Sums the blocks of sequences that grow by one token per step.
 
     Only the sum of full blocks and a histogram of the tokens in partial blocks are stored. They determine the sum after
     any number of steps.
+
+    Args:
+        size: Tokens per block.
     """
 
     def __init__(self, size: int) -> None:
@@ -87,7 +90,7 @@ class _Growing:
         self._count += 1
 
     def blocks(self, steps: int) -> int:
-        """Return the sum after a number of steps."""
+        """Return the total number of blocks after a number of steps."""
         blocks, rest = divmod(steps, self._size)
         parts = self._parts
         # Growing by `rest` tokens needs one more block, two if the partial block overflows, none if both are empty
@@ -96,7 +99,14 @@ class _Growing:
 
 
 class _Sliding:
-    """Sums the blocks of sequences that hold at most `most` blocks each. Steps must decrease from call to call."""
+    """Sums the blocks of sequences that grow by one token per step and hold at most `most` blocks each.
+
+    The steps passed to `blocks` must decrease from call to call.
+
+    Args:
+        size: Tokens per block.
+        most: The maximum number of blocks per sequence, because of a window.
+    """
 
     def __init__(self, size: int, most: int) -> None:
         self._size, self._most = size, most
@@ -116,10 +126,10 @@ class _Sliding:
 
 
 class CountedBlocks:
-    """The set of shared blocks that are counted already.
+    """Counts the distinct blocks of block tables: remembers the shared blocks that were counted in earlier tables.
 
-    A sequence that holds a block also holds its parents. So a table begins with shared blocks that are counted, then
-    shared blocks that are not, then private blocks, and each border is found by bisection.
+    A sequence that holds a block also holds the block's parents. So a table begins with shared blocks of earlier
+    tables, followed by other shared blocks, then by private blocks. Each border is found by bisection.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -127,7 +137,10 @@ class CountedBlocks:
         self._blocks: set[int] = set()
 
     def before(self, table: list[int], most: int) -> int:
-        """Return how many of a table's first `most` blocks were counted before, and mark its shared ones as counted."""
+        """Return how many of a table's first `most` blocks were in tables of earlier calls.
+
+        The table's shared blocks count as seen in later calls.
+        """
         if not table or self._pool.users(table[0]) < 2:
             return 0
         shared = bisect_left(table, True, 0, most, key=self._is_private)

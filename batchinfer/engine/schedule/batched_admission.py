@@ -14,26 +14,40 @@ IDLE = 5
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCosts:
-    """Estimated times in seconds. The times of a device with unknown peaks are 0."""
+    """Estimated times of host and device, in seconds, by which admission is delayed.
 
-    launch_s: float  # host: additional time to launch a step with prompts
-    host_step_s: float  # host: per step
-    host_row_s: float  # host: per row and step
-    weights_s: float = 0.0  # device: to read the weights
-    token_s: float = 0.0  # device: to compute a token
-    kv_token_s: float = 0.0  # device: to read K and V of a token
+    Attributes:
+        launch_s: Additional host time to launch a step with prompts.
+        host_step_s: Host time per step.
+        host_row_s: Host time per row and step.
+        weights_s: Device time to read the weights; 0 if the peaks of the device are unknown, as the following times.
+        token_s: Device time to compute a token.
+        kv_token_s: Device time to read the keys and values of a token.
+    """
+
+    launch_s: float
+    host_step_s: float
+    host_row_s: float
+    weights_s: float = 0.0
+    token_s: float = 0.0
+    kv_token_s: float = 0.0
 
 
 class BatchedAdmission:
-    """Decides when to admit the next batch of sequences after admission has stopped because there was no room.
+    """Decides when to admit waiting sequences, after admission has stopped because there was no room.
 
-    An empty slot wastes its share of the fixed time of each step. Admission wastes the time that the device waits while
-    the host launches the prompts. Sequences are admitted when both are equal. If rows end evenly, this minimises the
-    waste (economic order quantity, Harris, 1913). If prompts keep the device busy, they are admitted at once.
+    A sequence that ended leaves a batch slot empty, and its share of the fixed time of each step is wasted. Admission
+    wastes the time that the device waits while the host launches the prompts. Sequences are admitted when both wastes
+    are equal. If sequences end evenly, this minimises the total (economic order quantity, Harris, 1913). If prompts
+    keep the device busy, they are admitted at once.
     """
 
     def __init__(self, costs: AdmissionCosts | None) -> None:
-        """Create the state. If `costs` is None, a slot is filled as soon as it is free."""
+        """Create the state.
+
+        Args:
+            costs: The estimated times of host and device. None: admission is never delayed.
+        """
         self._costs = costs
         self.prefill_tokens = 0  # prompt tokens in the newest step
         self.ended = 0  # sequences that have ended since admission stopped
@@ -43,7 +57,11 @@ class BatchedAdmission:
         self._counted = self._prompt_tokens = 0  # first waiting sequences, and the tokens that they would run
 
     def stop(self, running: int) -> None:
-        """Record that no further sequence fits next to `running` sequences."""
+        """Record that admission stops, because no further sequence fits.
+
+        Args:
+            running: The number of running sequences.
+        """
         self._slots = running
         self.ended = self._counted = self._prompt_tokens = 0
         self._wasted_s = 0.0
@@ -57,8 +75,8 @@ class BatchedAdmission:
             running: The number of running sequences.
             waiting: The number of waiting sequences.
             cached: The tokens in the KV cache that the running sequences read.
-            budget: The tokens that the step may still run.
-            prompt_tokens: Returns the tokens that the first n waiting sequences would run.
+            budget: The number of tokens that the step may still run.
+            prompt_tokens: Returns the number of tokens that the first n waiting sequences would run.
         """
         costs = self._costs
         if costs is None or not running or self.ended >= min(self._slots // IDLE, waiting):
@@ -71,9 +89,9 @@ class BatchedAdmission:
         return self._wasted_s < self._idle_s(costs, running, cached)
 
     def _idle_s(self, costs: AdmissionCosts, running: int, cached: int) -> float:
-        """Return the estimated time in seconds that the device would wait for the host if sequences were admitted now.
+        """Return the estimated seconds that the device would wait for the host if sequences were admitted now.
 
-        Launching overlaps with the previous step, and with the work of the launched step.
+        The host launches a step while the device runs the previous step and the beginning of the launched step.
         """
         host_s = costs.host_step_s + running * costs.host_row_s
         decode_s = max(costs.weights_s, running * costs.token_s) + cached * costs.kv_token_s

@@ -14,13 +14,12 @@ FREED = 0  # table entry for a freed block before a window. Operators never read
 class BlockTables:
     """Allocates, shares and frees the blocks of sequences.
 
-    All tables of a sequence have the same length. The first `sequence.freed[group]` entries of a table with a window
-    are
-    freed: they are no blocks of the sequence any longer.
+    A sequence has one block table per cache group. All its tables have the same length. The first
+    `sequence.freed[group]` entries of a table with a window are freed blocks.
 
     Args:
         pool: The block pool.
-        windows: The sliding window of each table in tokens. None: all tokens are kept.
+        windows: The sliding window of each cache group in tokens. None: all tokens are kept.
     """
 
     def __init__(self, pool: BlockPool, windows: tuple[int | None, ...]) -> None:
@@ -35,26 +34,29 @@ class BlockTables:
         return bool(self._windows)
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Return the number of blocks to allocate for this many tokens; negative if the tables are longer."""
+        """Return the number of blocks to allocate so that all tables have room for `tokens` tokens.
+
+        The result is negative if the tables have more blocks.
+        """
         return (self.sizes.blocks(tokens) - len(sequence.tables[0])) * len(sequence.tables)
 
     def extend(self, sequence: Sequence, missing: int) -> None:
-        """Allocate `missing` blocks, divided equally among the tables."""
+        """Allocate `missing` blocks for a sequence, divided equally among its tables."""
         blocks, tables = self.pool.allocate(missing), sequence.tables
         for number, table in enumerate(tables):
             table += blocks[number :: len(tables)]
 
     def tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens that fit into the sequence's tables."""
+        """Return the number of tokens that fit into the blocks of a sequence."""
         return len(sequence.tables[0]) * self.pool.block_size
 
     def room(self, sequence: Sequence) -> int:
-        """Return the number of tokens that would fit if the sequence got all available blocks."""
+        """Return the length in tokens that a sequence could have if it got all available blocks."""
         tables = sequence.tables
         return (len(tables[0]) + self.pool.available // len(tables)) * self.pool.block_size
 
     def free_outside_windows(self, sequence: Sequence, start: int) -> None:
-        """Free the blocks that are outside the window for all tokens from position `start` on."""
+        """Free the blocks of a sequence that no token from position `start` on reads, because of sliding windows."""
         for group, window in self._windows:
             first, last = (
                 sequence.freed[group],
@@ -66,7 +68,7 @@ class BlockTables:
                 sequence.freed[group] = last
 
     def truncate(self, sequence: Sequence, tokens: int) -> bool:
-        """Free the blocks after the first `tokens` tokens. Return True if there were any."""
+        """Free the blocks of a sequence after its first `tokens` tokens. Return True if there were any."""
         kept = self.sizes.blocks(tokens)
         if kept >= len(sequence.tables[0]):
             return False
@@ -77,7 +79,7 @@ class BlockTables:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Free all blocks of a sequence."""
+        """Free all blocks of a sequence and empty its tables."""
         for group, window in self._windows:
             self._drop(sequence, group, window, sequence.freed[group], len(sequence.tables[group]))
         for group in self._whole:
@@ -85,15 +87,20 @@ class BlockTables:
         sequence.tables, sequence.freed = [], []
 
     def unshare(self, sequence: Sequence) -> None:
-        """Undo `share`: release all shared blocks."""
+        """Undo `share` for a sequence that does not fit: release its shared blocks and empty its tables."""
         for blocks in self.owned_blocks(sequence):
             self.pool.release(blocks)
         sequence.tables, sequence.freed = [], []
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Register the prompt blocks that tokens [start, end) complete, so others can find them by their content.
+        """Register the prompt blocks that a step completes, so that other sequences can share them.
 
         The partial block at the end of the prompt is registered, too, because its tokens can be copied.
+
+        Args:
+            sequence: The sequence.
+            start: The position of the first token that the step runs.
+            end: The position after the last token that the step runs.
         """
         size = self.pool.block_size
         first, last = (sequence.prompt_blocks(n, size) for n in (start, end))
@@ -105,11 +112,11 @@ class BlockTables:
                     self.pool.register(table[index], digest, group)
 
     def cached_tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens of a waiting sequence that `share` would take from the cache."""
+        """Return the number of leading tokens of a waiting sequence that `share` would take from the prefix cache."""
         return self._reusable(sequence.hashes[: sequence.reserved]) * self.pool.block_size
 
     def share(self, sequence: Sequence) -> None:
-        """Acquire the leading blocks of a sequence that are cached."""
+        """Fill the empty tables of a waiting sequence with the blocks of its longest prefix in the cache."""
         digests = sequence.hashes[: sequence.reserved]
         blocks = self._reusable(digests)
         sequence.tables, sequence.freed = [], []
@@ -126,12 +133,12 @@ class BlockTables:
             sequence.freed.append(first)
 
     def owned_blocks(self, sequence: Sequence) -> Iterator[list[int]]:
-        """Yield the blocks of each table, without freed entries."""
+        """Yield the blocks of each table of a sequence, without entries of freed blocks."""
         for table, left in zip(sequence.tables, sequence.freed, strict=True):
             yield table[left:]
 
     def check(self, sequence: Sequence) -> None:
-        """Check the tables of a sequence.
+        """Check the consistency of a sequence's tables.
 
         Raises:
             AssertionError: If the tables differ in length, or a block that may still be read is missing.
@@ -147,9 +154,13 @@ class BlockTables:
             assert left <= seen, "a window has lost a block"
 
     def _reusable(self, digests: list[bytes]) -> int:
-        """Return the maximum number of leading blocks after which a sequence can continue from the cache.
+        """Return the maximum number of leading blocks of a sequence that need not be computed.
 
-        Tables without a window need all these blocks, tables with a window only the blocks that the next token sees.
+        Tables without a window need all these blocks in the cache, tables with a window only the blocks that the next
+        token reads.
+
+        Args:
+            digests: The contents of the sequence's leading blocks.
         """
         blocks = len(digests)
         for group in self._whole:
@@ -164,7 +175,7 @@ class BlockTables:
         return blocks
 
     def _gap(self, digests: list[bytes], blocks: int, group: int, window: int) -> int | None:
-        """Return the last missing block that the token after `blocks` blocks sees, or None if all are there."""
+        """Return the index of the last missing block that the token after `blocks` blocks reads, or None."""
         first = self.sizes.unseen(window, blocks * self.pool.block_size)
         indices = range(blocks - 1, first - 1, -1)
         return next((i for i in indices if self.pool.find(digests[i], group) is None), None)
@@ -172,7 +183,8 @@ class BlockTables:
     def _drop(self, sequence: Sequence, group: int, window: int, first: int, last: int) -> None:
         """Free the entries [first, last) of a table with a window.
 
-        A block is not kept for a waiting sequence that can continue from a later block, beyond the reach of the window.
+        A block is not kept for a waiting sequence that can continue from a later block whose window does not include
+        the block.
         """
         table, reach = sequence.tables[group], 1 + (window - 2) // self.pool.block_size
         digests = sequence.hashes[first + reach : last + reach]

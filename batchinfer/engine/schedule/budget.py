@@ -30,17 +30,22 @@ REPLAY_LAYER_S = 0.33e-3
 
 
 def further_host_s(steps: float, rows: int) -> float:
-    """Return the estimated host time in seconds of `steps` further steps of a multi-step launch."""
+    """Return the estimated host time in seconds for the further steps of a multi-step launch.
+
+    Args:
+        steps: The number of steps after the first step.
+        rows: The number of rows per step.
+    """
     return steps * (HOST_REPEAT_S + rows * HOST_REPEAT_ROW_S)
 
 
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
-    """Return the token budget of a step at which linear layers are bound by arithmetic, with a margin.
+    """Return the maximum number of tokens per step, at which linear layers are bound by arithmetic with a margin.
 
-    A weight of b bytes is read once per step and used for two operations per token. Reading takes 1 / AMORTISED of the
-    computing time at AMORTISED * b / 2 * peak operations / bandwidth tokens, and at more tokens with experts. The
-    result is rounded up to a power of two, limited to LEAST and MOST, and at least 2 * `max_num_seqs`, which leaves
-    room for prefill in a full batch.
+    A weight of b bytes is read once per step and used for two operations per token. Reading takes 1 / 128 of the
+    computing time at 128 * b / 2 * peak operations / bandwidth tokens, and at more tokens with experts. The result is
+    rounded up to a power of two between 512 and 8192. It is at least 2 * `max_num_seqs`, which leaves room for prefill
+    in a full batch.
 
     Args:
         cost: The costs of the model.
@@ -58,12 +63,12 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
 
 
 def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -> AdmissionCosts:
-    """Return the costs from which a GPU's scheduler decides when to admit sequences.
+    """Return the estimated times from which a GPU's scheduler decides when to admit sequences.
 
     Args:
         cost: The costs of the model.
-        peaks: The peak FLOP/s and bandwidth of the device. None: only host times are known.
-        pieces: True if steps with prompts are captured as piecewise graphs.
+        peaks: The peak FLOP/s and bandwidth of the device. None: device times are 0.
+        pieces: True if steps with prompts are captured as piecewise CUDA graphs.
     """
     host_costs = AdmissionCosts(
         launch_s=(REPLAY_LAYER_S if pieces else LAUNCH_LAYER_S) * cost.layers,
@@ -87,19 +92,27 @@ def _token_s(cost: ModelCost, peaks: Peaks) -> float:
 
 
 def captured_tokens(cost: ModelCost, peaks: Peaks | None, most: int = MOST) -> int:
-    """Return the size of the largest step with prompts that is captured, in tokens.
+    """Return the size in tokens of the largest step with prompts that is captured as CUDA graphs.
 
-    A larger step takes at least twice the time that the host needs to launch it without a graph. The factor of
-    two is a margin, because the host launches it during the previous step, which may be short.
+    The device takes at least twice the time for a larger step that the host needs to launch it without graphs. The
+    factor of two is a margin, because the host launches a step during the previous step, which may be short.
+
+    Args:
+        cost: The costs of the model.
+        peaks: The peak FLOP/s and bandwidth of the device. None: the result is `most`.
+        most: The maximum result.
     """
     return most if peaks is None else min(2 * int(LAUNCH_LAYER_S * cost.layers / _token_s(cost, peaks)), most)
 
 
 def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
-    """Return the minimum number of tokens for which copying from another block is faster than computing.
+    """Return 1 if copying a token's keys and values from another block is faster than computing them, else None.
 
-    Both times are proportional to the number of tokens, so the result is 1, or None if copying is slower. It is 1 if
-    `peaks` is None.
+    The result is the minimum number of tokens to copy. Both times are proportional to the number of tokens.
+
+    Args:
+        cost: The costs of the model.
+        peaks: The peak FLOP/s and bandwidth of the device. None: the result is 1.
     """
     if peaks is None:
         return 1
@@ -109,13 +122,13 @@ def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
 
 
 def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = True) -> SchedulerConfig:
-    """Return the limits of the scheduler: from the job, or limits that suit the model and the device.
+    """Return the limits of the scheduler. Limits that the job does not set are chosen for the model and the device.
 
     Args:
-        config: The configuration of the engine.
+        config: The settings of the engine.
         cost: The costs of the model.
-        captured: True if a GPU's steps can be captured as graphs. If not, all steps cost the host the same, so waiting
-            with admission gains nothing.
+        captured: True if a GPU's steps can be captured as CUDA graphs. If not, all steps cost the host the same, so
+            delaying admission gains nothing.
     """
     device = config.load.device
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device]

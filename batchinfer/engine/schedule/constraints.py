@@ -28,53 +28,56 @@ class Constraint(Protocol):
 
     @property
     def over(self) -> bool:
-        """True if all tokens are allowed from now on, so the constraint must not be queried again."""
+        """True if all tokens are allowed from now on. The constraint must not be queried again."""
 
     @property
     def failure(self) -> RowError | None:
         """The reason why the constraint cannot be followed further, if there is one."""
 
     def take(self, token: int) -> None:
-        """Advance by the next token of the answer.
+        """Advance the state by the next token of the answer.
 
         Raises:
             ConstraintFailed: If the token is not allowed.
         """
 
     def allows(self, token: int) -> bool:
-        """Return True if a token may come next, after all forced tokens are taken.
+        """Return True if a token is known to be allowed next, after all forced tokens were taken.
 
-        It accepts every tokenization of a forced text, while a mask has only one. It also returns False if only the
-        mask can tell.
+        Every tokenization of a forced text is accepted, while a mask allows only one. The result is also False if only
+        a mask can tell.
         """
 
     def fork(self) -> Constraint:
         """Return an independent copy of the state, to try further tokens."""
 
     def jump_forward(self) -> Seq[int]:
-        """Return the tokens that are forced next. The state does not change."""
+        """Return the next tokens of the answer that the constraint determines. The state does not change."""
 
 
 class Constraints(Protocol):
-    """Creates constraints, and fills the masks of a batch."""
+    """Creates the constraints of answers, and computes the token masks of a batch."""
 
     @property
     def work(self) -> ConstraintWork:
-        """The time that constraints took so far. The object continues to change."""
+        """The time spent on constraints so far. The returned object is updated as time is spent."""
 
     def start(self, params: SamplingParams) -> Constraint:
-        """Return the constraint of an answer without tokens.
+        """Return the constraint of an answer before its first token.
+
+        Args:
+            params: The sampling parameters with the constraint's definition.
 
         Raises:
             ConstraintFailed: If the constraint cannot be compiled.
         """
 
     def fill(self, constraints: Seq[Any], bits: NDArray[np.int32]) -> None:
-        """Set the bits of all tokens that may come next; see batchinfer_kernels.mask.
+        """Write the token masks of n rows.
 
         Args:
-            constraints: The constraints of n rows. A failed constraint allows no token.
-            bits: (n, words) int32, overwritten. Token t is bit t % 32 of word t // 32.
+            constraints: The constraint of each row. A failed constraint allows no token.
+            bits: int32 [n, words], overwritten. Bit t % 32 of word t // 32 is set if token t may come next.
         """
 
 
@@ -83,7 +86,7 @@ ConstraintsFor = Callable[[Collection[int], int], Constraints]
 
 
 class ConstraintMasks:
-    """The constraints of running rows, by the number of their mask in step plans."""
+    """The states of constraints for which step plans need token masks, by a number that plans refer to."""
 
     def __init__(self, constraints: Constraints) -> None:
         self.constraints = constraints
@@ -91,21 +94,24 @@ class ConstraintMasks:
         self._numbered = 0
 
     def put(self, constraint: Constraint) -> int:
-        """Add a constraint and return its number."""
+        """Add the state of a constraint and return the number of its mask."""
         self._numbered += 1
         self._held[self._numbered] = constraint
         return self._numbered
 
     def drop(self, number: int) -> None:
-        """Remove a constraint whose row has ended."""
+        """Remove the constraint with a mask number, which no later step plan refers to."""
         del self._held[number]
 
     def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
-        """Return, for each mask, whether its token may come next. It is also False if only `fill` can tell.
+        """Return for each mask whether its token is known to be allowed next.
 
         Args:
             masks: The numbers of the masks.
             tokens: One token per mask.
+
+        Returns:
+            False also for a token for which only the mask itself can tell.
         """
         began = time.perf_counter()
         held = self._held
@@ -114,5 +120,10 @@ class ConstraintMasks:
         return found
 
     def fill(self, masks: Seq[int], bits: NDArray[np.int32]) -> None:
-        """Set the bits of all tokens that may come next; see `Constraints.fill`."""
+        """Write the token masks with some numbers.
+
+        Args:
+            masks: The numbers of n masks.
+            bits: int32 [n, words], overwritten. Bit t % 32 of word t // 32 is set if token t may come next.
+        """
         self.constraints.fill([self._held[mask] for mask in masks], bits)

@@ -12,26 +12,33 @@ from typing import NamedTuple
 
 
 class DraftTree(NamedTuple):
-    """Proposed tokens after a sequence. Siblings are different tokens."""
+    """Proposed tokens after a sequence, with alternatives. Siblings are different tokens.
+
+    Attributes:
+        tokens: The token of each node. Parents come before their children.
+        parents: The index of each node's parent, or -1 for the sequence's last token. Empty for a chain, in which each
+            token follows the token before it.
+        chances: The probability that each node and its ancestors are accepted, in descending order. Empty if unknown.
+        kinds: The key by which the acceptance of each node is counted. Empty if it is not counted.
+    """
 
     tokens: Seq[int]
     parents: Seq[int] = ()
-    # Probability that each node and its ancestors are accepted, in descending order; empty if unknown
     chances: Seq[float] = ()
-    kinds: Seq[Hashable] = ()  # kind of each node, for counting acceptance
+    kinds: Seq[Hashable] = ()
 
     def first(self, count: int) -> DraftTree:
-        """Return the tree of the first `count` nodes."""
+        """Return the tree that consists of the first `count` nodes."""
         return DraftTree(self.tokens[:count], self.parents[:count], self.chances[:count], self.kinds[:count])
 
 
 def prune(tree: DraftTree, keeps: Callable[[int, int], bool]) -> DraftTree:
-    """Return the tree without rejected nodes and their descendants.
+    """Return a draft tree without the nodes for which `keeps` returns False, and without their descendants.
 
     Args:
-        tree: The tree.
-        keeps: Returns True to keep a node, from its index and its parent's. Only called if the parent is kept, in
-            order.
+        tree: The tree. Its `chances` and `kinds` are dropped.
+        keeps: Returns True to keep a node, from the indices of the node and of its parent. It is called in the order of
+            the nodes, only for nodes whose parent is kept.
     """
     new_index = {-1: -1}  # of the kept nodes
     parents = list[int]()
@@ -46,12 +53,20 @@ def prune(tree: DraftTree, keeps: Callable[[int, int], bool]) -> DraftTree:
 
 
 def compact_parents(parents: Seq[int]) -> list[int]:
-    """Return the parents of a tree, or an empty list if the tree is a chain."""
+    """Return the list of parents, or an empty list if each node's parent is the node before it.
+
+    Args:
+        parents: The index of each node's parent in a draft tree, or -1 for the sequence's last token.
+    """
     return [] if all(parent == at - 1 for at, parent in enumerate(parents)) else list(parents)
 
 
 def ancestor_bits(parents: Seq[int]) -> list[int]:
-    """Return a bit set of each node's ancestors and the node itself: bit i is node i."""
+    """Return for each node of a draft tree a bit set of its ancestors and itself: bit i is node i.
+
+    Args:
+        parents: The index of each node's parent, or -1 for the sequence's last token.
+    """
     bits = list[int]()
     for at, parent in enumerate(parents):
         bits.append(1 << at | (0 if parent < 0 else bits[parent]))
@@ -59,12 +74,17 @@ def ancestor_bits(parents: Seq[int]) -> list[int]:
 
 
 def parents_from_bits(bits: Seq[int]) -> list[int]:
-    """Return the parents of the nodes, from their `ancestor_bits`."""
+    """Return the index of each node's parent in a draft tree, or -1: the inverse of `ancestor_bits`."""
     return [(own & ~(1 << at)).bit_length() - 1 for at, own in enumerate(bits)]
 
 
 def node_path(parents: Seq[int], node: int) -> list[int]:
-    """Return the path from the root to a node, including the node."""
+    """Return the indices of a node's ancestors in a draft tree, from the root on, and of the node itself.
+
+    Args:
+        parents: The index of each node's parent, or -1 for the sequence's last token.
+        node: The index of the node. -1: the path is empty.
+    """
     found = list[int]()
     while node >= 0:
         found.append(node)
@@ -73,7 +93,14 @@ def node_path(parents: Seq[int], node: int) -> list[int]:
 
 
 def find_child(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> int | None:
-    """Return the index of a node's child with this token, or None. Node -1 is the sequence's last token."""
+    """Return the index of a node's child with a given token in a draft tree, or None if there is no such child.
+
+    Args:
+        tokens: The token of each node.
+        parents: The index of each node's parent, or an empty list for a chain.
+        node: The index of the node. -1: the sequence's last token.
+        token: The token of the child.
+    """
     if not parents:
         return node + 1 if node + 1 < len(tokens) and tokens[node + 1] == token else None
     found = (at for at, parent in enumerate(parents) if parent == node and tokens[at] == token)

@@ -8,11 +8,12 @@ REPEATS = 4  # repetitions of a cycle that make a loop
 
 
 class LoopDetector:
-    """Detects that the last `least` tokens of an answer repeat a cycle of at most a quarter of their number.
+    """Detects that an answer repeats itself.
 
-    A search for a cycle in the newest `least` / 2 tokens runs once per `least` / 2 tokens. After a cycle is found, each
-    token is compared with the token one cycle before. No loop is missed: every loop contains a full search range, and
-    two different cycles of this length cannot both fill it (theorem of Fine and Wilf).
+    A loop is a range of at least n tokens at the end of the answer that repeats a cycle of at most n / 4 tokens. The
+    newest n / 2 tokens are searched for a cycle once per n / 2 tokens. After a cycle is found, each token is compared
+    with the token one cycle before. No loop is missed: every loop contains a full search range, and two different
+    cycles of this length cannot both fill it (theorem of Fine and Wilf).
     """
 
     __slots__ = ("_begin", "_cycle", "_least", "_longest", "_next_search", "_since")
@@ -21,8 +22,8 @@ class LoopDetector:
         """Create a detector.
 
         Args:
-            least: The minimum number of tokens of a loop.
-            begin: The index of the answer's first token in the `tokens` of `closes`.
+            least: The minimum number of tokens of a loop: n.
+            begin: The number of prompt tokens before the answer in the sequence's tokens.
         """
         self._least, self._begin = max(least, REPEATS), begin
         self._longest = self._least // REPEATS  # maximum length of a cycle, in tokens
@@ -31,7 +32,12 @@ class LoopDetector:
         self._next_search = begin + 2 * self._longest
 
     def closes(self, tokens: array[int], end: int) -> bool:
-        """Return True if token `end` - 1 completes a loop. Must be called for every token, in order."""
+        """Return True if the newest token of an answer completes a loop. Must be called for every token, in order.
+
+        Args:
+            tokens: The tokens of the sequence: prompt and answer.
+            end: The number of tokens up to the newest token, which has the index `end` - 1.
+        """
         cycle = self._cycle
         if cycle:
             if tokens[end - 1] == tokens[end - 1 - cycle]:
@@ -42,7 +48,7 @@ class LoopDetector:
         return False
 
     def _search(self, tokens: array[int], end: int) -> bool:
-        """Search the newest tokens for a cycle and its beginning. Return True if it is a loop already."""
+        """Search the newest tokens for a cycle and its beginning. Return True if the cycle fills a loop already."""
         searched = 2 * self._longest
         self._next_search = end + searched
         since = end - searched
@@ -57,7 +63,10 @@ class LoopDetector:
 
 
 def shortest_cycle(tokens: array[int]) -> int:
-    """Return the length of the shortest cycle that fills all tokens at least twice, or 0 if there is none."""
+    """Return the length of the shortest cycle that `tokens` repeat at least twice from start to end, or 0.
+
+    The last repetition may be incomplete.
+    """
     data, size = tokens.tobytes(), tokens.itemsize
     head = data[: len(tokens) // 2 * size]
     at = data.find(head, 1)

@@ -17,12 +17,12 @@ _GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 are sprea
 
 
 class OutputLengths:
-    """Estimates the final length of each running sequence.
+    """Estimates the final length of each running sequence from the answers that have ended.
 
-    Answers rarely reach `max_tokens`, so reserving it would leave much of the cache unused. The distribution of
-    lengths, relative to max_tokens, is estimated with a Kaplan-Meier estimator (1958), which also counts running rows.
-    Each row gets its own quantile of the remaining distribution. Quantiles are spread evenly, so a batch as a whole
-    ends like a real one, and the estimate of a row is stable from step to step.
+    Answers rarely reach `max_tokens`, so reserving blocks for it would leave much of the KV cache unused. The
+    distribution of answer lengths, relative to max_tokens, is estimated with a Kaplan-Meier estimator (1958), which
+    also counts running sequences. Each sequence gets its own quantile of the remaining distribution. Quantiles are
+    spread evenly, so a batch as a whole ends like a real one. The estimate of a sequence is stable from step to step.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class OutputLengths:
         self._dead = [0] * (BINS + 1)
 
     def record(self, sequence: Sequence) -> None:
-        """Add the length of a sequence that has ended."""
+        """Count the output length of a sequence that has ended, unless its length was known in advance."""
         if sequence.exact:
             return
         self._recent.append(_bin(sequence))
@@ -41,7 +41,7 @@ class OutputLengths:
             self._ended[self._recent.popleft()] -= 1
 
     def update(self, running: Iterable[Sequence]) -> None:
-        """Recompute the distribution from ended and running rows."""
+        """Recompute the distribution of output lengths from the newest ended sequences and the running sequences."""
         alive = [0] * BINS
         for sequence in running:
             if not sequence.exact:
@@ -54,9 +54,9 @@ class OutputLengths:
         self._dead = _deaths(self._ended, reached)
 
     def expected_length(self, sequence: Sequence) -> int:
-        """Return the expected final length in tokens, prompt included.
+        """Return the expected final length of a running sequence in tokens, prompt included.
 
-        A preempted row is assumed to be among the longest, because its estimate was too low once.
+        A preempted sequence is assumed to be among the longest, because its estimate was too low once.
         """
         if sequence.exact:
             return sequence.max_length
@@ -75,13 +75,13 @@ def _bin(sequence: Sequence) -> int:
 
 
 def _deaths(ended: list[int], reached: list[int]) -> list[int]:
-    """Return the probability of ending before each bin, in units of 1 / CERTAIN.
+    """Return the probability that an answer ends before each bin of lengths, in units of 2^-20.
 
-    The hazard of a bin that few rows have reached is drawn towards the mean hazard.
+    The hazard of a bin that few answers have reached is moved towards the mean hazard.
 
     Args:
-        ended: The number of rows that ended in each bin.
-        reached: The number of rows that reached each bin.
+        ended: The number of answers that ended in each bin.
+        reached: The number of answers that reached each bin.
     """
     ends, exposed = sum(ended), sum(reached)
     dead, alive = [0], CERTAIN

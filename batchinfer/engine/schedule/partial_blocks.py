@@ -14,16 +14,32 @@ from batchinfer.engine.schedule.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class PartialBlock:
-    """The first tokens of a block, which several sequences have in common."""
+    """The first tokens of a block, which several sequences have in common.
 
-    content: bytes  # content hash of the block to copy from
-    index: int  # index of the block in each sequence's table
-    tokens: int  # number of common tokens in the block
-    arrivals: list[int] = field(default_factory=list)  # arrivals of the sequences that wait to copy it
+    Attributes:
+        content: The content hash of the block to copy from.
+        index: The index of the block in the block table of each sequence.
+        tokens: The number of common tokens in the block.
+        arrivals: The numbers, in the order of arrival, of the waiting sequences that will copy the tokens.
+    """
+
+    content: bytes
+    index: int
+    tokens: int
+    arrivals: list[int] = field(default_factory=list)
 
 
 class Copy(NamedTuple):
-    """A copy of slots [first, end) from block `source` to block `target`, in all layers of a cache group."""
+    """A copy of keys and values from one KV cache block to another, in all layers of a cache group.
+
+    Attributes:
+        sequence: The sequence that needs the copy.
+        group: The index of the cache group.
+        source: The block to read.
+        target: The block to write.
+        first: The first slot to copy, within both blocks.
+        end: The slot after the last one to copy.
+    """
 
     sequence: Sequence
     group: int
@@ -34,22 +50,22 @@ class Copy(NamedTuple):
 
 
 class SortedPrompts:
-    """Sequences sorted by prompt, separately for each content root.
+    """Sequences sorted by prompt, separately per content root: sequences with different roots share no blocks.
 
-    The longest common prefix of a sequence with any other is the one with a neighbour in this order.
+    The longest common prefix of a sequence with any other sequence is the one with a neighbour in this order.
     """
 
     def __init__(self) -> None:
         self._sorted: dict[bytes, list[Sequence]] = {}  # by content root
 
     def insert(self, sequence: Sequence) -> None:
-        """Add a sequence."""
+        """Add a sequence at its place in the order."""
         alike = self._sorted.setdefault(sequence.content_root, [])
         # After equal prompts: usually the oldest is removed first, and removal searches from the front
         alike.insert(bisect_right(alike, _text(sequence), key=_text), sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence."""
+        """Remove a sequence, which must be included."""
         alike = self._sorted[sequence.content_root]
         at = bisect_left(alike, _text(sequence), key=_text)
         while alike[at] is not sequence:  # prompts may be equal
@@ -59,7 +75,10 @@ class SortedPrompts:
             del self._sorted[sequence.content_root]
 
     def neighbours(self, sequence: Sequence) -> Iterator[Sequence]:
-        """Yield the sequences before and after the position of a sequence, which need not be included."""
+        """Yield the sequences directly before and after the place of a sequence in the order.
+
+        The sequence itself need not be included. If it is, it may be yielded.
+        """
         alike = self._sorted.get(sequence.content_root, [])
         at = bisect_left(alike, _text(sequence), key=_text)
         yield from alike[max(0, at - 1) : at + 1]
@@ -71,12 +90,13 @@ def _text(sequence: Sequence) -> bytes:
 
 
 class PartialBlocks:
-    """Finds the block whose first tokens a sequence can copy, and keeps the block until the sequence is admitted.
+    """Finds blocks whose first tokens waiting sequences can copy, and keeps the blocks until they are copied.
 
-    Sequences with the same common tokens copy them from the same block, which is kept for all of them.
+    After its last full block in common with another sequence, a sequence may have further tokens in common with it: a
+    partial block. Sequences with the same common tokens copy them from the same block.
 
     Args:
-        tables: The block tables.
+        tables: The block tables of all sequences.
         least: The minimum number of tokens that are worth copying. None: nothing is copied.
     """
 
@@ -121,23 +141,32 @@ class PartialBlocks:
             self._prompts.remove(sequence)
 
     def wanted(self, sequence: Sequence) -> PartialBlock | None:
-        """Return the partial block that the sequence copies, or None."""
+        """Return the partial block that a sequence copies or has copied, or None."""
         return self._wanted.get(sequence)
 
     def reserve(self, block: PartialBlock | None, arrival: int) -> None:
-        """Reserve a partial block for the waiting sequence with this arrival."""
+        """Keep the block of a partial block in the cache for a waiting sequence.
+
+        Args:
+            block: The partial block. None: nothing is reserved.
+            arrival: The number of the sequence in the order of arrival.
+        """
         if block is not None:
             block.arrivals.append(arrival)
             self._pool.reserve([block.content], arrival, partial=True)
 
     def unreserve(self, block: PartialBlock | None, arrival: int) -> None:
-        """Undo `reserve`, because the sequence was admitted or dropped."""
+        """Undo `reserve` after the sequence was admitted or dropped."""
         if block is not None:
             block.arrivals.remove(arrival)
             self._pool.unreserve([block.content], arrival, partial=True)
 
     def after(self, sequence: Sequence, tokens: int) -> PartialBlock | None:
-        """Return the partial block at the end of the sequence's first `tokens` tokens, or None if it is too short."""
+        """Return the partial block at the end of a sequence's first `tokens` tokens.
+
+        Returns:
+            None if the tokens end with a full block, or if the partial block has too few tokens to copy.
+        """
         size = self._pool.block_size
         index, rest = divmod(tokens, size)
         if self._least is None or rest < self._least:
@@ -145,17 +174,24 @@ class PartialBlocks:
         return PartialBlock(sequence.content(index, size), index, rest)
 
     def match(self, sequence: Sequence, blocks: int) -> int:
-        """Return the number of tokens that the sequence can copy after this number of full blocks."""
+        """Return the number of tokens that a sequence can copy now after its first full blocks.
+
+        Args:
+            sequence: The waiting sequence.
+            blocks: The number of full blocks that the sequence shares.
+        """
         wanted = self._wanted.get(sequence)
         if wanted is None or wanted.index != blocks or self._sources(wanted, sequence) is None:
             return 0
         return wanted.tokens
 
     def acquire(self, sequence: Sequence) -> list[int]:
-        """Pin the blocks from which the sequence copies after its shared full blocks, until `record_launch`.
+        """Pin the blocks from which a sequence copies tokens after its shared full blocks.
+
+        The blocks are pinned until `record_launch` or `release`.
 
         Returns:
-            One block per cache group, or an empty list if they are not available.
+            One block per cache group, or an empty list if the sequence has nothing to copy.
         """
         wanted = self._wanted.get(sequence)
         if wanted is None or not self.match(sequence, len(sequence.tables[0])):
@@ -166,14 +202,14 @@ class PartialBlocks:
         return blocks
 
     def release(self) -> None:
-        """Undo the newest `acquire`. It must have returned blocks."""
+        """Unpin the blocks that the newest call of `acquire` returned. It must have returned blocks."""
         self._pinned = self._pinned[: len(self._pinned) - len(self._newly_pinned)]
         self._pool.unpin(self._newly_pinned)
 
     def record_admission(self, sequence: Sequence) -> None:
-        """Record that a sequence holds blocks now.
+        """Record that a sequence was admitted and holds blocks now.
 
-        If the block that other sequences wait to copy was evicted, they will copy from this sequence.
+        If the partial block that other sequences wait to copy, too, was evicted, they will copy it from this sequence.
         """
         if self._least is None:
             return
@@ -188,9 +224,14 @@ class PartialBlocks:
             self._holders.remove(sequence)
 
     def copies(self, sequence: Sequence, sources: list[int]) -> Iterator[Copy]:
-        """Yield the copies that fill the first tokens of the sequence's first own block.
+        """Yield the copies of a sequence's partial block, to the first block that the sequence does not share.
 
-        Slots that are copied in the same step are copied from their origin. So copies can run in any order.
+        Slots that are themselves written by a copy of the same step are read from the origin of that copy. So copies
+        can run in any order.
+
+        Args:
+            sequence: The admitted sequence.
+            sources: The block to read in each cache group, as `acquire` returned it.
         """
         wanted = self._wanted[sequence]
         for group, source in enumerate(sources):
@@ -201,12 +242,12 @@ class PartialBlocks:
                 yield Copy(sequence, group, origin, target, first, end)
 
     def record_launch(self) -> None:
-        """Unpin all blocks. Later steps run after the copies of the launched step."""
+        """Unpin all blocks, because a step was launched: later steps run after its copies."""
         self._pool.unpin(self._pinned)
         self._pinned, self._copied = [], {}
 
     def _ranges(self, source: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the origins (block, first slot, end) of the first `tokens` slots of `source`."""
+        """Yield the origins of the first `tokens` slots of a block, each as block, first slot and end."""
         done = 0
         for origin, first, end in self._copied.get(source, ()):
             if first < tokens:
@@ -232,16 +273,16 @@ class PartialBlocks:
         return theirs  # both copy it from the same block
 
     def _redirect(self, block: PartialBlock, sequence: Sequence) -> None:
-        """Change a partial block to be copied from this sequence, for all sequences that wait for it."""
+        """Let all sequences that wait to copy a partial block copy it from a block of `sequence`."""
         before, block.content = block.content, sequence.content(block.index, self._pool.block_size)
         for arrival in block.arrivals:
             self._pool.unreserve([before], arrival, partial=True)
             self._pool.reserve([block.content], arrival, partial=True)
 
     def _sources(self, wanted: PartialBlock, sequence: Sequence) -> list[int] | None:
-        """Return the blocks to copy from, one per cache group, or None.
+        """Return the blocks from which a sequence can copy a partial block, one per cache group, or None.
 
-        They are blocks with this content in the cache, or blocks of a sequence that begin with the same tokens.
+        They are blocks with the expected content, or blocks of a running sequence that begin with the same tokens.
         """
         groups = range(self._tables.sizes.tables)
         found = [block for group in groups if (block := self._pool.find(wanted.content, group)) is not None]
@@ -252,7 +293,7 @@ class PartialBlocks:
         return None if holder is None else [table[wanted.index] for table in holder.tables]
 
     def _has_content(self, holder: Sequence, wanted: PartialBlock, sequence: Sequence) -> bool:
-        """Return True if the blocks of `holder` contain the tokens that the sequence wants to copy."""
+        """Return True if the blocks of `holder` contain the tokens of the partial block that `sequence` copies."""
         tokens = wanted.index * self._pool.block_size + wanted.tokens
         if holder is sequence or tokens > holder.computed or max(holder.freed) > wanted.index:
             return False

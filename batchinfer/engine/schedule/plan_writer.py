@@ -33,10 +33,14 @@ _NONE = np.empty(0, np.int32)
 
 
 class PlanWriter:
-    """Writes the plans of an engine's steps. The runner must read all plans in order, because plans are differences.
+    """Converts the steps of an engine to plans. A runner must read all plans in order: each is a difference.
 
-    Each sequence has a row of the block tables while every step runs it. It keeps the row when other sequences
-    come and go.
+    A sequence has a row of the runner's block tables while each step runs it. It keeps the row when other sequences are
+    added or removed.
+
+    Args:
+        eos_token_ids: The end-of-sequence tokens of the model.
+        wants: The parts of plans that the runner reads.
     """
 
     def __init__(self, eos_token_ids: frozenset[int] = frozenset(), wants: PlanWants = COMPUTES) -> None:
@@ -55,14 +59,14 @@ class PlanWriter:
         prompt_chunks: Seq[Chunk] = (),
         output_chunks: Seq[Chunk] = (),
     ) -> StepPlan:
-        """Return the plan of a step.
+        """Return the plan of a scheduled step. Must be called once per step, in order.
 
         Args:
             step: The step.
             sampling: The sequences that get tokens, in the order of their chunks.
-            shared_blocks: How often a block table names a block that another one named before.
-            prompt_chunks: The chunks whose prompt tokens get log-probabilities; see `prompt_chunks`.
-            output_chunks: The chunks with hidden states or scores as output; see `output_chunks_of`.
+            shared_blocks: How often a block table names a block that the table of an earlier sequence named.
+            prompt_chunks: The chunks for which log-probabilities of prompt tokens are computed.
+            output_chunks: The chunks with hidden states or scores of continuations as output.
         """
         chunks = step.chunks
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
@@ -122,7 +126,7 @@ class PlanWriter:
         return ends if every else ends[sampling_chunks(chunks)]
 
     def _arranged(self, sequences: list[Sequence]) -> Ints:
-        """Assign rows to the sequences, (S,): new sequences get the rows of sequences that left."""
+        """Return the row of each of S sequences in the block tables, [S]. New sequences get free rows."""
         before = indices_of(sequences, self._sequences)
         places = np.array(before, np.int64)
         come = np.flatnonzero(places < 0)
@@ -145,16 +149,28 @@ class PlanWriter:
 
 
 class _Verified(NamedTuple):
-    """The sampled rows of a step with drafts: after the last known token of each sequence and after each draft."""
+    """The sampled rows of a step with drafts: the last known token of each sequence, and each of its drafts.
 
-    rows: Ints  # indices among the step's tokens
-    sequences: list[Sequence]  # the sequence of each row
-    ahead: list[int]  # the number of the sequence's drafts up to each row
-    counts: list[int]  # the number of rows per sequence
+    Attributes:
+        rows: The indices of the sampled rows among the step's tokens.
+        sequences: The sequence of each row.
+        ahead: The number of the sequence's drafts up to each row, 0 for its last known token.
+        counts: The number of rows per sequence.
+    """
+
+    rows: Ints
+    sequences: list[Sequence]
+    ahead: list[int]
+    counts: list[int]
 
     @classmethod
     def of(cls, sampling: list[Sequence], ends: Ints | None) -> _Verified:
-        """Return the rows from the sampling sequences and the index of each sequence's last token in the step."""
+        """Return the sampled rows of a step.
+
+        Args:
+            sampling: The sequences that get tokens.
+            ends: The index of each sequence's last token among the step's tokens.
+        """
         assert ends is not None, "a chunk with drafts has several tokens"
         drafts = np.array([sequence.drafts for sequence in sampling], np.int32)
         counts = drafts + np.int32(1)
@@ -177,7 +193,7 @@ _COUNTED = StepPlan(
 
 
 class _GroupTables:
-    """The block tables of one cache group that the runner has already."""
+    """The block tables of one cache group as the runner knows them from earlier plans."""
 
     def __init__(self, group: int) -> None:
         self._group = group
@@ -185,7 +201,7 @@ class _GroupTables:
         self._sent: list[int] = []  # the number of sent entries of each table
 
     def arrange(self, before: list[int]) -> None:
-        """Reorder the tables. `before` has the index of each sequence in the previous plan, or -1."""
+        """Reorder the tables, from the index of each new sequence in the previous plan, or -1."""
         self._tables = list(map([*self._tables, _NO_TABLE].__getitem__, before))
         self._sent = list(map([*self._sent, 0].__getitem__, before))
 
@@ -214,14 +230,14 @@ def _each(numbers: list[int]) -> Ints | None:
 
 
 def _tokens(chunks: list[Chunk], single: bool) -> Ints:
-    """Return the token ids, (T,). `single`: each chunk has one token, which is faster."""
+    """Return the T token ids of all chunks, [T]. `single` is True if each chunk has one token."""
     if single:
         return np.array([sequence.tokens[start] for sequence, start, _ in chunks], np.int32)
     return np.concatenate([np.frombuffer(s.tokens, np.int32)[start : start + n] for s, start, n in chunks])
 
 
 def _tree_bits(chunks: list[Chunk]) -> Ints | None:
-    """Return the `ancestor_bits` of draft tree nodes, (T,), 0 for other tokens; None if there is no tree."""
+    """Return the `ancestor_bits` of the step's T tokens, [T], 0 outside draft trees; None if there is no tree."""
     if not any(s.draft_parents for s, _, _ in chunks):
         return None
     each = [ancestor_bits(s.draft_parents) for s, _, _ in chunks]

@@ -13,16 +13,20 @@ from batchinfer.engine.schedule.step_plan import Ints, OutputRows, ScoredTokens
 
 
 def output_chunks_of(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks with scores or hidden states as output.
+    """Return the chunks with scores of continuations or hidden states as output.
 
     Args:
-        chunks: Chunks after which no token is sampled. All or none of an engine's sequences are scored.
+        chunks: At least one chunk, after which no token is sampled. All or none of an engine's sequences score
+            continuations.
     """
     return scored_chunks(chunks) if chunks[0].sequence.scored is not None else pooled_chunks(chunks)
 
 
 def pooled_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks with hidden states as output: the last or the first chunk of a prompt, or all for a mean."""
+    """Return the chunks with hidden states as output.
+
+    Depending on the sequence's pooling, these are the last chunk of its prompt, the first chunk, or all chunks (mean).
+    """
     return [chunk for chunk in chunks if _asks(chunk)]
 
 
@@ -34,12 +38,14 @@ def _asks(chunk: Chunk) -> bool:
 
 
 def add_states(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk], base: OutputRows) -> OutputRows:
-    """Return `base` with the hidden states of chunks added: of the first, the last or the sum of all tokens.
+    """Return a step's outputs with the hidden states of chunks added.
+
+    Depending on the pooling, the state of a chunk's first token, its last token, or the sum over its tokens is added.
 
     Args:
         chunks: All chunks of the step.
         output_chunks: The chunks with hidden states as output, all with the same pooling.
-        base: The output rows without hidden states.
+        base: The outputs of the step without hidden states.
     """
     pooling, classified = output_chunks[0].sequence.pooling, output_chunks[0].sequence.classified
     spans = _spans(chunks, output_chunks)
@@ -67,7 +73,7 @@ def add_states(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk], base: Ou
 
 
 def _spans(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return the range of the step's tokens, [first, end), of each output chunk."""
+    """Return the range of each output chunk, [first, end), among the step's tokens."""
     wanted, found, offset = {chunk.sequence for chunk in output_chunks}, list[tuple[int, int]](), 0
     for sequence, _, length in chunks:
         if sequence in wanted:
@@ -77,5 +83,5 @@ def _spans(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk]) -> list[tupl
 
 
 def _moved(scored: ScoredTokens, places: Ints) -> ScoredTokens:
-    """Return the scored tokens with their rows renumbered: row i becomes places[i]."""
+    """Return the scored tokens with row i renumbered as places[i]."""
     return scored._replace(rows=places[scored.rows])

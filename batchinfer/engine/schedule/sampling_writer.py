@@ -16,14 +16,17 @@ _NONE = np.empty(0, np.int32)
 
 
 def indices_of(wanted: list[Sequence], among: list[Sequence]) -> list[int]:
-    """Return the index of each wanted sequence in `among`, or -1."""
+    """Return the index of each wanted sequence in the list `among`, or -1 if the list does not contain it."""
     indices = dict(zip(among, range(len(among)), strict=True))
     # Without a Python loop: rows end in nearly every step of a full batch
     return list(map(indices.get, wanted, repeat(-1)))
 
 
 class SamplingWriter:
-    """Writes the sampling plan of each step. Facts that do not change while the same rows run are computed once."""
+    """Writes the sampling plan of each step.
+
+    Parameters that do not change are computed once while the steps run the same sequences.
+    """
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos = eos_token_ids
@@ -39,10 +42,14 @@ class SamplingWriter:
     ) -> SamplingPlan:
         """Return the sampling plan of a step.
 
+        A sampled row is a token of the step after which a token is sampled: the last known token of a sequence, and
+        each of its drafts.
+
         Args:
             sequences: The sequence of each sampled row.
             before: The sequence of each sampled row of the previous step.
-            ahead: The number of the sequence's drafts up to each row. None: there are no drafts.
+            ahead: The number of the sequence's drafts up to each row, 0 for its last known token. None: there are no
+                drafts.
         """
         if sequences != self._sequences:
             self._plain = all(s.plain_greedy and s.mask is None for s in sequences)
@@ -90,7 +97,7 @@ class SamplingWriter:
 
 
 class _Rows:
-    """The rows of a step that get tokens. A row may follow drafts of its sequence, or a path of a draft tree."""
+    """The rows of a step that get tokens. Drafts, or a path of a draft tree, may be before a row."""
 
     def __init__(self, sequences: list[Sequence], ahead: list[int] | None) -> None:
         self.sequences = sequences
@@ -102,7 +109,7 @@ class _Rows:
             self.answered = [s.output_length - s.drafts + _depth(s, n) for s, n in each]
 
     def masks(self, masked: list[int]) -> list[int]:
-        """Return the mask numbers of rows that have masks."""
+        """Return the number of the mask of each row in `masked`."""
         found: list[int] = []
         for i in masked:
             sequence, ahead = self.sequences[i], 0 if self._ahead is None else self._ahead[i]
@@ -123,7 +130,7 @@ class _Rows:
 
 
 def _depth(sequence: Sequence, ahead: int) -> int:
-    """Return the number of drafts on the path to draft number `ahead` of a sequence."""
+    """Return the number of drafts on the path to a sequence's draft number `ahead`, which is counted from 1."""
     parents = sequence.draft_parents
     return len(node_path(parents, ahead - 1)) if parents else ahead
 
@@ -151,7 +158,7 @@ def _penalised(
 
 
 def _table(banned: list[list[int]]) -> Ints:
-    """Return the banned tokens of each row as a table, (n, most) int32, padded with -1."""
+    """Return the banned tokens of n rows as int32 [n, most], padded with -1."""
     table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
     for row, ids in enumerate(banned):
         table[row, : len(ids)] = ids
@@ -159,7 +166,12 @@ def _table(banned: list[list[int]]) -> Ints:
 
 
 def awaited_from(waiting: list[Sequence], before: list[Sequence]) -> Ints:
-    """Return the indices of sequences among the sampled rows of the previous step."""
+    """Return the index of each sequence among the sampled rows of the previous step.
+
+    Args:
+        waiting: The sequences whose last token the previous step samples.
+        before: The sequence of each sampled row of the previous step.
+    """
     places = indices_of(waiting, before)
     assert -1 not in places, "a sequence awaits a token of a step that did not run it"
     return np.array(places, np.int32)
@@ -176,11 +188,11 @@ def _allowed(sequences: list[Sequence]) -> AllowedTokens | None:
 
 
 def banned_tokens(sequence: Sequence, eos: frozenset[int], text: Ints, answered: int) -> list[int]:
-    """Return the tokens that a sequence may not get next, in ascending order.
+    """Return the tokens that a sequence must not get next, because of bad words or min_tokens, in ascending order.
 
     Args:
         sequence: The sequence.
-        eos: The EOS tokens of the model.
+        eos: The end-of-sequence tokens of the model.
         text: The token ids of the prompt and the answer so far.
         answered: The number of answer tokens in `text`.
     """
@@ -192,5 +204,10 @@ def banned_tokens(sequence: Sequence, eos: frozenset[int], text: Ints, answered:
 
 
 def is_end_banned(params: SamplingParams, answered: int) -> bool:
-    """Return True if min_tokens keeps an answer from ending. With a constraint, only the constraint decides."""
+    """Return True if an answer must not end yet because of min_tokens. It is always False with a constraint.
+
+    Args:
+        params: The sampling parameters of the answer.
+        answered: The number of answer tokens so far.
+    """
     return params.constraint is None and answered < params.min_tokens

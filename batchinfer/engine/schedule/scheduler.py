@@ -28,11 +28,12 @@ _AWAITING = SequenceStatus.AWAITING_TOKENS
 class SchedulerConfig:
     """The limits of a scheduler.
 
-    Args:
+    Attributes:
         max_num_seqs: Maximum number of running sequences.
         max_num_batched_tokens: Maximum number of tokens per step.
         prefix_caching: True to share the blocks of common prefixes.
-        admission_costs: The times for batched admission. None: a sequence is admitted as soon as it fits.
+        admission_costs: The estimated times by which admission is delayed. None: a sequence is admitted as soon as it
+            fits.
         least_copied: Minimum number of tokens to copy from a partial block. None: nothing is copied.
         whole_prompts: True to run each prompt in a single step, without sharing, as encoders need.
         most_adapters: Maximum number of different adapters of running sequences. None: no limit.
@@ -54,7 +55,7 @@ class SchedulerConfig:
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + length) of a sequence, which run in a step. A tuple, for speed."""
+    """The tokens [start, start + length) of a sequence, which run in a step."""
 
     sequence: Sequence
     start: int
@@ -67,18 +68,18 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """True if tokens are sampled after the chunk; see `sampling_chunks`."""
+        """True if a token is sampled after the chunk: it ends with the last token of a sequence that may continue."""
         return sampling_chunks([self])[0]
 
     @property
     def recomputed(self) -> int:
-        """The number of tokens that are recomputed after a preemption."""
+        """The number of the chunk's tokens that had been computed before a preemption."""
         start, before = self.start, self.sequence.computed_before_preemption
         return min(start + self.length, before) - start if start < before else 0
 
     @property
     def decodes(self) -> int:
-        """The number of tokens after the prompt that run for the first time."""
+        """The number of the chunk's tokens that are generated tokens and run for the first time."""
         sequence = self.sequence
         return max(0, self.end - max(self.start, sequence.computed_before_preemption, sequence.prompt_length))
 
@@ -90,41 +91,53 @@ class Chunk(NamedTuple):
 
 
 def sampling_chunks(chunks: list[Chunk]) -> list[bool]:
-    """Return True for each chunk that ends with its sequence's last token, if a further token may follow.
+    """Return True for each chunk after which a token is sampled.
 
-    Performance-critical: it runs over all rows of every step.
+    The chunk must end with the last token of its sequence, and the sequence must be shorter than its maximum length.
     """
+    # Performance-critical: runs over all rows of every step
     return [start + length == len(s.tokens) < s.max_length for s, start, length in chunks]
 
 
 @dataclass(slots=True)
 class Step:
-    """A scheduled step."""
+    """A scheduled step.
+
+    Attributes:
+        chunks: The tokens that the step runs, at most one chunk per sequence.
+        admitted: The sequences that were waiting before this step.
+        cached_tokens: The number of prompt tokens that admitted sequences found in the prefix cache.
+        preemptions: The number of sequences that were preempted to make room.
+        copies: Copies of partial blocks, which run in each layer after the keys and values of the chunks are stored and
+            before attention.
+        copied_tokens: The number of tokens that are copied, per layer.
+        drafts: The number of draft tokens in the chunks.
+        repeats: The number of decode steps that are launched together.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # sequences that were waiting before
-    cached_tokens: int = 0  # prompt tokens that admitted sequences found in the cache
+    admitted: list[Sequence] = field(default_factory=list)
+    cached_tokens: int = 0
     preemptions: int = 0
-    # Run in each layer after K and V of the chunks are stored, before attention
     copies: list[Copy] = field(default_factory=list)
-    copied_tokens: int = 0  # per layer
-    drafts: int = 0  # draft tokens in its chunks
-    repeats: int = 1  # decode steps that are launched together
+    copied_tokens: int = 0
+    drafts: int = 0
+    repeats: int = 1
 
 
 class Scheduler:
-    """Continuous batching: schedules running sequences first, oldest first, then waiting ones in order of arrival.
+    """Schedules the steps of an engine with continuous batching.
 
-    A sequence is admitted if all running sequences are expected to end without a preemption (`peak_blocks`,
-    `OutputLengths`). While it waits, it reserves the prefix blocks that it can share. Prompt blocks can be shared
-    within the step that computes them, because each layer writes all K and V before attention reads any. Tokens of a
-    common partial block are copied (`PartialBlocks`).
+    A step runs the running sequences, oldest first, then admits waiting sequences in order of arrival. A sequence is
+    admitted if all running sequences are expected to end without a preemption. While it waits, it reserves the prefix
+    blocks that it can share. Prompt blocks can be shared within the step that computes them, because each layer writes
+    all keys and values before attention reads any. Tokens of a common partial block are copied.
 
     Args:
         config: The limits.
-        pool: The block pool.
-        lengths: The estimator of output lengths.
-        windows: The sliding window of each cache group; see `BlockTables`.
+        pool: The blocks of the KV cache.
+        lengths: Estimates the output lengths of running sequences.
+        windows: The sliding window of each cache group in tokens. None: all tokens are kept.
     """
 
     def __init__(
@@ -156,10 +169,11 @@ class Scheduler:
         self._launched_steps = 1  # decode steps in the newest launch
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
+        """Queue a new sequence.
 
         Raises:
-            ValueError: If it does not fit into the whole cache, or its prompt must run in one step and is too long.
+            ValueError: If the sequence does not fit into the whole KV cache, or if its prompt must run in one step and
+                is longer than a step.
         """
         if self.config.whole_prompts and sequence.prompt_length > self._most_tokens:
             raise ValueError(
@@ -179,7 +193,7 @@ class Scheduler:
             )
 
     def _expect_next(self, sequence: Sequence) -> None:
-        """Reserve the prefix that the next request shares with this one until the next request arrives."""
+        """Reserve the blocks that the next request will share with `sequence`, until the next request arrives."""
         size, before, partial = self.pool.block_size, self._next_prefix, self._next_partial
         arrival = self._added
         shared = min(sequence.request.shares_next, sequence.prompt_length)
@@ -192,13 +206,13 @@ class Scheduler:
         self.partial.unreserve(partial, arrival)
 
     def limit_tokens(self, most: int | None) -> None:
-        """Set a lower limit of tokens for later steps. None: the limit of the configuration."""
+        """Lower the maximum number of tokens per step to `most`. None restores the limit of the configuration."""
         tokens = self._most_tokens if most is None else min(most, self._most_tokens)
         if tokens != self.config.max_num_batched_tokens:
             self.config = replace(self.config, max_num_batched_tokens=tokens)
 
     def schedule(self, drafted: bool = False) -> Step:
-        """Return the next step. It is empty if there is nothing to run, or all sequences await tokens.
+        """Return the next step. It has no chunks if nothing can run.
 
         Args:
             drafted: True if any running sequence has draft tokens.
@@ -216,17 +230,18 @@ class Scheduler:
         return step
 
     def reserve_steps(self, step: Step, most: int) -> list[int] | None:
-        """Allocate blocks to extend the newest step, which only decodes, to several decode steps.
+        """Extend the newest step to several decode steps, and allocate the blocks for their tokens.
 
-        All steps together run at most `max_num_batched_tokens` tokens, because the bound of blocks for windows assumes
-        this.
+        All steps together run at most `max_num_batched_tokens` tokens: the number of blocks for sliding windows depends
+        on this.
 
         Args:
-            step: The newest scheduled step.
+            step: The newest scheduled step, in which each sequence decodes one token.
             most: Maximum number of steps.
 
         Returns:
-            The number of tokens that each sequence runs, or None if there are too few blocks or only one step is left.
+            The number of steps in which each sequence runs a token. None, without any change, if there are too few
+            blocks or no sequence can run more than one step.
         """
         size, most = self.pool.block_size, min(most, self.config.max_num_batched_tokens // len(step.chunks))
         lefts = [s.max_length - 1 - start for s, start, _ in step.chunks]
@@ -241,19 +256,19 @@ class Scheduler:
         return runs
 
     def record_launch(self, step: Step) -> None:
-        """Record the launch of the newest step: its tokens count as computed."""
+        """Record that the newest step was launched: the tokens of its chunks count as computed."""
         self.partial.record_launch()
         self._launched_steps = self._batching.steps = step.repeats
         for sequence, start, length in step.chunks:
             sequence.computed = start + length
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended and free its blocks."""
+        """Remove a running sequence that has ended, and free its blocks."""
         self.stop(sequence)
         self.release(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """Remove a sequence from the running sequences. It keeps its blocks until `release`."""
+        """Remove a sequence that has ended from the running sequences. It keeps its blocks until `release`."""
         del self.running[sequence]
         self.finishing[sequence] = None
         sequence.status = SequenceStatus.FINISHING
@@ -261,7 +276,7 @@ class Scheduler:
         self._lengths.record(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of a finishing sequence, which no step in flight reads any longer."""
+        """Free the blocks of a sequence after `stop`, because no step in flight reads them."""
         del self.finishing[sequence]
         sequence.status = SequenceStatus.FINISHED
         self.partial.remove(sequence)
@@ -270,11 +285,11 @@ class Scheduler:
         self._batching.ended += 1
 
     def roll_back(self, sequence: Sequence, end: int) -> None:
-        """Keep the first `end` computed positions of a sequence and free later blocks, after drafts were rejected.
+        """Discard the last computed positions of a sequence after drafts were rejected, and free their blocks.
 
         Args:
             sequence: The sequence.
-            end: The number of positions to keep, which must include the prompt.
+            end: The number of leading positions to keep, which must include the prompt.
         """
         sequence.computed_before_preemption = min(sequence.computed_before_preemption, end)
         sequence.computed = end
@@ -300,13 +315,14 @@ class Scheduler:
 
     @property
     def cached_tokens(self) -> int:
-        """The number of tokens in used blocks, per cache group."""
+        """The number of tokens that fit into the used blocks, averaged over cache groups."""
         return self.pool.used * self.pool.block_size // self.tables.sizes.tables
 
     def shared_blocks(self, chunks: list[Chunk]) -> int:
-        """Return how many blocks of these chunks are read by an earlier chunk, too, in a table without a window.
+        """Return how often a chunk reads a block that an earlier chunk also reads, in a table without a window.
 
-        The chunks must belong to different sequences that hold blocks.
+        Args:
+            chunks: Chunks of different sequences. Each sequence must hold blocks.
         """
         pool, sizes = self.pool, self.tables.sizes
         if not pool.shared or not sizes.unwindowed:
@@ -331,10 +347,10 @@ class Scheduler:
         self._next_prefix, self._next_partial = [], None
 
     def check_integrity(self) -> None:
-        """Check the accounting of blocks and the states of all sequences.
+        """Check that the blocks, reservations and states of all sequences are consistent.
 
         Raises:
-            AssertionError: If they are inconsistent.
+            AssertionError: If they are not.
         """
         reservations = {s.arrival: s.hashes[: s.reserved] for s in self.waiting}
         reservations[self._added] = self._next_prefix
@@ -366,17 +382,18 @@ class Scheduler:
         )
 
     def _free_outside_windows(self) -> None:
-        """Free blocks outside the windows of running sequences, whose drafts in flight may be rolled back."""
+        """Free the blocks before the sliding windows of running sequences.
+
+        Blocks that are needed after a rollback of drafts in flight are kept.
+        """
         if self.tables.have_windows:
             for sequence in self.running:
                 start = sequence.computed - (sequence.drafts + 1 if sequence.status is _AWAITING else 0)
                 self.tables.free_outside_windows(sequence, start)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        """Add chunks of running sequences and return the rest of the budget.
-
-        Performance-critical: it runs over all rows of every step.
-        """
+        """Add chunks of running sequences to a step, and return the number of tokens that remain of the budget."""
+        # Performance-critical: runs over all rows of every step
         size, chunks, new_tuple, preempted = self.pool.block_size, step.chunks, tuple.__new__, False
         waiting, awaiting = SequenceStatus.WAITING, _AWAITING
         for sequence in list(self.running):
@@ -399,7 +416,11 @@ class Scheduler:
         return budget
 
     def _run_drafts(self, step: Step, budget: int) -> int:
-        """Extend chunks by drafts within the budget and free blocks. Return the rest of the budget."""
+        """Extend the chunks of a step by drafts, within the token budget and the available blocks.
+
+        Returns:
+            The number of tokens that remain of the budget.
+        """
         for index, (sequence, start, length) in enumerate(step.chunks):
             if not sequence.drafts:
                 continue
@@ -415,10 +436,15 @@ class Scheduler:
         return budget
 
     def _make_room(self, sequence: Sequence, tokens: int, step: Step) -> bool:
-        """Allocate blocks for this many tokens, preempting the youngest sequences if needed.
+        """Allocate the blocks for a sequence's first `tokens` tokens, preempting the youngest sequences if needed.
+
+        Args:
+            sequence: The sequence.
+            tokens: The number of tokens.
+            step: The step, which counts preemptions.
 
         Returns:
-            False if this sequence was preempted.
+            False if `sequence` itself was preempted.
         """
         missing = -(-tokens // self.pool.block_size) - len(sequence.tables[0])
         if missing <= 0:  # the most frequent case
@@ -458,7 +484,7 @@ class Scheduler:
         self.partial.unreserve(self.partial.wanted(sequence), sequence.arrival)
 
     def _sharable_blocks(self, sequence: Sequence) -> int:
-        """Return how many blocks of the prompt the prefix cache may supply, cached or not; 0 without prefix caching."""
+        """Return the maximum number of prompt blocks that a sequence could share; 0 without prefix caching."""
         if not self.config.prefix_caching:
             return 0
         return sequence.prompt_blocks(sequence.most_cached, self.pool.block_size)
@@ -469,16 +495,19 @@ class Scheduler:
         self._max_blocks -= self._blocks_bound(sequence)
 
     def _blocks_bound(self, sequence: Sequence) -> int:
-        """Return the maximum number of blocks of a sequence, without its share of `_step_blocks`."""
+        """Return the maximum number of blocks of a sequence in a batch, without its share of `_step_blocks`."""
         return self.tables.sizes.among_others(sequence.max_length)
 
     def _register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Register the prompt blocks that the chunk [start, end) completes."""
         if self.config.prefix_caching:
             self.tables.register(sequence, start, end)
 
     def _admit(self, step: Step, budget: int) -> int:
-        """Admit waiting sequences within the budget and memory. Return the rest of the budget."""
+        """Admit waiting sequences to a step, within the token budget and the memory.
+
+        Returns:
+            The number of tokens that remain of the budget.
+        """
         self._retry_in -= self._launched_steps
         if self._retry_in > 0 or self._should_delay_admission(budget):
             return budget
@@ -510,16 +539,21 @@ class Scheduler:
         return budget
 
     def _has_adapter(self, sequence: Sequence) -> bool:
-        """Return True if the adapter limit allows a sequence to run now."""
+        """Return True if a sequence can run now within the limit of different adapters."""
         name, most = sequence.request.params.adapter, self.config.most_adapters
         names = {running.request.params.adapter for running in self.running} - {""}
         return not name or name in names or most is None or len(names) < most
 
     def _share(self, sequence: Sequence, budget: int) -> list[int] | None:
-        """Assign shared blocks to a waiting sequence.
+        """Assign shared blocks to a waiting sequence, if the sequence fits into the memory.
+
+        Args:
+            sequence: The sequence.
+            budget: The number of tokens that the step may still run.
 
         Returns:
-            The blocks from which its partial block is copied, if any. None if the sequence does not fit.
+            The blocks from which the sequence's partial block is copied, one per cache group; empty if nothing is
+            copied. None if the sequence does not fit.
         """
         self.tables.share(sequence)
         shared_tokens = self.tables.tokens(sequence)
@@ -535,7 +569,13 @@ class Scheduler:
         return None
 
     def _copy(self, sequence: Sequence, sources: list[int], step: Step) -> None:
-        """Add the copies of the sequence's partial block to the step, from one source block per cache group."""
+        """Add the copies of a sequence's partial block to a step.
+
+        Args:
+            sequence: The sequence, which was just admitted.
+            sources: The block to read in each cache group; empty if nothing is copied.
+            step: The step.
+        """
         self.partial.record_admission(sequence)
         wanted = self.partial.wanted(sequence)
         if not sources or wanted is None:
@@ -545,7 +585,7 @@ class Scheduler:
         self.tables.free_outside_windows(sequence, sequence.computed)  # the copied tokens move the windows
 
     def _should_delay_admission(self, budget: int) -> bool:
-        """Return True if free slots should be filled later, together with others; see BatchedAdmission."""
+        """Return True if waiting sequences should be admitted later, when more of them fit."""
         if self.pool.available - self._available_when_stopped >= self.pool.total // IDLE:
             return False
         return self._batching.should_wait(
@@ -557,17 +597,20 @@ class Scheduler:
         )
 
     def _stop_admitting(self) -> None:
-        """Record that there is no room until other sequences have ended."""
+        """Record that no sequence can be admitted until running sequences have ended."""
         self._batching.stop(len(self.running))
         self._available_when_stopped = self.pool.available
 
     def _unshared(self, sequence: Sequence) -> int:
-        """Return the number of tokens of a waiting sequence that are not in the cache."""
+        """Return the number of a waiting sequence's tokens that are neither in the prefix cache nor copied."""
         found = self.tables.cached_tokens(sequence)
         return len(sequence.tokens) - found - self.partial.match(sequence, found // self.pool.block_size)
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
-        """Return True if its chunk fits, and all sequences are expected to end without a preemption."""
+        """Return True if a sequence can be admitted.
+
+        Its first chunk must fit into available blocks, and all sequences must be expected to end without a preemption.
+        """
         if self._chunk_blocks(sequence, budget) > self.pool.available:
             return False
         if self._max_blocks + self._blocks_bound(sequence) <= self.pool.total:
@@ -582,7 +625,7 @@ class Scheduler:
         return peak_blocks(ends, self.tables) + self._prefill_blocks(sequence) <= self.pool.total - head_room
 
     def _prefill_blocks(self, sequence: Sequence) -> int:
-        """Return the maximum number of blocks for prompt chunks in tables with windows, beyond the forecast."""
+        """Return the maximum number of additional blocks for prompt chunks, in tables with windows."""
         if not self.tables.have_windows:
             return 0
         unread = [(len(s.tokens), s.remaining) for s in self.running if s.remaining > 1]
@@ -591,15 +634,17 @@ class Scheduler:
         return sum(self.tables.sizes.of_chunk(tokens, min(left, most)) for tokens, left in unread)
 
     def _chunk_blocks(self, sequence: Sequence, budget: int) -> int:
-        """Return the number of blocks to allocate for the first chunk of a sequence."""
         return self.tables.missing(sequence, min(len(sequence.tokens), sequence.computed + budget))
 
     def _steps_left(self, sequence: Sequence) -> int:
-        """Return the expected number of steps after this one, if it completes the prompt. The last token never runs."""
+        """Return the expected number of steps after the step that completes the sequence's prompt.
+
+        The last token of a sequence never runs.
+        """
         return max(0, self._lengths.expected_length(sequence) - len(sequence.tokens) - 1)
 
     def _prefill_steps(self, sequence: Sequence, budget: int) -> int:
-        """Return the number of further steps for the prompt if `budget` of its tokens run in this step."""
+        """Return the number of steps for the rest of the prompt, after a step that runs `budget` of its tokens."""
         left = sequence.remaining - budget
         return -(-left // max(1, self.config.max_num_batched_tokens - len(self.running))) if left > 0 else 0
 

@@ -26,21 +26,40 @@ _PROMPT_ONLY = SamplingParams(max_tokens=0, ignore_eos=True)
 
 @dataclass(slots=True, eq=False)
 class RequestScores:
-    """The log-probabilities of a request's continuations, filled as its branches run."""
+    """The log-probabilities of the tokens of a request's continuations, filled as its branches run.
+
+    A branch is a path through the trie of continuations, which runs as one sequence.
+
+    Attributes:
+        request: The request.
+        tokens: The number of tokens that run: of the context and of the trie.
+        positions: The number of positions whose logits score tokens.
+        unfinished: The number of branches that have not ended.
+        logprobs: [n], the log-probability of each token of all continuations, concatenated; NaN before it is computed.
+        greedy: [n], True for each token with the highest logit.
+        cached_tokens: The number of context tokens that the first branch found in the prefix cache.
+        error: The first error of any branch.
+    """
 
     request: Request
-    tokens: int  # tokens of the context and of the trie of continuations
-    positions: int  # positions whose logits score tokens
-    unfinished: int  # number of unfinished branches
+    tokens: int
+    positions: int
+    unfinished: int
     logprobs: NDArray[np.float32]
     greedy: NDArray[np.bool_]
-    cached_tokens: int = 0  # context tokens that the first branch found in the cache
-    error: RowError | None = None  # the first error of any branch
+    cached_tokens: int = 0
+    error: RowError | None = None
 
     def store(
         self, slots: NDArray[np.int64], logprobs: NDArray[np.float32], greedy: NDArray[np.bool_]
     ) -> None:
-        """Store the log-probabilities of some tokens. Tokens that run again after a preemption are stored again."""
+        """Store the log-probabilities of some tokens. Values of tokens that run again are overwritten.
+
+        Args:
+            slots: The indices of m tokens among the tokens of all continuations, [m].
+            logprobs: The log-probability of each token, [m].
+            greedy: True for each token with the highest logit, [m].
+        """
         self.logprobs[slots], self.greedy[slots] = logprobs, greedy
 
     @property
@@ -52,21 +71,45 @@ class RequestScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBranch:
-    """The branch that a sequence runs, and the scores of its request."""
+    """A path through the trie of a request's continuations, which a sequence runs and scores.
+
+    Attributes:
+        branch: The tokens of the path, and the tokens that are scored after each position.
+        scores: The scores of the request, which all its branches fill.
+        is_first: True for the first branch of the request.
+    """
 
     branch: Branch
     scores: RequestScores
-    is_first: bool  # True for the first branch of the request
+    is_first: bool
 
     def store(self, start: int, end: int, found: TokenScores, offset: int) -> int:
-        """Store the scores of positions [start, end), which begin at `offset` in `found`. Return their number."""
+        """Store the scores that a step computed after the positions [start, end) of the branch.
+
+        Args:
+            start: The first position.
+            end: The position after the last one.
+            found: The scores of all chunks of the step.
+            offset: The index of the branch's first score in `found`.
+
+        Returns:
+            The number of stored scores.
+        """
         slots = self.branch.slots[self.branch.asked(start, end)]
         own = slice(offset, offset + len(slots))
         self.scores.store(slots, found.logprobs[own], found.greedy[own])
         return len(slots)
 
     def finish(self, error: RowError | None, cached_tokens: int) -> bool:
-        """Record the end of the branch. Return True if it was the last branch of its request."""
+        """Record the end of the branch.
+
+        Args:
+            error: The error of the branch, if it failed.
+            cached_tokens: The number of tokens that the branch found in the prefix cache.
+
+        Returns:
+            True if all branches of the request have ended.
+        """
         scores = self.scores
         scores.error = scores.error or error
         scores.cached_tokens = cached_tokens if self.is_first else scores.cached_tokens
@@ -75,15 +118,15 @@ class ScoredBranch:
 
 
 class PromptScores:
-    """The log-probabilities of a prompt's tokens except the first, filled as the prompt runs."""
+    """The log-probabilities of a prompt's tokens except the first token, filled as the prompt runs."""
 
     __slots__ = ("_found", "branch", "likeliest", "scored")
 
     def __init__(self, prompt: TokenIds, likeliest: int) -> None:
-        """Create an empty store.
+        """Create the object before any log-probability is known.
 
         Args:
-            prompt: The token ids.
+            prompt: The token ids of the prompt.
             likeliest: The number of most likely tokens whose log-probabilities are stored per position.
         """
         self.branch, self.likeliest = Branch.of_prompt(prompt), likeliest
@@ -93,16 +136,29 @@ class PromptScores:
 
     @property
     def complete(self) -> bool:
-        """True if all tokens are scored."""
+        """True if the log-probabilities of all tokens are stored."""
         return self.scored == len(self.branch.targets)
 
     def needs(self, start: int, end: int) -> bool:
-        """Return True if positions [start, end) must be scored. A complete prompt that runs again need not be."""
+        """Return True if a step that runs the positions [start, end) must compute log-probabilities of the prompt.
+
+        It need not if all log-probabilities are stored already and the prompt runs again.
+        """
         asked = self.branch.asked(start, end)
         return asked.stop > asked.start and not self.complete
 
     def store(self, start: int, end: int, found: TokenScores, offset: int) -> int:
-        """Store the scores of positions [start, end), which begin at `offset` in `found`. Return their number."""
+        """Store the log-probabilities that a step computed after the positions [start, end) of the prompt.
+
+        Args:
+            start: The first position.
+            end: The position after the last one.
+            found: The log-probabilities of all chunks of the step.
+            offset: The index of the prompt's first log-probability in `found`.
+
+        Returns:
+            The number of stored log-probabilities.
+        """
         own = self.branch.asked(start, end)
         count: int = own.stop - own.start
         theirs, kept = slice(offset, offset + count), self._arrays()
@@ -121,14 +177,16 @@ class PromptScores:
 
     @property
     def output(self) -> PromptLogprobs | None:
-        """The log-probabilities of the prompt, or None if logits were not finite."""
+        """The log-probabilities of the prompt, which must be complete, or None if logits were not finite."""
         assert self.complete, "the prompt has not run completely"
         found = self._arrays()
         return None if np.isnan(found.chosen).any() else PromptLogprobs(self.branch.tokens, found)
 
 
 def scored_branches(request: Request) -> list[tuple[Request, ScoredBranch]]:
-    """Return the branches of a scoring request, each with the request that an engine runs for it.
+    """Return the branches of a scoring request, each after the request that an engine runs for the branch.
+
+    A branch is a path through the trie of the request's continuations.
 
     Raises:
         ValueError: If the lengths of the continuations do not fit the prompt.

@@ -15,12 +15,20 @@ _NONE = np.empty(0, np.int32)
 
 
 def scored_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks that need logits."""
+    """Return the chunks of scored continuations whose logits are needed: not only tokens of the context.
+
+    Args:
+        chunks: Chunks of sequences that score continuations.
+    """
     return [chunk for chunk in chunks if chunk.end > _branch(chunk).first]
 
 
 def scored_rows(chunks: Sequence[Chunk]) -> OutputRows:
-    """Return the output rows for the continuations in these chunks."""
+    """Return the outputs of a step that scores continuations, and samples no token.
+
+    Args:
+        chunks: All chunks of the step.
+    """
     rows, targets = _asked(chunks, [_branch(chunk) for chunk in chunks])
     asked, places = np.unique(rows, return_inverse=True)
     scored = ScoredTokens(places.astype(np.int32), targets) if len(asked) else None
@@ -28,7 +36,7 @@ def scored_rows(chunks: Sequence[Chunk]) -> OutputRows:
 
 
 def prompt_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks with prompt tokens whose log-probabilities are requested and not known yet."""
+    """Return the chunks with prompt tokens whose log-probabilities are requested and not computed yet."""
     reading = ((chunk, chunk.sequence.prompt_scores) for chunk in chunks)
     return [c for c, scores in reading if scores is not None and scores.needs(c.start, c.end)]
 
@@ -36,13 +44,13 @@ def prompt_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
 def add_prompt_scores(
     chunks: Sequence[Chunk], read: Sequence[Chunk], sampled: Ints | None, base: OutputRows
 ) -> OutputRows:
-    """Return `base` with the log-probabilities of prompts added.
+    """Return a step's outputs with the log-probabilities of prompts added.
 
     Args:
         chunks: All chunks of the step.
-        read: The chunks with these prompts' tokens; see `prompt_chunks`.
-        sampled: The rows of `base` that get tokens. None: the last token of each chunk.
-        base: The output rows without log-probabilities of prompts.
+        read: The chunks of the prompts whose log-probabilities are added.
+        sampled: The indices of the step's tokens after which a token is sampled. None: all tokens.
+        base: The outputs of the step without log-probabilities of prompts.
     """
     asking = {chunk.sequence: chunk.sequence.prompt_scores for chunk in read}
     branches = [None if (own := asking.get(c.sequence)) is None else own.branch for c in chunks]
@@ -57,7 +65,12 @@ def add_prompt_scores(
 
 
 def _asked(chunks: Sequence[Chunk], branches: Sequence[Branch | None]) -> tuple[Ints, Ints]:
-    """Return the scored tokens of a step, and for each the index of the step's token before it."""
+    """Return the indices of the step's tokens whose logits score a token, and the scored tokens: two arrays [n].
+
+    Args:
+        chunks: All chunks of the step.
+        branches: The tokens to score after each position of a chunk's sequence. None: the chunk scores no token.
+    """
     rows, targets, offset = [_NONE], [_NONE], 0
     for (_, start, length), branch in zip(chunks, branches, strict=True):
         if branch is not None:

@@ -28,13 +28,21 @@ StopStreams = Callable[[SamplingParams], StopStream]
 
 
 class SequenceStatus(Enum):
-    """The state of a sequence between its arrival and its end."""
+    """The state of a sequence between its arrival and its end.
 
-    WAITING = auto()  # queued, for the first time or after a preemption; without blocks
-    RUNNING = auto()  # can be scheduled
-    AWAITING_TOKENS = auto()  # not scheduled until the tokens of the step in flight are known
-    FINISHING = auto()  # ended, but a step in flight still reads its blocks
-    FINISHED = auto()  # ended, and its blocks are free
+    Attributes:
+        WAITING: Queued, for the first time or after a preemption. It has no blocks.
+        RUNNING: It can be scheduled.
+        AWAITING_TOKENS: It is not scheduled until the tokens of the step in flight are known.
+        FINISHING: It has ended, but a step in flight still reads its blocks.
+        FINISHED: It has ended, and its blocks are free.
+    """
+
+    WAITING = auto()
+    RUNNING = auto()
+    AWAITING_TOKENS = auto()
+    FINISHING = auto()
+    FINISHED = auto()
 
 
 _AWAITING = SequenceStatus.AWAITING_TOKENS
@@ -42,7 +50,7 @@ _AWAITING = SequenceStatus.AWAITING_TOKENS
 
 @dataclass(slots=True, eq=False)
 class CollectedLogprobs:
-    """The log-probabilities of a sequence's tokens: 4 bytes per token, and 8 bytes per top token."""
+    """The log-probabilities of a sequence's output tokens, and of the most likely tokens at each position."""
 
     _chosen: array[float] = field(default_factory=lambda: array("f"))
     _top: array[float] = field(default_factory=lambda: array("f"))
@@ -52,13 +60,18 @@ class CollectedLogprobs:
         return len(self._chosen)
 
     def append(self, found: TokenLogprobs, at: int) -> None:
-        """Append entry `at` of `found`. The values are copied, because `found` may be a view of a step's results."""
+        """Append the log-probabilities of one token, as a copy.
+
+        Args:
+            found: Log-probabilities of several tokens.
+            at: The index of the token in `found`.
+        """
         self._chosen.append(found.chosen[at])
         self._top.frombytes(found.top[at].tobytes())
         self._top_ids.frombytes(found.top_ids[at].tobytes())
 
     def all(self) -> TokenLogprobs:
-        """Return the log-probabilities of all tokens so far."""
+        """Return the log-probabilities of all tokens that were appended, as arrays."""
         count = len(self._chosen)
         shape = (count, len(self._top) // max(count, 1))
         return TokenLogprobs(
@@ -70,76 +83,127 @@ class CollectedLogprobs:
 
 @dataclass(slots=True)
 class Masking:
-    """Records whether the mask of a row changed its tokens."""
+    """Records whether the mask of a constraint changed the tokens of a sequence.
 
-    followed: bool = True  # True if the last token would have been the same without the mask
-    ever_steered: bool = False  # True if the mask ever excluded the row's most likely token
+    Attributes:
+        followed: True if the last token would have been the same without the mask.
+        ever_steered: True if the mask ever excluded the most likely token.
+    """
+
+    followed: bool = True
+    ever_steered: bool = False
 
     def note(self, barred: bool) -> None:
-        """Record the newest token. `barred`: the mask excluded the row's most likely token."""
+        """Record the newest token.
+
+        Args:
+            barred: True if the mask excluded the most likely token.
+        """
         self.followed, self.ever_steered = not barred, self.ever_steered or barred
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The state of a request in an engine. Fields are grouped by the class that writes them."""
+    """The state of a request in an engine. Fields are grouped by the class that writes them.
+
+    Attributes:
+        request: The request.
+        prompt_length: The number of prompt tokens.
+        max_length: The maximum length of prompt and output together, in tokens.
+        stop_stream: Searches the output for stop strings, if the request has any.
+        stop_token_ids: The tokens that end the answer.
+        plain_greedy: True if each token is the argmax of the logits, except for a mask.
+        steady: True if sampling does not depend on earlier tokens and only tokens are returned.
+        pooling: How hidden states are pooled to the vector that is returned instead of tokens, if any.
+        scored: The continuations that the sequence scores instead of generating tokens, if any.
+        content_root: A digest of everything except token ids that determines the keys and values of its tokens.
+        rope_offset: The row of the rotary tables for its first position.
+        classified: True if its vector is the output of the classification head.
+        second_segment: The position of the first token of type 1, or 0 if all tokens have type 0.
+        tokens: The prompt, then the output, then drafts.
+        logprobs: The log-probabilities of the output tokens, if requested.
+        prompt_scores: The log-probabilities of the prompt tokens, if requested.
+        loops: Detects repetitions. None: repetitions do not end the answer.
+        bad: The token sequences that the answer must not contain, if any.
+        watched: True if each token needs more checks than `stop_token_ids` and the length.
+        queued_s: When the request was queued, in seconds since the engine's start, as all times.
+        scheduled_s: When its first step began.
+        first_token_s: When the step ended that sampled its first token.
+        constraint: The state of its constraint, if any.
+        mask: The number of its constraint's mask in step plans.
+        needs_sync: True if it must not be scheduled again before its newest tokens are known.
+        placeholders: The number of last tokens whose values only the device knows.
+        pooled: The sum of its hidden states so far, or the last one, for its vector.
+        drafts: The number of last tokens that are drafts, which the next step verifies.
+        draft_parents: The index of each draft's parent among the drafts, or -1; empty for a chain.
+        drafting: True if, because of drafts, it waits for the tokens of its next step.
+        draft_masks: The number of the mask after each draft, with a constraint.
+        jump_forward_tokens: The number of output tokens that a constraint forced, so they were not sampled.
+        status: The state, which the Engine also changes between RUNNING and AWAITING_TOKENS.
+        arrival: Its number in the order of arrival, unchanged by a preemption.
+        computed: The number of leading tokens whose keys and values are in the cache.
+        computed_before_preemption: The maximum of `computed` before a preemption; these tokens are recomputed.
+        reserved: The number of leading blocks that are reserved for it while it waits.
+        cached_tokens: The number of prompt tokens taken from the prefix cache.
+        preemptions: How often it was preempted.
+        tables: The block table of each cache group: blocks in the order of the tokens. Empty while it waits.
+        freed: The number of leading entries of each block table that are freed. Empty while it waits.
+        masking: Whether its constraint's mask changed its tokens.
+        hashes: A cache of the content hashes of the prompt's first full blocks.
+    """
 
     # Fixed at creation
     request: Request
     prompt_length: int
-    max_length: int  # maximum length of prompt and output together, in tokens
+    max_length: int
     stop_stream: StopStream | None
-    stop_token_ids: frozenset[int]  # tokens that end the answer
-    plain_greedy: bool  # True if each token is the argmax of the logits, except for a mask
-    steady: bool  # True if sampling does not depend on earlier tokens and only tokens are returned
-    pooling: Pooling | None  # pooling of the vector that the sequence returns instead of tokens, if any
-    # The continuations that the sequence scores instead of generating tokens, if any
+    stop_token_ids: frozenset[int]
+    plain_greedy: bool
+    steady: bool
+    pooling: Pooling | None
     scored: ScoredBranch | None
-    content_root: bytes  # digest of everything except token ids that its K and V depend on
-    rope_offset: int  # row of the rotary tables for its first position
-    classified: bool  # True if its vector is the output of the classification head
-    second_segment: int  # first token of type 1; 0: there is none
+    content_root: bytes
+    rope_offset: int
+    classified: bool
+    second_segment: int
 
     # Written by the Engine
-    tokens: array[int]  # the prompt, then the output, then drafts
-    logprobs: CollectedLogprobs | None  # of the output tokens, if requested
-    prompt_scores: PromptScores | None  # log-probabilities of the prompt, if requested
-    loops: LoopDetector | None  # None: repetitions do not end the answer
-    bad: BadTokens | None  # token sequences that the answer must not contain, if any
-    watched: bool  # True if each token needs more checks than `stop_token_ids` and the length
+    tokens: array[int]
+    logprobs: CollectedLogprobs | None
+    prompt_scores: PromptScores | None
+    loops: LoopDetector | None
+    bad: BadTokens | None
+    watched: bool
     queued_s: float
     scheduled_s: float | None = None
     first_token_s: float | None = None
     constraint: Constraint | None = None
-    mask: int | None = None  # number of its mask in step plans
-    needs_sync: bool = False  # True if it must not be scheduled again before its newest tokens are known
-    placeholders: int = 0  # number of last tokens whose values only the device knows
-    pooled: States | None = None  # sum of its hidden states so far, or the last one, for its vector
-    drafts: int = 0  # number of last tokens that are drafts, which the next step verifies
-    draft_parents: list[int] = field(default_factory=list)  # see DraftTree; empty for a chain
-    drafting: bool = False  # True if, because of drafts, it waits for the tokens of its next step
-    # Number of the mask after each draft, with a constraint
+    mask: int | None = None
+    needs_sync: bool = False
+    placeholders: int = 0
+    pooled: States | None = None
+    drafts: int = 0
+    draft_parents: list[int] = field(default_factory=list)
+    drafting: bool = False
     draft_masks: list[int] = field(default_factory=list)
-    jump_forward_tokens: int = 0  # output tokens that were forced and not sampled
+    jump_forward_tokens: int = 0
 
-    # Written by the Scheduler. The Engine changes `status` between RUNNING and AWAITING_TOKENS
+    # Written by the Scheduler
     status: SequenceStatus = SequenceStatus.WAITING
-    arrival: int = 0  # order of arrival, unchanged by a preemption
-    computed: int = 0  # leading tokens whose K and V are in the cache
-    # Maximum of `computed` before a preemption; these tokens are recomputed
+    arrival: int = 0
+    computed: int = 0
     computed_before_preemption: int = 0
-    reserved: int = 0  # number of leading blocks that are reserved for it while it waits
-    cached_tokens: int = 0  # prompt tokens taken from the cache
+    reserved: int = 0
+    cached_tokens: int = 0
     preemptions: int = 0
 
-    # Written by BlockTables: one element per cache group, empty while the sequence waits
-    tables: list[list[int]] = field(default_factory=list)  # blocks in the order of the tokens
-    freed: list[int] = field(default_factory=list)  # number of leading table entries that are freed
+    # Written by BlockTables
+    tables: list[list[int]] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
 
     # Written by the Engine from the results of the runner
     masking: Masking = field(default_factory=Masking)
 
-    # A cache of the hashes of the prompt's first full blocks
     hashes: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -157,10 +221,10 @@ class Sequence:
         Args:
             request: The request.
             roots: The position limit and content roots of the model.
-            stop_stream: The function that searches for stop strings, if the request has any.
+            stop_stream: Searches the output for stop strings, if the request has any.
             now: The current time in seconds since the engine's start.
-            eos_token_ids: The EOS tokens of the model.
-            scored: The branch that the sequence scores, if any.
+            eos_token_ids: The end-of-sequence tokens of the model.
+            scored: The path through the trie of continuations that the sequence scores, if any.
         """
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = CollectedLogprobs() if params.asks_logprobs else None
@@ -196,22 +260,22 @@ class Sequence:
 
     @property
     def exact(self) -> bool:
-        """True if only max_length can end the sequence, so its length is known."""
+        """True if only `max_length` can end the sequence, so its final length is known."""
         return self.request.params.has_known_length
 
     @property
     def looks_back(self) -> bool:
-        """True if banned tokens depend on the tokens before, which must therefore be known."""
+        """True if the tokens that are banned next depend on earlier tokens, which must therefore be known."""
         return self.bad is not None and self.bad.looks_back
 
     @property
     def begins_request(self) -> bool:
-        """True for the first sequence of a request."""
+        """True for the first sequence of a request. A request with several continuations runs several sequences."""
         return self.scored is None or self.scored.is_first
 
     @property
     def most_cached(self) -> int:
-        """The maximum number of tokens taken from the cache. Later tokens must run because they produce output."""
+        """The maximum number of leading tokens taken from the prefix cache. Later tokens must run to give output."""
         last = len(self.tokens) - 1
         if self.pooling not in (None, "last"):  # needs hidden states of earlier tokens, which are not cached
             return 0
@@ -221,7 +285,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens to run before the next one can be sampled, without drafts."""
+        """The number of tokens that must run before the next token can be sampled, without drafts."""
         return len(self.tokens) - self.drafts - self.computed
 
     @property
@@ -235,7 +299,10 @@ class Sequence:
         return len(self.tokens) - self.placeholders - self.drafts
 
     def append_token(self, token: int) -> None:
-        """Append the next token, or replace the first placeholder."""
+        """Add the next token: replace the first placeholder, or append the token if there are no placeholders.
+
+        A placeholder is a token whose value only the device knows.
+        """
         if self.placeholders:
             self.tokens[-self.placeholders] = token
             self.placeholders -= 1
@@ -243,7 +310,15 @@ class Sequence:
             self.tokens.append(token)
 
     def append_unwatched(self, token: int, now: float) -> FinishReason | None:
-        """Append a token of a sequence that is not watched and has no drafts. Return the reason if it ends."""
+        """Add the next token of a sequence whose tokens need no further checks and that has no drafts.
+
+        Args:
+            token: The token. It replaces the first placeholder, if there is any.
+            now: The current time in seconds since the engine's start.
+
+        Returns:
+            The reason if the sequence ends, else None.
+        """
         tokens, placeholders = self.tokens, self.placeholders
         if placeholders:
             tokens[-placeholders] = token
@@ -259,7 +334,13 @@ class Sequence:
         return None
 
     def append_run(self, tokens: list[int], now: float) -> bool:
-        """Replace placeholders of a sequence that is not watched by the tokens of a multi-step launch.
+        """Replace the first placeholders by the tokens of a multi-step launch.
+
+        The tokens of the sequence must need no further checks.
+
+        Args:
+            tokens: The tokens of consecutive steps.
+            now: The current time in seconds since the engine's start.
 
         Returns:
             False, without any change, if a token is missing or may end the answer.
@@ -274,11 +355,11 @@ class Sequence:
         return True
 
     def pool(self, start: int, states: States) -> None:
-        """Add the hidden states of a chunk to the vector.
+        """Add the hidden states of a chunk to the vector of the sequence.
 
         Args:
-            start: The position of the chunk's first token. 0 resets a mean, as after a preemption.
-            states: (1, hidden), the state of one token or the sum of the chunk's states.
+            start: The position of the chunk's first token. 0 starts a mean again, as after a preemption.
+            states: [1, hidden], the state of one token or the sum over the chunk's tokens.
         """
         if self.pooled is None or start == 0 or self.pooling != "mean":
             self.pooled = states.copy()
@@ -289,7 +370,10 @@ class Sequence:
 
     @property
     def vector(self) -> Vector | None:
-        """The vector of the prompt, or the logits of the classification head; None if not computed or not finite."""
+        """The pooled hidden state of the prompt, or the logits of the classification head, float32.
+
+        None if it is not computed or not finite.
+        """
         if self.pooled is None:
             return None
         parts = self.prompt_length if self.pooling == "mean" and not self.classified else 1
@@ -297,14 +381,17 @@ class Sequence:
         return Vector(values) if np.isfinite(values).all() else None
 
     def mark_tokens_known(self) -> None:
-        """Make the sequence schedulable if the host knows the tokens of all its steps."""
+        """Make a sequence schedulable again if it waited for tokens and has no placeholders left."""
         if self.status is _AWAITING and not self.placeholders:
             self.status = SequenceStatus.RUNNING
 
     def ends_with(self, token: int) -> FinishReason | None:
-        """Return the reason if the newest token ends the sequence, else None.
+        """Return the reason if the newest known token ends the sequence, else None.
 
-        Must be called once per token of a sequence that is watched.
+        Must be called once per token if repetitions can end the sequence.
+
+        Args:
+            token: The newest token, which the sequence contains already.
         """
         length = self.known_length
         looped = self.loops is not None and self.loops.closes(self.tokens, length)
@@ -316,13 +403,13 @@ class Sequence:
         return length - self.prompt_length >= self.request.params.min_tokens
 
     def drop_first_placeholder(self) -> None:
-        """Remove the first placeholder, because its step sampled no token."""
+        """Remove the first placeholder, if any, because its step sampled no token."""
         if self.placeholders:
             del self.tokens[-self.placeholders]
             self.placeholders -= 1
 
     def drop_placeholders(self, count: int | None = None) -> None:
-        """Remove `count` placeholders, or all if it is None, because the sequence has ended."""
+        """Remove the last `count` placeholders, or all if `count` is None, because the sequence has ended."""
         count = self.placeholders if count is None else count
         if count:
             del self.tokens[-count:]
@@ -333,7 +420,8 @@ class Sequence:
 
         Args:
             tokens: The draft tokens.
-            parents: Their parents if they are a tree; see DraftTree.
+            parents: The index of each draft's parent if they are a tree, or -1 for the last token before them. Empty
+                for a chain.
         """
         assert not self.placeholders, "its last tokens are not known"
         assert self.status is not _AWAITING, "a step in flight runs it"
@@ -344,14 +432,19 @@ class Sequence:
         self.draft_parents = compact_parents([*parents])
 
     def drop_drafts(self, keep: int = 0) -> None:
-        """Remove the drafts after the first `keep`."""
+        """Remove all drafts except the first `keep`."""
         if self.drafts > keep:
             del self.tokens[keep - self.drafts :]
             self.drafts = keep
             self.draft_parents = compact_parents(self.draft_parents[:keep])
 
     def block_hash(self, index: int, block_size: int) -> bytes:
-        """Return the digest of the first (index + 1) * block_size prompt tokens, chained from the content root."""
+        """Return the content hash of a full prompt block: a digest of all tokens up to its end.
+
+        Args:
+            index: The index of the block.
+            block_size: Tokens per block.
+        """
         while len(self.hashes) <= index:
             start = len(self.hashes) * block_size
             parent = self.hashes[-1] if self.hashes else self.content_root
@@ -360,7 +453,12 @@ class Sequence:
         return self.hashes[index]
 
     def content(self, index: int, block_size: int) -> bytes:
-        """Return the digest of the prompt up to the end of a block, which may be the partial block at its end."""
+        """Return the content hash of a prompt block, which may be the partial block at the end of the prompt.
+
+        Args:
+            index: The index of the block.
+            block_size: Tokens per block.
+        """
         start = index * block_size
         if start + block_size <= self.prompt_length:
             return self.block_hash(index, block_size)
@@ -368,7 +466,7 @@ class Sequence:
         return blake2b(parent + self.tokens[start : self.prompt_length].tobytes(), digest_size=16).digest()
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
-        """Return the digests of the first `count` blocks, which must be full of prompt tokens."""
+        """Return the content hashes of the first `count` blocks, which must be full of prompt tokens."""
         if count:
             self.block_hash(count - 1, block_size)
         return self.hashes[:count]

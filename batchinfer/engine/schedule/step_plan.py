@@ -23,12 +23,19 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class PlanWants(NamedTuple):
-    """The parts of a plan that a runner reads, in addition to the chunks."""
+    """The parts of a step plan that a runner reads, in addition to the chunks.
 
-    inputs: bool = True  # tokens, block tables and sampling parameters
+    Attributes:
+        inputs: True for tokens, block tables and sampling parameters.
+        requests: True for the request key and the number of answer tokens per chunk.
+        shared_blocks: True for the number of blocks that several sequences of a step read.
+        repeats: True if the runner can run several decode steps for one plan.
+    """
+
+    inputs: bool = True
     requests: bool = False
     shared_blocks: bool = False
-    repeats: bool = False  # True if it can run several decode steps for one plan
+    repeats: bool = False
 
 
 COMPUTES = PlanWants()  # for a runner that computes tokens
@@ -36,31 +43,47 @@ COUNTS = PlanWants(inputs=False, requests=True, shared_blocks=True)  # for a run
 
 
 class TableChanges(NamedTuple):
-    """The changed entries of a cache group's block tables since the previous plan."""
+    """The changed entries of a cache group's block tables since the previous plan.
 
-    spans: Ints  # (m, 3): row, first entry, number of entries. A span from entry 0 on replaces the row
-    blocks: Ints  # the entries of all spans, concatenated
-    width: int  # maximum number of blocks of a sequence of the step
+    Attributes:
+        spans: [m, 3], the changed ranges: row of the sequence, first entry, number of entries. A range from entry 0 on
+            replaces the whole row.
+        blocks: The new entries of all ranges, concatenated.
+        width: The number of blocks of the step's longest sequence.
+    """
+
+    spans: Ints
+    blocks: Ints
+    width: int
 
 
 class Awaited(NamedTuple):
-    """Input tokens that only the device knows, because the previous step samples them."""
+    """Input tokens that only the device knows, because the previous step samples them.
 
-    places: Ints | None  # indices among the step's tokens; None: all tokens
-    sampled: Ints | None  # indices among the tokens that the previous step samples; None: all, in order
+    Attributes:
+        places: The indices of these tokens among the step's tokens. None: all tokens.
+        sampled: The indices of these tokens among the tokens that the previous step samples. None: all, in order.
+    """
+
+    places: Ints | None
+    sampled: Ints | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnRows:
-    """The parameters of random sampling for n rows; see `batchinfer_kernels.sample.RowSampling`."""
+    """The parameters of random sampling for n rows.
 
-    positions: Ints  # (n,)
-    # temperature (n,) float32, top_k (n,) int32, top_p and min_p (n,) float64, keys (n, 4) int32. None: unchanged since
-    # the last plan that had them
+    Attributes:
+        positions: int32 [n], the number of answer tokens before each row's token. It selects the random numbers.
+        fixed: temperature [n] float32, top_k [n] int32, top_p and min_p [n] float64, and keys of the random numbers
+            [n, 4] int32. None: the same as in the last plan that had them.
+    """
+
+    positions: Ints
     fixed: tuple[NDArray[Any], ...] | None
 
     def part(self, first: int, end: int) -> DrawnRows:
-        """Return the rows [first, end)."""
+        """Return the parameters of the rows with the indices [first, end)."""
         assert self.fixed is not None
         return DrawnRows(self.positions[first:end], tuple(values[first:end] for values in self.fixed))
 
@@ -80,24 +103,35 @@ def _drawn(positions: bytes, fixed: tuple[bytes, ...] | None) -> DrawnRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenalisedRows:
-    """The rows with penalties or banned tokens; see `batchinfer_kernels.penalties`."""
+    """The n rows of a step with penalties or banned tokens.
 
-    rows: Ints  # (n,): indices among the sampled rows
-    tokens: Ints  # the token ids of all rows, concatenated
-    lengths: Ints  # (n,): the number of tokens per row
-    prompt_lens: Ints  # (n,)
-    strengths: NDArray[np.float32]  # (3, n): repetition, presence, frequency
-    banned: Ints  # (n, most): banned tokens, padded with -1
-    awaited: Ints  # indices of the `tokens` that the previous step samples
-    sampled: Ints  # their indices among the tokens that the previous step samples
+    Attributes:
+        rows: [n], the index of each row among the sampled rows.
+        tokens: The tokens of prompt and answer of all n rows, concatenated.
+        lengths: [n], the number of tokens per row in `tokens`; 0 for a row without penalties.
+        prompt_lens: [n], the number of prompt tokens among them.
+        strengths: [3, n], the repetition, presence and frequency penalties.
+        banned: [n, most], the banned tokens of each row, padded with -1.
+        awaited: The indices of the elements of `tokens` that the previous step samples.
+        sampled: The indices of these tokens among the tokens that the previous step samples.
+    """
+
+    rows: Ints
+    tokens: Ints
+    lengths: Ints
+    prompt_lens: Ints
+    strengths: NDArray[np.float32]
+    banned: Ints
+    awaited: Ints
+    sampled: Ints
 
     @property
     def starts(self) -> Longs:
-        """The index of each row's first token in `tokens`, (n,)."""
+        """The index of each row's first token in `tokens`, [n]."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def part(self, first: int, end: int) -> PenalisedRows | None:
-        """Return the entries of sampled rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the sampled rows [first, end), renumbered from 0, or None if there are none."""
         inside = np.flatnonzero((self.rows >= first) & (self.rows < end))
         if not len(inside):
             return None
@@ -140,14 +174,20 @@ def _penalised(*data: bytes) -> PenalisedRows:
 
 
 class ScoredTokens(NamedTuple):
-    """Given tokens whose log-probabilities are computed."""
+    """The n given tokens whose log-probabilities a step computes.
 
-    rows: Ints  # (n,): the sampled row that each token follows, ascending
-    tokens: Ints  # (n,)
-    likeliest: int = 0  # number of most likely tokens whose log-probabilities are also computed per token
+    Attributes:
+        rows: [n], the index of the sampled row whose logits give the log-probability of each token, ascending.
+        tokens: [n], the token ids.
+        likeliest: The number of most likely tokens whose log-probabilities are also computed, for each given token.
+    """
+
+    rows: Ints
+    tokens: Ints
+    likeliest: int = 0
 
     def part(self, first: int, end: int) -> ScoredTokens | None:
-        """Return the entries of rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the sampled rows [first, end), renumbered from 0, or None if there are none."""
         low, high = np.searchsorted(self.rows, (first, end))
         return (
             None
@@ -157,16 +197,27 @@ class ScoredTokens(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """The log-probabilities of scored tokens on the host, in the order of `ScoredTokens`."""
+    """The log-probabilities of n given tokens on the host, in the order of `ScoredTokens`.
 
-    logprobs: NDArray[np.float32]  # (n,); NaN if logits are not finite
-    greedy: NDArray[np.bool_]  # (n,): True if the token is the argmax
-    top: NDArray[np.float32]  # (n, likeliest): log-probabilities of the most likely tokens, descending
-    top_ids: Longs  # (n, likeliest): these tokens
+    Attributes:
+        logprobs: [n], NaN if logits are not finite.
+        greedy: [n], True if the token has the highest logit.
+        top: [n, likeliest], the log-probabilities of the most likely tokens, descending.
+        top_ids: [n, likeliest], the ids of the most likely tokens.
+    """
+
+    logprobs: NDArray[np.float32]
+    greedy: NDArray[np.bool_]
+    top: NDArray[np.float32]
+    top_ids: Longs
 
     @classmethod
     def joined(cls, parts: Iterable[Iterable[NDArray[Any]]]) -> TokenScores:
-        """Concatenate the scores of micro-batches, each given as the fields of this class."""
+        """Concatenate the scores of micro-batches.
+
+        Args:
+            parts: The fields of this class for each micro-batch: logprobs, greedy, top and top_ids.
+        """
         each = [tuple(part) for part in parts]
         return cls(*map(np.concatenate, zip(*each, strict=True))) if each else NO_SCORES
 
@@ -178,46 +229,70 @@ NO_SCORES = TokenScores(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingPlan:
-    """The outputs of the sampled rows, and how their tokens are chosen. Fields name rows by their index."""
+    """The outputs of a step's sampled rows, and how their tokens are chosen.
 
-    argmax: bool = True  # True if each token is the argmax of the logits, except for a mask
-    masked: list[int] = field(default_factory=list)  # rows with a mask
-    masks: list[int] = field(default_factory=list)  # number of the mask, per masked row
-    # True if the row's last token would have been the same without the mask, per masked row
+    A sampled row is a token of the step after which there is an output. Lists of rows contain indices among the rows
+    that get tokens; `states` and `scored` contain indices among all sampled rows.
+
+    Attributes:
+        argmax: True if each token is the argmax of the logits that its mask allows.
+        masked: The rows with a mask of a constraint.
+        masks: The number of the mask of each row in `masked`.
+        followed: True for each row in `masked` whose previous token would have been the same without the mask.
+        asking: The rows with log-probabilities as output.
+        likeliest: The number of most likely tokens with log-probabilities, for each row in `asking`.
+        among_allowed: True for each row in `asking` with probabilities relative to the tokens that its mask allows.
+        penalised: The rows with penalties or banned tokens.
+        drawn: The parameters of random sampling. None: all rows are greedy.
+        states: The rows with hidden states as output.
+        state_chunks: For each row in `states`, the index of its chunk among the chunks with hidden states, ascending.
+        summed: True if the hidden states of a chunk are summed.
+        chooses: False if no row gets a token.
+        classified: True if the classification head is applied to the hidden states or their means.
+        scored: The given tokens whose log-probabilities are computed.
+        biased: The biases of the rows' logits.
+        allowed: The only tokens that rows may get.
+        chosen: The indices of the sampled rows that get tokens, ascending. None: all.
+    """
+
+    argmax: bool = True
+    masked: list[int] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
     followed: list[bool] = field(default_factory=list)
-    asking: list[int] = field(default_factory=list)  # rows with log-probabilities as output
-    likeliest: list[int] = field(default_factory=list)  # number of top tokens, per row in `asking`
-    # True if probabilities are relative to the tokens that the mask allows, per row in `asking`
+    asking: list[int] = field(default_factory=list)
+    likeliest: list[int] = field(default_factory=list)
     among_allowed: list[bool] = field(default_factory=list)
     penalised: PenalisedRows | None = None
-    drawn: DrawnRows | None = None  # None: all rows are greedy
-    states: list[int] = field(default_factory=list)  # rows with hidden states as output
-    # Index of the row's chunk among the chunks with hidden states, ascending, per row in `states`
+    drawn: DrawnRows | None = None
+    states: list[int] = field(default_factory=list)
     state_chunks: list[int] = field(default_factory=list)
-    summed: bool = False  # True if the states of a chunk are summed
-    chooses: bool = True  # False if no row gets a token
-    classified: bool = False  # True if the classification head is applied to the states or their means
+    summed: bool = False
+    chooses: bool = True
+    classified: bool = False
     scored: ScoredTokens | None = None
     biased: BiasedTokens | None = None
     allowed: AllowedTokens | None = None
-    # The rows that get tokens, ascending; None: all. All fields except `scored` and `states` index these rows
     chosen: Ints | None = None
 
     def choosing(self, rows: int) -> int:
-        """Return the number of rows that get tokens among `rows` sampled rows, if `chooses`."""
+        """Return how many of a step's sampled rows get tokens, if any row does.
+
+        Args:
+            rows: The number of sampled rows of the step.
+        """
         return rows if self.chosen is None else len(self.chosen)
 
     @property
     def edited(self) -> bool:
-        """True if logits are changed before tokens are chosen."""
+        """True if masks, penalties, biases or allowed tokens change logits before tokens are chosen."""
         changed = (self.penalised, self.biased, self.allowed)
         return bool(self.masked) or any(part is not None for part in changed)
 
     def later(self, ahead: Ints) -> SamplingPlan:
-        """Return the plan of a later step of the same rows.
+        """Return the sampling plan of a later decode step of the same n rows.
 
         Args:
-            ahead: (n,), how many tokens later each row is.
+            ahead: [n], the number of tokens by which each row is longer than in this step.
         """
         drawn = self.drawn
         return (
@@ -225,7 +300,7 @@ class SamplingPlan:
         )
 
     def part(self, first: int, end: int) -> SamplingPlan:
-        """Return the plan of rows [first, end), renumbered from 0."""
+        """Return the sampling plan of a micro-batch: the sampled rows [first, end), renumbered from 0."""
         scored = None if self.scored is None else self.scored.part(first, end)
         states = [at for at, row in enumerate(self.states) if first <= row < end]
         stated = [self.states[at] - first for at in states]
@@ -257,7 +332,7 @@ class SamplingPlan:
         )
 
     def __reduce__(self) -> Pickled:
-        """Pickle the most frequent plan, `ARGMAX`, in a byte."""
+        # ARGMAX, the most frequent plan, takes one byte
         if self is ARGMAX:
             return _argmax, ()
         lists = (self.masked, self.masks, self.followed, self.asking, self.likeliest, self.among_allowed)
@@ -292,7 +367,13 @@ def _sampling(
 
 
 class OutputRows(NamedTuple):
-    """The part of a plan about outputs: tokens, hidden states and log-probabilities. See StepPlan for its fields."""
+    """The part of a step plan about outputs: tokens, hidden states and log-probabilities.
+
+    Attributes:
+        sampled: The indices of the step's tokens after which there is an output, ascending. None: all tokens.
+        counts: The number of these tokens per chunk that has any. None: one each.
+        sampling: The outputs, and how tokens are chosen.
+    """
 
     sampled: Ints | None
     counts: list[int] | None
@@ -301,51 +382,65 @@ class OutputRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """A step: the chunks of S sequences with T tokens in all, concatenated."""
+    """The plan of a step: the chunks of S sequences with T tokens in all, concatenated.
 
-    starts: Ints  # (S,): position of each chunk's first token
-    lengths: Ints | None  # (S,): number of tokens per chunk; None: 1 each
-    # (S,): row of each sequence's block table; None: the same sequences in the same order as in the previous plan
+    A plan is a difference to the previous plan. A chunk is the range of a sequence's tokens that the step runs. None in
+    `rope_offsets`, `second_segments` and `adapters` means: unchanged if `rows` is None, else no sequence has any.
+
+    Attributes:
+        starts: [S], the position of each chunk's first token in its sequence.
+        lengths: [S], the number of tokens per chunk. None: 1 each.
+        rows: [S], the row of each sequence's block table. None: the sequences of the previous plan in the same order.
+        rope_offsets: [S], the row of the rotary tables for position 0 of each sequence.
+        second_segments: [S], the first position with token type 1, or 0 if all tokens of a sequence have type 0.
+        adapters: [S], the fingerprint of each sequence's adapter, "" for none.
+        tokens: [T], the token ids.
+        tables: The changes of block tables per cache group.
+        copies: [n, 6], copies of partial blocks, which run in each layer before attention: index of the chunk, cache
+            group, source block, target block, first slot, end. None: nothing is copied.
+        sampled: The sampled rows: indices of the tokens after which there is an output, ascending. None: all tokens.
+        sampled_counts: The number of sampled rows per chunk that has any. None: one each.
+        awaited: The tokens that only the device knows, because the previous step samples them.
+        sampling: The outputs of the sampled rows, and how their tokens are chosen.
+        requests: The request key and the number of answer tokens per chunk, if the runner reads them.
+        tree_bits: [T], the ancestor bits of draft tree nodes, which are at the end of their chunk; 0 for other tokens.
+            None: there is no draft tree.
+        shared_blocks: How often a block table names a block that another table named before, if the runner reads it.
+        repeats: [S], the number of decode steps to run per sequence, this step included. Block tables have the blocks
+            of all these steps. None: one each.
+    """
+
+    starts: Ints
+    lengths: Ints | None
     rows: Ints | None
-    # (S,): first row of the rotary tables; None: all 0 if `rows` is given, else unchanged
     rope_offsets: Ints | None
-    # (S,): first position with token type 1, 0 for none; None: all 0 if `rows` is given, else unchanged
     second_segments: Ints | None
-    # (S,): fingerprints of the adapters, "" for none; None: all "" if `rows` is given, else unchanged
     adapters: tuple[str, ...] | None
-    tokens: Ints  # (T,)
-    tables: tuple[TableChanges, ...]  # per cache group
-    # (n, 6): chunk, cache group, source, target, first slot, end. Run in each layer before attention
+    tokens: Ints
+    tables: tuple[TableChanges, ...]
     copies: Ints | None
-    # Indices of the tokens after which the step samples or has other outputs, ascending; None: all
     sampled: Ints | None
-    sampled_counts: list[int] | None  # number of sampled rows per chunk that has any; None: one each
+    sampled_counts: list[int] | None
     awaited: Awaited | None
     sampling: SamplingPlan
-    # The request key and the number of answer tokens per chunk, if `PlanWants.requests`
     requests: list[tuple[bytes, int]] | None = None
-    # (T,): ancestor bits of draft tree nodes, see TreeMask; 0 for other tokens. The nodes are at the end of their
-    # chunk. None: there is no tree
     tree_bits: Ints | None = None
-    # How often a block table names a block that another table named before, if `PlanWants.shared_blocks`
     shared_blocks: int = 0
-    # (S,): number of decode steps per sequence, if `PlanWants.repeats`; this step is the first. Block tables have
-    # entries for all of them. None: one each
     repeats: Ints | None = None
 
     @property
     def steps(self) -> int:
-        """The number of steps that run for the plan."""
+        """The number of decode steps that a runner launches for this plan; 1 except with multi-step decoding."""
         return 1 if self.repeats is None else int(self.repeats.max())
 
     @property
     def chunk_lengths(self) -> Ints:
-        """The number of tokens per chunk, (S,)."""
+        """The number of tokens that the step runs of each of the S sequences, [S]."""
         return np.ones(len(self.starts), np.int32) if self.lengths is None else self.lengths
 
     @property
     def sampled_rows(self) -> int:
-        """The number of sampled rows."""
+        """The number of the step's tokens after which there is an output, such as a sampled token."""
         return len(self.tokens) if self.sampled is None else len(self.sampled)
 
     def __reduce__(self) -> Pickled:
@@ -399,7 +494,12 @@ def _ints(data: bytes | None) -> Ints | None:
 
 
 class RankStep(NamedTuple):
-    """A step of one of the engines that alternate on the ranks."""
+    """A step for the ranks of a sharded model, on which several engines alternate.
+
+    Attributes:
+        turn: The index of the engine whose step it is.
+        plan: The plan of the step.
+    """
 
     turn: int
     plan: StepPlan

@@ -21,17 +21,17 @@ def step_shape(
     causal: bool = True,
     adapters: Sequence[str] = (),
 ) -> StepShape:
-    """Return the minimum work and memory traffic of a step.
+    """Return the numbers from which the minimum work and memory traffic of a step are computed.
 
     Args:
-        chunks: Tuples of (sequence, start, length).
-        sampled: The number of sampled positions.
-        shared: How often a table without a window names a block that an earlier chunk's table named; such a block is
-            read once.
+        chunks: The tokens that the step runs, as (sequence, position of the first token, number of tokens).
+        sampled: The number of positions after which tokens are sampled.
+        shared: How often a block table without a window names a block that the table of an earlier chunk named. Such a
+            block is read once.
         layout: The layout of the KV cache.
-        copied: The number of copied tokens.
-        causal: False for encoders, whose tokens also see later tokens.
-        adapters: The adapter of each chunk, "" for none. Empty: no chunk has one.
+        copied: The number of tokens whose keys and values are copied from other blocks.
+        causal: False for encoders, whose tokens also attend to later tokens.
+        adapters: The adapter of each chunk, "" for none. Empty: no chunk has an adapter.
     """
     _, starts, lengths = zip(*chunks, strict=True) if chunks else ((), (), ())
     pairs = kv_tokens = 0
@@ -47,7 +47,14 @@ def step_shape(
 def decode_shape(
     starts: NDArray[np.int64], shared: int, layout: CacheLayout, adapters: Sequence[str] = ()
 ) -> StepShape:
-    """Return the `step_shape` of a decode step: one sampled token per sequence, at the positions `starts`, (n,)."""
+    """Return the same as `step_shape` for a decode step, in which each of n sequences runs and samples one token.
+
+    Args:
+        starts: [n], the position of each sequence's token.
+        shared: How often a block table without a window names a block that the table of an earlier sequence named.
+        layout: The layout of the KV cache.
+        adapters: The adapter of each sequence, "" for none. Empty: no sequence has an adapter.
+    """
     pairs, kv_tokens, rows = 0, 0, len(starts)
     for window, layers in Counter(layout.windows).items():
         seen = int((starts + 1 if window is None else np.minimum(starts + 1, window)).sum())
@@ -58,7 +65,7 @@ def decode_shape(
 
 
 def _attended(starts: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[int, int]:
-    """Return the number of (query, key) pairs and the number of cached tokens that one layer reads, without sharing."""
+    """Return the number of (query, key) pairs and of cached tokens that one layer reads, if no blocks are shared."""
     if window is not None:
         each = list(zip(starts, lengths, strict=True))
         pairs = sum(min(at + 1, window) for start, n in each for at in range(start, start + n))

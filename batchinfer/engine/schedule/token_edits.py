@@ -14,7 +14,10 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class BadTokens:
-    """Token sequences that an answer must not contain: the last token is banned after the others."""
+    """Token sequences that an answer must not contain.
+
+    The last token of a sequence is banned if the answer ends with the sequence's other tokens.
+    """
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
         self.always: list[int] = []  # sequences of a single token
@@ -27,11 +30,17 @@ class BadTokens:
 
     @property
     def looks_back(self) -> bool:
-        """True if banned tokens depend on the tokens before."""
+        """True if the tokens that are banned next depend on earlier tokens of the answer."""
         return bool(self._by_last_token)
 
     def banned_after(self, tokens: Ints, start: int, end: int) -> list[int]:
-        """Return the tokens that may not follow the answer tokens[start:end]."""
+        """Return the tokens that must not follow an answer.
+
+        Args:
+            tokens: The token ids of the prompt and the answer.
+            start: The index of the answer's first token.
+            end: The index after the answer's last token.
+        """
         candidates = self._by_last_token.get(int(tokens[end - 1]), ()) if end > start else ()
         banned = (
             last
@@ -43,27 +52,37 @@ class BadTokens:
 
 @lru_cache(maxsize=64)
 def bad_tokens(sequences: tuple[tuple[int, ...], ...]) -> BadTokens:
-    """Return the bad tokens of sampling parameters, from a cache: rows of a job usually share them."""
+    """Return the `BadTokens` of some token sequences, from a cache: the rows of a job usually share them."""
     return BadTokens(sequences)
 
 
 class BiasedTokens(NamedTuple):
-    """Biases that are added to the logits of tokens, of all rows that have any."""
+    """Biases that are added to the logits of n tokens of a step's rows.
 
-    rows: Ints  # (n,): the sampled row of each token, ascending
-    tokens: Ints  # (n,): distinct within a row
-    biases: NDArray[np.float32]  # (n,)
+    Attributes:
+        rows: [n], the index of each token's row among the rows that get tokens, ascending.
+        tokens: [n], the token ids, distinct within a row.
+        biases: [n], the values to add.
+    """
+
+    rows: Ints
+    tokens: Ints
+    biases: NDArray[np.float32]
 
     @classmethod
     def of(cls, entries: list[tuple[int, tuple[tuple[int, float], ...]]]) -> BiasedTokens:
-        """Return the arrays for pairs of (row, biased tokens), with ascending rows."""
+        """Convert biases to arrays.
+
+        Args:
+            entries: The index of each row with biases, ascending, and the row's pairs of token id and bias.
+        """
         rows = np.repeat([row for row, _ in entries], [len(own) for _, own in entries])
         pairs = [pair for _, own in entries for pair in own]
         tokens, biases = (np.array(column) for column in zip(*pairs, strict=True))
         return cls(rows.astype(np.int32), tokens.astype(np.int32), biases.astype(np.float32))
 
     def part(self, first: int, end: int) -> BiasedTokens | None:
-        """Return the entries of rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the rows [first, end), renumbered from 0, or None if there are none."""
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)
         return BiasedTokens(rows, self.tokens[inside], self.biases[inside]) if len(rows) else None
@@ -73,19 +92,28 @@ class BiasedTokens(NamedTuple):
 
 
 class AllowedTokens(NamedTuple):
-    """The only tokens that rows may get, of all rows with `allowed_token_ids`."""
+    """The only tokens that rows with `allowed_token_ids` may get. Other rows have no entries.
 
-    rows: Ints  # (n,): the sampled row of each token, ascending
-    tokens: Ints  # (n,): distinct within a row
+    Attributes:
+        rows: [n], the index of each token's row among the rows that get tokens, ascending.
+        tokens: [n], the token ids, distinct within a row.
+    """
+
+    rows: Ints
+    tokens: Ints
 
     @classmethod
     def of(cls, entries: list[tuple[int, tuple[int, ...]]]) -> AllowedTokens:
-        """Return the arrays for pairs of (row, allowed tokens), with ascending rows."""
+        """Convert allowed tokens to arrays.
+
+        Args:
+            entries: The index of each row with `allowed_token_ids`, ascending, and the row's allowed token ids.
+        """
         rows = np.repeat([row for row, _ in entries], [len(own) for _, own in entries])
         return cls(rows.astype(np.int32), np.array([token for _, own in entries for token in own], np.int32))
 
     def part(self, first: int, end: int) -> AllowedTokens | None:
-        """Return the entries of rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the rows [first, end), renumbered from 0, or None if there are none."""
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)
         return AllowedTokens(rows, self.tokens[inside]) if len(rows) else None

@@ -25,7 +25,7 @@ class GraphSize:
             without a context.
         longest: The longest context in tokens.
         block_size: Tokens per KV cache block.
-        padding_slot: The KV cache slot to which padding rows write keys and values.
+        padding_slot: The KV cache slot that receives the keys and values of padding rows.
         adapted: True if rows may have adapters.
         queries: The maximum number of tokens per sequence; more than 1 for steps that verify drafts.
     """

@@ -28,7 +28,7 @@ CAPTURE_AT_USE = 3
 
 
 def kept_rows(max_num_seqs: int) -> int:
-    """Return the maximum number of hidden states to keep for draft heads: those of two steps, drafts included.
+    """Return the maximum number of hidden states to keep for draft heads, for two steps with drafts.
 
     Args:
         max_num_seqs: Maximum running sequences of the engine.
