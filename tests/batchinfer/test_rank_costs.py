@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchinfer.engine.ranks.division import Division
-from batchinfer.engine.ranks.shards import rank_place
+from batchinfer.engine.ranks.shards import rank_shard
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.parameters import parameter_count
@@ -69,7 +69,7 @@ def test_each_rank_has_its_part_and_says_what_it_took(
     ranks, whole = report(path, "ranks"), FLOAT32 * parameter_count(spec)
     assert [one["rank"] for one in ranks] == [*range(division.ranks)]
     for one in ranks:
-        own = FLOAT32 * parameter_count(shard_spec(spec, rank_place(one["rank"], division, spec)))
+        own = FLOAT32 * parameter_count(shard_spec(spec, rank_shard(one["rank"], division, spec)))
         assert (one["weight_bytes"], one["read_bytes"]) == (own, own)
         assert one["kv_bytes"] <= KV_BYTES // division.ranks
         most = own + one["kv_bytes"] + REST_BYTES

@@ -81,7 +81,9 @@ def fit_cache(
     config: EngineConfig,
     untimed: Untimed,
 ) -> Fitted:
-    """Allocate the KV cache of a runner. On a GPU, also measure the largest steps before, and capture CUDA graphs after.
+    """Size and allocate the KV cache of a runner.
+
+    On a GPU, the largest steps are measured first, and CUDA graphs are captured afterwards.
 
     Args:
         runner: The runner, without a cache.
@@ -117,7 +119,7 @@ def _without_pieces(found: Fitted, cost: ModelCost, config: EngineConfig) -> Fit
 
 
 class _Uncounted(GraphRecorder):
-    """A graph recorder that does not count tokens per expert during a capture, because the step is replayed after it."""
+    """A graph recorder that does not count tokens per expert during a capture: the step is replayed afterwards."""
 
     def __init__(self, inner: GraphRecorder, loads: ExpertLoads, untimed: Untimed) -> None:
         self._inner, self._loads, self._untimed = inner, loads, untimed

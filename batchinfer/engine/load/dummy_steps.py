@@ -218,7 +218,7 @@ class DummySteps:
         shared: bool = False,
         later: bool = False,
     ) -> list[Chunk]:
-        """Return the chunks of a step. Each row samples a token. The first rows prefill, the other rows decode one token.
+        """Return the chunks of a step. The first rows prefill and the other rows decode; all sample a token.
 
         Args:
             tokens: The total number of tokens. Fewer are used if `rows` sequences are not long enough.

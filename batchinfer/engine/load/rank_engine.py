@@ -16,7 +16,7 @@ from batchinfer.engine.loop.engine import Engine
 from batchinfer.engine.ranks.following import Follower, RankAccount
 from batchinfer.engine.ranks.leading import LeadingRunner
 from batchinfer.engine.ranks.rank_groups import RankGroups
-from batchinfer.engine.ranks.shards import rank_place
+from batchinfer.engine.ranks.shards import rank_shard
 from batchinfer.engine.ranks.staged_model import PipelineStageIO, StagedModel
 from batchinfer.engine.ranks.token_transfer import TokenTransfer
 from batchinfer.engine.runner.model_runner import ModelRunner
@@ -59,7 +59,7 @@ def rank_source(whole: Source, config: LoadConfig, rank_groups: RankGroups) -> S
         return whole
     if not isinstance(whole, ModelSource):
         raise CannotSplit("a model that is run by transformers cannot be sharded across ranks")
-    place = rank_place(rank_groups.rank, rank_groups.division, whole.spec, config.experts)
+    place = rank_shard(rank_groups.rank, rank_groups.division, whole.spec, config.experts)
     if rank_groups.division.experts > 1:
         return open_source(config, Ranks(experts=rank_groups.peers, exact=config.deterministic, shard=place))
     return open_source(config, Ranks(rank_groups.peers, rank_groups.peers, shard=place))
@@ -135,8 +135,8 @@ def make_follower(loaded: LoadedModel, rank_groups: RankGroups, account: RankAcc
         rank_groups: The ranks of the engine.
         account: Reports the time and memory of this rank.
     """
-    passed = [TokenTransfer(runner, rank_groups) for runner in loaded.runners]
-    return Follower(passed, rank_groups.has_head, account)
+    transfers = [TokenTransfer(runner, rank_groups) for runner in loaded.runners]
+    return Follower(transfers, rank_groups.has_head, account)
 
 
 def make_account(

@@ -1,4 +1,4 @@
-"""Engines that take turns on a model with pipeline stages: each stage computes a step of another engine."""
+"""Engines that alternate on a model with pipeline stages: each stage computes a step of another engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PIECES = 4  # pieces per engine into which added requests are split, to balance
 
 
 class AlternatingEngines:
-    """Several engines with the interface of one. Their steps alternate.
+    """Several engines of one model with pipeline stages, used like a single `Engine`.
 
-    Each engine has a part of the rows and of the cache. While one stage computes a step of one engine, the other stages
-    compute steps of other engines.
+    Each engine has a part of the requests and of the KV cache. The steps of the engines alternate. While one stage
+    computes a step of one engine, the other stages compute steps of other engines.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -28,11 +28,14 @@ class AlternatingEngines:
 
     @property
     def unfinished(self) -> int:
-        """The number of unfinished requests."""
+        """The number of unfinished sequences of all engines."""
         return sum(engine.unfinished for engine in self._engines)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, each piece in the engine with the fewest unfinished ones; neighbours share prefixes.
+        """Divide requests among the engines, to be admitted in their order.
+
+        Requests are divided into pieces of neighbours, which share prefixes. Each piece is queued in the engine with
+        the fewest unfinished sequences.
 
         Raises:
             ValueError: If an engine rejects a request.
@@ -41,13 +44,13 @@ class AlternatingEngines:
             min(self._engines, key=lambda engine: engine.unfinished).add(piece)
 
     def learn(self, answers: Iterable[TokenIds]) -> None:
-        """Pass answers of other engines of the job to the draft sources."""
+        """Pass answers of other engines of the job to the draft sources of each engine."""
         all_answers = list(answers)
         for engine in self._engines:
             engine.learn(all_answers)
 
     def forget_waiting(self) -> None:
-        """Drop the requests that are not admitted yet. Running requests continue."""
+        """Drop the requests of all engines that are not admitted yet. Running requests continue."""
         for engine in self._engines:
             engine.forget_waiting()
 
@@ -81,7 +84,7 @@ class AlternatingEngines:
         return found
 
     def _merged_sample(self, sample: StepSample) -> StepSample:
-        """Return the sample with a common step number, without overlap, and with the load of all engines."""
+        """Return the sample of a step with values of all engines: step number, load, and times without overlap."""
         ended = sample.started_s + sample.duration_s
         began = min(ended, max(sample.started_s, self._ended))
         self._ended, number = ended, self._steps
@@ -101,7 +104,7 @@ class AlternatingEngines:
 
 
 def _pieces(requests: Sequence[Request], rows: int) -> Iterator[list[Request]]:
-    """Split requests into pieces of `rows` to 2 * `rows` - 1, each split at the shortest shared prefix."""
+    """Yield pieces of `rows` to 2 * `rows` - 1 requests, split between requests that share few tokens."""
     first = 0
     while first < len(requests):
         ends = range(first + rows, min(first + 2 * rows, len(requests)))

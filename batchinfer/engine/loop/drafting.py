@@ -18,21 +18,21 @@ Drafts: TypeAlias = Seq[int] | DraftTree
 
 
 class Drafter(Protocol):
-    """Proposes the draft tokens of each step."""
+    """Chooses the draft tokens that each step verifies. A row is a running sequence."""
 
     def propose(self, rows: Seq[Sequence], ahead: int, others: int) -> Iterable[tuple[Sequence, Drafts]]:
-        """Return the drafts of the rows that get any in the next step.
+        """Return the rows that get drafts in the next step, with their drafts.
 
         Args:
             rows: Decoding rows without drafts whose tokens are all known.
             ahead: The number of further decoding rows, whose last tokens are in flight.
-            others: The tokens that other sequences run in the step.
+            others: The number of tokens that other sequences run in the step.
         """
 
     def should_hold_row(self, sequence: Sequence) -> bool:
-        """Return True if a sequence should skip the next step to have drafts in the step after it.
+        """Return True if a sequence in flight should skip the next step to have drafts in the step after it.
 
-        The next step is launched before the sequence's newest tokens are known, so the sequence could have no drafts in
+        The next step is launched before the sequence's newest tokens are known, so the sequence can have no drafts in
         it.
         """
 
@@ -46,30 +46,47 @@ class Drafter(Protocol):
         """
 
     def record_verified(self, outcome: AcceptedTokens) -> None:
-        """Learn how many drafts of a sequence were accepted."""
+        """Learn from the verification of a sequence's drafts.
+
+        Args:
+            outcome: The drafts that a step ran for the sequence, and which of them were accepted.
+        """
 
     def finish(self, sequence: Sequence) -> None:
-        """Learn the answer of a sequence that has ended."""
+        """Delete the state of a sequence that has ended, and use its answer for later drafts."""
 
     def learn(self, answer: TokenIds) -> None:
-        """Learn an answer of another engine."""
+        """Use an answer of another engine for later drafts.
+
+        Args:
+            answer: The tokens of the answer.
+        """
 
     def record_step(self, sample: StepSample) -> StepSample:
-        """Learn from the duration of a step, and return its sample with the results of its drafts."""
+        """Learn from the duration of a step.
+
+        Returns:
+            The sample with the numbers of verified and accepted drafts, and the time that drafts took and saved.
+        """
 
 
 class Drafting:
-    """Appends drafts to sequences, with a mask after each draft if the sequence has a constraint."""
+    """Appends drafts to sequences before each step. A constrained sequence also gets a token mask after each draft.
+
+    Args:
+        drafter: Chooses the drafts.
+        masks: The masks of constraints. None: no sequence has a constraint.
+    """
 
     def __init__(self, drafter: Drafter, masks: ConstraintMasks | None) -> None:
         self.drafter, self._masks = drafter, masks
 
     def before_step(self, running: Iterable[Sequence], waiting: bool = True) -> bool:
-        """Add drafts for the next step to the decoding sequences.
+        """Append drafts for the next step to decoding sequences, and mark sequences that wait to have drafts later.
 
         Args:
             running: The running sequences.
-            waiting: True if rows may skip the step after the next one to have drafts later.
+            waiting: True if sequences may skip the step after the next step to have drafts later.
 
         Returns:
             True if any sequence has drafts.
@@ -96,9 +113,12 @@ class Drafting:
         return proposed
 
     def should_hold_step(self, running: Iterable[Sequence]) -> bool:
-        """Return True if the next step should wait for the tokens of the step in flight.
+        """Return True if the next step should be launched only after the tokens of the step in flight are known.
 
-        It never waits during prefill, because prefill keeps the device busy anyway.
+        The result is False during prefill, because prefill keeps the device busy anyway.
+
+        Args:
+            running: The running sequences.
         """
         waiting, ready, plain = list[Sequence](), list[Sequence](), 0
         for sequence in running:
@@ -113,13 +133,13 @@ class Drafting:
         return bool(waiting) and self.drafter.should_hold_step(waiting, ready, plain)
 
     def record_verified(self, outcome: AcceptedTokens) -> None:
-        """Pass the result of a sequence's drafts to the drafter."""
+        """Pass the verification of a sequence's drafts to the drafter, and drop the masks after its drafts."""
         self.drop_masks(outcome.sequence)
         if outcome.drafts:
             self.drafter.record_verified(outcome)
 
     def drop_masks(self, sequence: Sequence) -> None:
-        """Drop the masks after a sequence's drafts, which were verified or dropped."""
+        """Drop the token masks after the drafts of a sequence, which were verified or removed."""
         if sequence.draft_masks and self._masks is not None:
             for mask in sequence.draft_masks:
                 self._masks.drop(mask)
@@ -139,9 +159,9 @@ class Drafting:
         return True
 
     def _prune_disallowed(self, sequence: Sequence, constraint: Constraint, tree: DraftTree) -> DraftTree:
-        """Return the nodes of a tree that a constraint allows, and add a mask to the sequence for each.
+        """Return a draft tree without the nodes that a constraint forbids, and add a mask after each remaining node.
 
-        A branch ends where the constraint forces the next tokens, because forced tokens are not sampled.
+        A branch also ends if the constraint forces the next tokens, because forced tokens are not sampled.
         """
         masks, states = self._masks, dict[int, Constraint]()
         assert masks is not None, "a constraint without masks"
@@ -159,7 +179,11 @@ class Drafting:
 
 
 def accept_token(state: Constraint, token: int) -> bool:
-    """Advance a constraint by a token. Return False if it is not allowed, or if no sampled token can follow it."""
+    """Advance a constraint by a draft token.
+
+    Returns:
+        False if the token is not allowed, or if no further token can be sampled under the constraint.
+    """
     if not state.allows(token):
         return False
     try:
@@ -170,5 +194,5 @@ def accept_token(state: Constraint, token: int) -> bool:
 
 
 def _max_drafts(sequence: Sequence) -> int:
-    """Return the maximum number of drafts of a sequence. Its last possible token is always sampled."""
+    """Return the maximum number of drafts of a sequence. Its last possible token is sampled, not drafted."""
     return sequence.max_length - len(sequence) - 1

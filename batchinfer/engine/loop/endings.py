@@ -36,7 +36,10 @@ _NAN_LOGITS = RowError("nan_logits", "engine", "the model's logits are not finit
 
 
 def output_kind(params: SamplingParams) -> str:
-    """Return the kind of output of a request: tokens, scores, or vectors or logits with their pooling."""
+    """Return the kind of output of a request: "tokens", "scores", or "vectors (mean)", "logits (cls)" and similar.
+
+    The word in brackets is the pooling of hidden states.
+    """
     if params.scored:
         return SCORES
     if params.pooling is None:
@@ -45,7 +48,13 @@ def output_kind(params: SamplingParams) -> str:
 
 
 def can_run_together(answers: Collection[str]) -> bool:
-    """Return True if requests for all these kinds of output may run together: a step computes one kind of vectors."""
+    """Return True if an engine can run requests for several kinds of output at the same time.
+
+    All requests must have the same kind, or tokens and one kind of vectors.
+
+    Args:
+        answers: Different kinds of output, as `output_kind` returns them.
+    """
     others = [one for one in answers if one != TOKENS]
     return len(answers) == 1 or (len(others) == 1 and others[0].startswith(VECTORS))
 
@@ -55,8 +64,8 @@ def has_no_token_left(sequence: Sequence, eos: frozenset[int], masks: Constraint
 
     Args:
         sequence: The sequence.
-        eos: The EOS tokens of the model.
-        masks: The masks of the constraints, if there are any.
+        eos: The end-of-sequence tokens of the model.
+        masks: The masks of constraints. None: no sequence has a constraint.
     """
     allowed: set[int] | None = set(sequence.request.params.allowed_token_ids) or None
     if sequence.mask is not None and masks is not None:
@@ -78,7 +87,15 @@ def _unmasked(mask: int, masks: ConstraintMasks) -> set[int]:
 
 
 def end_without_token(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> End:
-    """Return the end of a sequence for which a step sampled no token; see `has_no_token_left`."""
+    """Return the error that ends a sequence for which a step sampled no token.
+
+    The constraint failed, no token is allowed, or the logits are not finite.
+
+    Args:
+        sequence: The sequence.
+        eos: The end-of-sequence tokens of the model.
+        masks: The masks of constraints. None: no sequence has a constraint.
+    """
     constraint = sequence.constraint
     if constraint is not None and constraint.failure is not None:
         return End("error", error=constraint.failure)
@@ -95,8 +112,11 @@ def constrained_end(
     Args:
         constraint: The constraint of the answer.
         token: The newest token.
-        reason: Why the answer ends after this token whatever the constraint says, or None.
+        reason: The reason why the answer ends after this token independent of the constraint, or None.
         kept: The length of the text before a stop string, in characters, or None if there is no stop string.
+
+    Returns:
+        An error if the constraint forbids the token, or if the answer ends before the constraint is complete.
     """
     try:
         constraint.take(token)
@@ -113,7 +133,7 @@ def constrained_end(
 
 
 def prompt_end(sequence: Sequence) -> End:
-    """Return the end of a sequence without output tokens, after its prompt has run."""
+    """Return how a sequence ends that generates no tokens, after its prompt has run."""
     if sequence.scored is not None:
         return End("stop")
     if sequence.pooling is None:
@@ -127,13 +147,18 @@ def prompt_end(sequence: Sequence) -> End:
 def ends_request(sequence: Sequence, end: End) -> bool:
     """Record the end of a sequence, and return True if its request is finished.
 
-    A scoring request may have several sequences, one per branch. Must be called once per sequence.
+    A request that scores continuations may have several sequences. Must be called once per sequence.
     """
     return sequence.scored is None or sequence.scored.finish(end.error, sequence.cached_tokens)
 
 
 def completion(sequence: Sequence, end: End) -> Completion:
-    """Return the completion of a request from its only or last sequence."""
+    """Return the output of a finished request.
+
+    Args:
+        sequence: The only sequence of the request, or the last one to end.
+        end: The end of the sequence.
+    """
     if sequence.scored is not None:
         return _scored(sequence.scored.scores)
     if sequence.pooling is not None:
@@ -158,10 +183,15 @@ def _scored(scores: RequestScores) -> Completion:
 
 
 def request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
-    """Return the sample of a request that ends now.
+    """Return the measurements of a request that ends now.
 
-    For a scoring request, prompt tokens include the trie of continuations, and cached tokens only count the first
-    sequence.
+    For a request that scores continuations, prompt tokens include the trie of continuations, and cached tokens only
+    count the first sequence.
+
+    Args:
+        sequence: The only sequence of the request, or the last one to end.
+        end: The end of the sequence.
+        now: The current time in seconds since the engine's start.
     """
     ran = max(0, min(sequence.computed, len(sequence) - 1) - sequence.prompt_length)
     sample = RequestSample(

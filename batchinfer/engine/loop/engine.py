@@ -44,17 +44,25 @@ from batchinfer_kernels.cost import Peaks, StepShape, roofline_seconds, step_tot
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The model's limits for every sequence."""
+    """The properties of the model that limit each sequence.
 
-    roots: ContentRoots  # including the maximum number of positions
+    Attributes:
+        roots: The maximum number of positions, and the content roots of requests.
+        eos_token_ids: The end-of-sequence tokens of the model.
+    """
+
+    roots: ContentRoots
     eos_token_ids: frozenset[int]
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """The completions and samples of one launch, which may be several decode steps.
+    """The results of one launch, which may be several decode steps.
 
-    Requests that ended before any step have no step sample.
+    Attributes:
+        completions: The outputs of the requests that finished.
+        requests: The measurements of these requests.
+        samples: The measurements of each step. Empty if no step ran, because requests ended before any step.
     """
 
     completions: list[Completion] = field(default_factory=list)
@@ -63,12 +71,12 @@ class StepOutput:
 
     @property
     def sample(self) -> StepSample | None:
-        """The sample of the first step of the launch, if there is one."""
+        """The measurements of the first step of the launch, or None if no step ran."""
         return self.samples[0] if self.samples else None
 
 
 class EngineLoad(NamedTuple):
-    """The number of running rows, waiting rows and used blocks of an engine."""
+    """The numbers of running sequences, of waiting sequences and of used KV cache blocks of an engine."""
 
     running: int
     waiting: int
@@ -76,7 +84,7 @@ class EngineLoad(NamedTuple):
 
 
 class Engine:
-    """Runs requests of token ids step by step with continuous batching.
+    """Runs requests step by step with continuous batching. Prompts and outputs are token ids.
 
     If the runner looks ahead, the next step is launched before the tokens of the current step are known. Tokens after
     the end of an answer are then dropped.
@@ -85,8 +93,9 @@ class Engine:
         runner: Runs the model.
         scheduler: Chooses the sequences of each step.
         limits: The limits of the model.
-        peaks: The peak FLOP/s and bandwidth of the device, for the roofline in samples.
-        stop_streams: Creates the function that searches a sequence's text for its stop strings.
+        peaks: The peak FLOP/s and bandwidth of the device, for the roofline time of steps. None: unknown.
+        stop_streams: Creates the function that searches a sequence's text for its stop strings. None: requests with
+            stop strings are rejected.
         clock: Returns the time in seconds.
         drafter: Proposes draft tokens, which the next step verifies. Rejected drafts are rolled back.
         masks: The masks of constraints. None: requests with constraints are rejected.
@@ -123,7 +132,10 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """The number of unfinished sequences, and of finished ones whose blocks a step in flight still reads."""
+        """The number of unfinished sequences, plus requests whose output `step` has not returned yet.
+
+        Sequences count until no step in flight reads their blocks.
+        """
         scheduler = self._scheduler
         return (
             len(scheduler.waiting)
@@ -136,8 +148,8 @@ class Engine:
         """Add requests to the queue, to be admitted in this order.
 
         Raises:
-            ValueError: If this engine cannot run a request: because of its length, its kind of output, or stop strings
-                or constraints without a tokenizer.
+            ValueError: If the engine cannot run a request: because of its length or its kind of output, or because it
+                has stop strings or a constraint and the engine was built without a tokenizer.
         """
         roots = self._limits.roots
         for request in requests:
@@ -169,7 +181,11 @@ class Engine:
                 self._drafting.drafter.learn(tokens)
 
     def _accept_kind(self, answers: str) -> None:
-        """Add a kind of output to the kinds that unfinished requests ask for. Raises ValueError if they conflict."""
+        """Record that a request with a new kind of output is added.
+
+        Raises:
+            ValueError: If the engine cannot run it together with the unfinished requests.
+        """
         others = self._answers if self.unfinished else frozenset[str]()
         if not can_run_together({*others, answers}):
             raise ValueError(
@@ -178,7 +194,7 @@ class Engine:
         self._answers = others | {answers}
 
     def _sequences_of(self, request: Request, watch: StopStream | None) -> list[Sequence]:
-        """Return the sequences of a request: one for each branch of its continuations, or a single one."""
+        """Return the sequences of a request: one, or one per branch of the trie of continuations."""
         branches = scored_branches(request) if request.params.scored else [(request, None)]
         limits, now = self._limits, self._now()
         return [
@@ -187,7 +203,7 @@ class Engine:
         ]
 
     def _queue(self, sequence: Sequence) -> End | None:
-        """Pass a sequence to the scheduler. Return its end if it ends before any step, else None."""
+        """Pass a sequence to the scheduler. Return how it ends if it ends before any step, else None."""
         try:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
@@ -205,7 +221,10 @@ class Engine:
         return None
 
     def step(self) -> StepOutput:
-        """Schedule, run and post-process a step. Return an empty output if there is nothing to do."""
+        """Run a step, append its tokens to the sequences, and return the requests that finished.
+
+        The output is empty if there is nothing to do.
+        """
         output, self._early = self._early, StepOutput()
         if self.begin():
             if self._runner.looks_ahead and self._scheduler.has_room() and not self._should_hold_step():
@@ -214,7 +233,11 @@ class Engine:
         return output
 
     def begin(self) -> bool:
-        """Launch a step unless one is in flight. Return True if a step is now in flight; `step` finishes it."""
+        """Launch a step unless a step is in flight. `step` finishes it.
+
+        Returns:
+            True if a step is in flight now.
+        """
         if not self._in_flight:
             self._launch()
         return bool(self._in_flight)
@@ -226,7 +249,7 @@ class Engine:
         return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.used)
 
     def drain(self) -> Iterator[StepOutput]:
-        """Run steps until every request is finished, and yield their outputs."""
+        """Run steps until all requests are finished, and yield the output of each step."""
         while self.unfinished:
             yield self.step()
 
@@ -237,10 +260,10 @@ class Engine:
         self._scheduler.forget_waiting()
 
     def check_integrity(self) -> None:
-        """Check the accounting of the KV cache.
+        """Check that blocks, reservations and states of sequences are consistent.
 
         Raises:
-            AssertionError: If the accounting is inconsistent.
+            AssertionError: If they are not.
         """
         self._scheduler.check_integrity()
 
@@ -255,10 +278,10 @@ class Engine:
         return self._stop_streams(request.params)
 
     def _constrain(self, sequence: Sequence) -> End | None:
-        """Set the constraint of a sequence and append the tokens that it forces at the beginning.
+        """Set the constraint of a new sequence, if it has one, and append the tokens that it forces at the beginning.
 
         Returns:
-            The end of the sequence if the forced tokens end it, else None.
+            How the sequence ends if the forced tokens end it, else None.
 
         Raises:
             ConstraintFailed: If the constraint cannot be compiled or followed.
@@ -275,10 +298,13 @@ class Engine:
         return end
 
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
-        """Append the tokens that the constraint forces next (jump-forward decoding). Return the end they cause, if any.
+        """Append the tokens that the constraint of a sequence forces next (jump-forward decoding).
 
-        Forced tokens are sampled like others if the row needs their log-probabilities, may not get every token, or must
-        not end before the log-probabilities of its prompt are computed.
+        Forced tokens are sampled instead if the sequence needs their log-probabilities, must not get some tokens, or
+        must not end before the log-probabilities of its prompt are computed.
+
+        Returns:
+            How the sequence ends if the forced tokens end it, else None.
         """
         asks = sequence.logprobs is not None or sequence.prompt_scores is not None
         samples = asks or sequence.request.params.forbids_tokens
@@ -321,10 +347,10 @@ class Engine:
         self._in_flight.append(step)
 
     def _runs(self, step: InFlight) -> list[int] | None:
-        """Return the number of decode steps of each sequence in this launch, or None for a single step.
+        """Return the number of decode steps of each sequence in a launch, or None for a single step.
 
-        Several steps need all running sequences to be in the step and to decode, without drafts and without sequences
-        that wait for drafts.
+        Several steps are only launched if the step decodes all running sequences, no sequence has or awaits drafts, and
+        enough blocks are available.
         """
         repeated, scheduler = self._repeated, self._scheduler
         rows = len(step.scheduled.chunks)
@@ -339,7 +365,7 @@ class Engine:
         return scheduler.reserve_steps(step.scheduled, most) if most > 1 else None
 
     def _should_hold_step(self) -> bool:
-        """Return True if the next step should wait for the tokens of the step in flight, because rows have drafts."""
+        """Return True if the next step should be launched after the tokens of the step in flight, because of drafts."""
         return self._drafting is not None and self._drafting.should_hold_step(self._scheduler.running)
 
     def _advance(self, step: InFlight) -> None:
@@ -352,7 +378,7 @@ class Engine:
             self._add_placeholders(step)
 
     def _add_placeholders(self, step: InFlight) -> None:
-        """Append placeholders for the tokens in flight, so the next step can run before they are known."""
+        """Append a placeholder for each token that a step samples, so that the next step can run before it is known."""
         for sequence in step.sampling:
             if sequence.needs_sync or sequence.drafting:
                 sequence.status = SequenceStatus.AWAITING_TOKENS
@@ -366,7 +392,7 @@ class Engine:
             self._scheduler.stop(sequence)
 
     def _add_run_placeholders(self, step: InFlight) -> None:
-        """Append placeholders for all tokens of a multi-step launch."""
+        """Append placeholders for all tokens that a multi-step launch samples."""
         zeros = [array("i", [0] * count) for count in range(step.repeats + 1)]
         for sequence, _, length in step.scheduled.chunks:
             tokens = sequence.tokens
@@ -376,7 +402,7 @@ class Engine:
                 self._scheduler.stop(sequence)
 
     def _retire(self, step: InFlight, output: StepOutput) -> None:
-        """Wait for a step's tokens and append them to their sequences."""
+        """Wait for the results of a step, add them to its sequences, and add finished requests to `output`."""
         assert step.result is not None
         tokens, sampling = step.result.tokens(), step.sampling
         if step.output_chunks or step.prompt_chunks:
@@ -412,7 +438,7 @@ class Engine:
             self._set_shapes(self._in_flight[0])
 
     def _store_outputs(self, step: InFlight, result: Launched) -> None:
-        """Pass hidden states and scores of the step to the sequences of its chunks."""
+        """Pass the hidden states and log-probabilities of a step to the sequences that need them."""
         for place, own in result.states().items():
             step.output_chunks[place].sequence.pool(step.output_chunks[place].start, own)
         scores, offset = result.scores(), 0
@@ -430,7 +456,14 @@ class Engine:
         logprobs: Mapping[Sequence, TokenLogprobs],
         now: float,
     ) -> list[tuple[Sequence, End]]:
-        """Append the tokens of a step to its sequences, and return the sequences that end."""
+        """Append the tokens of a step to its sequences, and return the sequences that end, with their ends.
+
+        Args:
+            step: The step.
+            tokens: The new tokens of each sequence in `step.sampling`.
+            logprobs: The log-probabilities of the new tokens, for sequences that request them.
+            now: The current time in seconds since the engine's start.
+        """
         ends, dropped = [], step.dropped
         for sequence, given in zip(step.sampling, tokens, strict=True):
             if dropped and sequence in dropped:
@@ -459,7 +492,14 @@ class Engine:
         logprobs: Mapping[Sequence, TokenLogprobs],
         now: float,
     ) -> list[tuple[Sequence, End]]:
-        """Append the tokens of a multi-step launch to its sequences, and return the sequences that end."""
+        """Append the tokens of a multi-step launch to its sequences. Return the sequences that end, with their ends.
+
+        Args:
+            step: The launch.
+            tokens: The new tokens of each sequence in `step.sampling`.
+            logprobs: Empty: sequences of such launches request no log-probabilities.
+            now: The current time in seconds since the engine's start.
+        """
         assert not logprobs, "rows that ask for log-probabilities run one token at a time"
         ends = []
         for sequence, given in zip(step.sampling, tokens, strict=True):
@@ -480,7 +520,14 @@ class Engine:
     def _append_verified(
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
     ) -> AcceptedTokens:
-        """Append any number of tokens to a sequence, up to the token that ends it. Later tokens are dropped."""
+        """Replace the drafts of a sequence by the tokens that a step sampled, up to the end of the answer.
+
+        Args:
+            sequence: The sequence.
+            tokens: Any number of tokens.
+            now: The current time in seconds since the engine's start.
+            logprobs: The log-probabilities of the tokens, if requested.
+        """
         if sequence.placeholders:
             raise ValueError(f"a step returned {len(tokens)} tokens for a sequence that is in flight again")
         sequence.mark_tokens_known()
@@ -504,7 +551,15 @@ class Engine:
     def _append(
         self, sequence: Sequence, token: int, now: float, logprobs: TokenLogprobs | None, at: int = 0
     ) -> End | None:
-        """Append a token, with entry `at` of `logprobs`. Return the end if the token ends the answer, else None."""
+        """Append a token to a sequence, and return how the token ends the answer, or None if the answer continues.
+
+        Args:
+            sequence: The sequence.
+            token: The token. NO_TOKEN: the step sampled no token, which ends the sequence with an error.
+            now: The current time in seconds since the engine's start.
+            logprobs: Log-probabilities of several tokens of the sequence, if requested.
+            at: The index of the token in `logprobs`.
+        """
         if token == NO_TOKEN:
             sequence.drop_first_placeholder()
             return end_without_token(sequence, self._limits.eos_token_ids, self._masks)
@@ -523,14 +578,14 @@ class Engine:
         return End(reason, kept) if reason else None
 
     def _release_constraint(self, sequence: Sequence) -> None:
-        """Remove the constraint of a sequence, which allows all tokens from now on, so steps may look ahead again."""
+        """Remove a constraint that allows all tokens from now on, so that steps may look ahead again."""
         self._drop_mask(sequence)
         sequence.constraint = sequence.mask = None
         sequence.watched = sequence.stop_stream is not None or sequence.logprobs is not None
         sequence.needs_sync = _needs_sync(sequence)
 
     def _roll_back(self, outcome: AcceptedTokens) -> None:
-        """Free the positions that were computed for rejected drafts."""
+        """Free the positions that were computed for rejected drafts of a sequence that has not ended."""
         if outcome.end is None:
             self._scheduler.roll_back(outcome.sequence, outcome.useful_end)
 
@@ -563,7 +618,10 @@ class Engine:
             self._masks.drop(sequence.mask)
 
     def _set_shapes(self, step: InFlight) -> None:
-        """Set the shapes of a step's useful work. Must be called while its sequences still hold their blocks."""
+        """Set the shapes of a step's useful work, from which its cost is computed.
+
+        Must be called while the sequences of the step still hold their blocks.
+        """
         began = time.perf_counter_ns()
         if step.repeats > 1:
             step.shapes = self._shapes(step.useful_runs, step.repeats)
@@ -588,10 +646,10 @@ class Engine:
         self._metering_ns += time.perf_counter_ns() - began
 
     def _shapes(self, runs: list[Chunk], repeats: int) -> list[StepShape]:
-        """Return the shape of each step of a multi-step launch.
+        """Return the shape of the useful work of each step of a multi-step launch.
 
         Args:
-            runs: The useful tokens of each sequence.
+            runs: The tokens of each sequence up to the end of its answer.
             repeats: The number of steps.
         """
         cost, shared_blocks = self._runner.cost, self._scheduler.shared_blocks
@@ -608,7 +666,7 @@ class Engine:
         return found
 
     def _new_work(self) -> ConstraintWork:
-        """Return the time that constraints took since the last call."""
+        """Return the time spent on constraints since the last call of this method."""
         if self._masks is None:
             return _NO_WORK
         now, before = _constraint_work(self._masks), self._reported
@@ -616,7 +674,12 @@ class Engine:
         return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
 
     def _samples(self, step: InFlight, ready: float) -> list[StepSample]:
-        """Return the sample of a retired step, or one sample per step of a multi-step launch."""
+        """Return the measurements of a finished step, or of each step of a multi-step launch.
+
+        Args:
+            step: The step.
+            ready: When its tokens arrived, in seconds since the engine's start.
+        """
         sample = self._sample(step, ready)
         if step.repeats == 1:
             return [sample]
@@ -625,10 +688,7 @@ class Engine:
         return split_sample(sample, step.shapes, rows, self._runner.cost, self._peaks)
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
-        """Return the sample of a retired launch.
-
-        A step that overlaps with the previous step counts from the end of that step.
-        """
+        """Return the measurements of a finished launch. Its duration begins when the previous step ended."""
         metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
         assert step.result is not None
         shape, pool, began = step.shapes[0], self._scheduler.pool, max(step.began_s, self._ended)
@@ -676,7 +736,7 @@ _NO_WORK = ConstraintWork()
 
 
 def _constraint_work(masks: ConstraintMasks | None) -> ConstraintWork:
-    """Return a copy of the constraints' counters, which continue to change."""
+    """Return a copy of the time spent on constraints so far."""
     return _NO_WORK if masks is None else replace(masks.constraints.work)
 
 
@@ -685,5 +745,5 @@ def _needs_sync(sequence: Sequence) -> bool:
 
 
 def _is_guided(request: Request) -> bool:
-    """Return True if a request has a constraint, or reasoning whose end may be forced."""
+    """Return True if a request has a constraint, or a reasoning part that may be ended by force."""
     return request.params.constraint is not None or request.params.reasoning is not None

@@ -18,12 +18,19 @@ from batchinfer_kernels.cost import StepShape
 
 
 class End(NamedTuple):
-    """The end of a sequence: its reason, and its text length or error."""
+    """How a sequence ended.
+
+    Attributes:
+        reason: Why it ended.
+        text_length: The length of its text before a stop string, in characters, or None without a stop string.
+        error: Its error, if it failed.
+        cut: True if the error is that the length limit cut the answer before it was complete under its constraint.
+    """
 
     reason: FinishReason
     text_length: int | None = None
     error: RowError | None = None
-    cut: bool = False  # True for an error because the length limit cut the answer before it was complete
+    cut: bool = False
 
     @property
     def for_length(self) -> bool:
@@ -33,23 +40,34 @@ class End(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AcceptedTokens:
-    """The tokens that a sequence got from a step with drafts."""
+    """The result of verifying the drafts of a sequence in a step.
+
+    Attributes:
+        sequence: The sequence.
+        length: The length of the sequence before the step, without drafts.
+        drafts: The drafts that the step ran.
+        parents: The index of each draft's parent if they are a tree, or -1; empty for a chain.
+        path: The indices of the accepted drafts, in order.
+        count: The number of tokens that the sequence got, including a token that is missing because logits were not
+            finite.
+        end: How the sequence ended, if it did.
+    """
 
     sequence: Sequence
-    length: int  # of the sequence before the step, without drafts
-    drafts: array[int]  # drafts that the step ran
-    parents: list[int] = field(default_factory=list)  # parents of the drafts if they are a tree, else empty
-    path: list[int] = field(default_factory=list)  # indices of the accepted drafts, in order
-    count: int = 0  # tokens that the sequence got, including a missing token because of non-finite logits
+    length: int
+    drafts: array[int]
+    parents: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    count: int = 0
     end: End | None = None
 
     @property
     def accepted(self) -> int:
-        """The number of accepted drafts."""
+        """The number of drafts that were accepted."""
         return len(self.path)
 
     def add(self, token: int) -> None:
-        """Count a token of the step, and accept the draft at its position if it is the same token."""
+        """Record the next token that the sequence got. It accepts the draft at its position if it is the same token."""
         if self.count == self.accepted:
             found = find_child(self.drafts, self.parents, self.path[-1] if self.path else -1, token)
             if found is not None:
@@ -58,38 +76,56 @@ class AcceptedTokens:
 
     @property
     def useful_end(self) -> int:
-        """The end of the positions whose K and V are still valid. The last token has not run yet."""
+        """The number of leading positions of the sequence whose keys and values remain valid.
+
+        The newest token is not included, because it has not run yet.
+        """
         return self.length + min(self.accepted, max(0, self.count - 1))
 
     @property
     def rejected(self) -> int:
-        """The number of positions that were computed for rejected drafts."""
+        """The number of positions that the step computed for rejected drafts."""
         return self.length + len(self.drafts) - self.useful_end
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A step between its launch and the arrival of its tokens."""
+    """A step between its launch and the arrival of its tokens.
+
+    Attributes:
+        scheduled: The scheduled step.
+        sampling: The sequences that get tokens, in order.
+        completed: The sequences that end with this step without getting a token.
+        output_chunks: The chunks with hidden states or scores of continuations as output, in order.
+        prompt_chunks: The chunks with log-probabilities of prompt tokens as output, in order.
+        useful: The chunks, without the tokens that are recomputed after a preemption.
+        decodes: The number of generated tokens that run for the first time.
+        recomputed: The number of tokens that are recomputed after a preemption.
+        reads: True if the step runs prompt tokens or recomputes any tokens.
+        began_s: When its scheduling began, in seconds since the engine's start.
+        launched_s: When its launch began, in seconds since the engine's start.
+        result: Its results, which may still be computed.
+        shapes: The shape of its useful work, per step of a multi-step launch.
+        irregular: The results of sequences that had drafts, or got another number of tokens than one.
+        dropped: The sequences that had ended before this step's launch, which was only known later.
+        cut: The number of tokens of each sequence that ended before the last step of a multi-step launch.
+    """
 
     scheduled: Step
-    sampling: list[Sequence]  # sequences that get tokens, in order
-    completed: list[Sequence]  # sequences that end with this step without getting a token
-    output_chunks: list[Chunk]  # chunks with hidden states or scores as output, in order
-    prompt_chunks: list[Chunk]  # chunks with log-probabilities of prompt tokens as output, in order
-    useful: list[Chunk]  # chunks without the tokens that are recomputed after a preemption
-    decodes: int  # tokens after prompts that run for the first time
-    recomputed: int  # tokens that are recomputed after a preemption
-    reads: bool  # True if it runs prompt tokens or recomputes any
+    sampling: list[Sequence]
+    completed: list[Sequence]
+    output_chunks: list[Chunk]
+    prompt_chunks: list[Chunk]
+    useful: list[Chunk]
+    decodes: int
+    recomputed: int
+    reads: bool
     began_s: float
     launched_s: float = 0.0
     result: Launched | None = None
-    # Shapes of the useful work, per step of a multi-step launch
     shapes: list[StepShape] = field(default_factory=list)
-    # Results of sequences with drafts, or with another number of tokens than one
     irregular: list[AcceptedTokens] = field(default_factory=list)
-    # Sequences that turned out to have ended before its launch
     dropped: set[Sequence] = field(default_factory=set)
-    # Tokens of the sequences that ended before the last step of a multi-step launch
     cut: dict[Sequence, int] = field(default_factory=dict)
 
     @property
@@ -99,11 +135,11 @@ class InFlight:
 
     @property
     def only_decodes(self) -> bool:
-        """True if each sequence runs one token after its prompt for the first time and gets another one."""
+        """True if each sequence of the step runs one generated token for the first time, and gets another token."""
         return not self.reads and self.decodes == len(self.scheduled.chunks) == len(self.sampling)
 
     def extend_runs(self, runs: list[int]) -> None:
-        """Extend the step to `runs[i]` consecutive decode steps for sequence i."""
+        """Extend the step to a multi-step launch, in which sequence i takes part in the first `runs[i]` steps."""
         new_tuple, chunks = tuple.__new__, zip(self.scheduled.chunks, runs, strict=True)
         # Takes half the time of Chunk(…)
         self.useful = [new_tuple(Chunk, (s, start, n)) for (s, start, _), n in chunks]
@@ -120,7 +156,7 @@ class InFlight:
 
     @property
     def scored_positions(self) -> int:
-        """The number of positions after which tokens are scored."""
+        """The number of positions in the step whose logits score given tokens of continuations or prompts."""
         scored = (
             (c.end, max(c.start, c.sequence.scored.branch.first))
             for c in self.output_chunks
@@ -135,7 +171,12 @@ class InFlight:
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> InFlight:
-        """Create the record of a step. Must be called before its launch, which changes the sequences."""
+        """Create the record of a scheduled step. Must be called before its launch, which changes the sequences.
+
+        Args:
+            step: The scheduled step.
+            began_s: When its scheduling began, in seconds since the engine's start.
+        """
         chunks, samples = step.chunks, sampling_chunks(step.chunks)
         # A chunk that begins after the prompt and after the tokens computed before a preemption only decodes
         reading = [c for c in chunks if c[1] < c[0].prompt_length or c[1] < c[0].computed_before_preemption]

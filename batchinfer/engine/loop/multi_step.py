@@ -24,7 +24,12 @@ class MultiStepDecoding:
     """Chooses the number of decode steps per launch from the estimated times of device and host.
 
     If the host needs more time per step than the device, the device waits. Most of the host's work is done once per
-    launch. But a row that ends in the middle of a launch runs on to its last step, and through the launch after it.
+    launch. But a sequence that ends in the middle of a launch runs on to the launch's last step, and through the
+    following launch.
+
+    Args:
+        costs: The estimated times of host and device.
+        most: The maximum number of steps per launch.
     """
 
     def __init__(self, costs: AdmissionCosts, most: int = MOST_STEPS) -> None:
@@ -33,31 +38,35 @@ class MultiStepDecoding:
         self._launches_without_drafts = 0  # remaining launches in which no row may be held
 
     def record_tokens(self, tokens: int, ended: int) -> None:
-        """Record generated tokens and ended rows, which give the mean output length."""
+        """Count the tokens that a launch generated and the sequences that ended, for the mean output length."""
         self._tokens += tokens
         self._ended += ended
 
     @property
     def can_hold_rows(self) -> bool:
-        """True if rows may skip a step after the next launch to have drafts."""
+        """True if sequences may skip the step after the next launch to have drafts.
+
+        For 8 launches after a multi-step launch they must not, because a skipping sequence forces single steps for all
+        sequences.
+        """
         return self._launches_without_drafts == 0
 
     def record_launch(self, steps: int) -> None:
-        """Record a launch of a number of steps."""
+        """Record that a number of steps was launched together."""
         if self._launches_without_drafts:
             self._launches_without_drafts -= 1
         elif steps > 1:
             self._launches_without_drafts = LAUNCHES_BETWEEN_DRAFTS
 
     def choose_steps(self, rows: int, cached: int) -> int:
-        """Return the number of steps to launch.
+        """Return the number of steps to launch together, from the estimated tokens per second.
 
         Args:
-            rows: The decoding rows.
-            cached: The tokens in the KV cache that each step reads.
+            rows: The number of decoding sequences.
+            cached: The number of tokens in the KV cache that each step reads.
 
         Returns:
-            1 if the time of the device is unknown.
+            1 if the times of the device are unknown, or if several steps gain less than 5 %.
         """
         if not self._costs.weights_s:
             return 1
@@ -66,24 +75,35 @@ class MultiStepDecoding:
         return 1 + best if speeds[best] > LEAST_GAIN * speeds[0] else 1
 
     def tokens_per_s(self, steps: int, rows: int, cached: int) -> float:
-        """Return the estimated number of useful tokens per second and row; see `choose_steps`."""
+        """Return the estimated number of tokens per second and sequence that belong to answers.
+
+        Args:
+            steps: The number of steps per launch.
+            rows: The number of decoding sequences.
+            cached: The number of tokens in the KV cache that each step reads.
+        """
         return (
             steps * self._useful(steps) / max(steps * self.device_s(rows, cached), self.host_s(steps, rows))
         )
 
     def device_s(self, rows: int, cached: int) -> float:
-        """Return the estimated device time of a step in seconds; see `choose_steps`."""
+        """Return the estimated device time of a decode step in seconds.
+
+        Args:
+            rows: The number of decoding sequences.
+            cached: The number of tokens in the KV cache that the step reads.
+        """
         costs = self._costs
         return max(costs.weights_s, rows * costs.token_s) + cached * costs.kv_token_s
 
     def host_s(self, steps: int, rows: int) -> float:
-        """Return the estimated host time of a launch of several steps in seconds."""
+        """Return the estimated host time in seconds of a launch of `steps` decode steps with `rows` sequences."""
         return self._costs.host_step_s + rows * self._costs.host_row_s + further_host_s(steps - 1, rows)
 
     def _useful(self, steps: int) -> float:
-        """Return the estimated share of tokens that belong to answers.
+        """Return the estimated share of computed tokens that belong to answers.
 
-        On average, a row ends in the middle of a launch, when the next launch is already in flight.
+        On average, a sequence ends in the middle of a launch, when the next launch is already in flight.
         """
         length = self._tokens / max(1, self._ended)
         return max(0.0, 1 - 1.5 * (steps - 1) / length) if length else float(steps == 1)
@@ -92,12 +112,12 @@ class MultiStepDecoding:
 def split_sample(
     sample: StepSample, shapes: Sequence[StepShape], computed: int, cost: ModelCost, peaks: Peaks | None
 ) -> list[StepSample]:
-    """Split the sample of a multi-step launch into one sample per step.
+    """Split the measurements of a multi-step launch into one sample per step.
 
     Args:
-        sample: The sample of the launch. Its duration is divided equally. Host work counts for the first step.
-        shapes: The shapes of the useful work, one per step.
-        computed: All computed query positions, including positions after the end of an answer.
+        sample: The measurements of the launch. The duration is divided equally. Host work counts for the first step.
+        shapes: The shape of the useful work of each step.
+        computed: The number of computed query positions, including positions after the end of an answer.
         cost: The costs of the model.
         peaks: The peak FLOP/s and bandwidth of the device, if known.
     """

@@ -7,37 +7,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a model is divided among the ranks of an engine: the number of ranks is the product of the fields."""
+    """How a model is sharded among the ranks of an engine. The number of ranks is the product of the fields.
 
-    tensor: int = 1  # tensor-parallel ranks
-    stages: int = 1  # pipeline stages
-    # expert-parallel ranks: each has a share of the experts and all other weights of its layers
+    Attributes:
+        tensor: The number of tensor-parallel ranks per stage.
+        stages: The number of pipeline stages.
+        experts: The number of expert-parallel ranks per stage. Each has a share of the experts, and all other weights
+            of its layers.
+    """
+
+    tensor: int = 1
+    stages: int = 1
     experts: int = 1
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
+        """The number of ranks of the engine."""
         return self.peers * self.stages
 
     @property
     def peers(self) -> int:
-        """Return the number of ranks with the same layers."""
+        """The number of ranks per pipeline stage, which compute the same layers."""
         return self.tensor * self.experts
 
     def peer(self, rank: int) -> int:
-        """Return the number of a rank among the ranks with the same layers."""
+        """Return the index of a rank among the ranks of its pipeline stage."""
         return rank % self.peers
 
     def stage(self, rank: int) -> int:
-        """Return the pipeline stage of a rank. Rank 0 has the last stage, as it samples."""
+        """Return the index of a rank's pipeline stage. Rank 0 has the last stage, because it samples."""
         return (rank // self.peers - 1) % self.stages
 
     def neighbour(self, rank: int, step: int) -> int | None:
-        """Return the rank with the same shard of the neighbouring stage, or None if there is no such stage.
+        """Return the rank with the same shard in the neighbouring pipeline stage, or None if there is no such stage.
 
         Args:
-            rank: The rank whose neighbour is returned.
-            step: -1: the previous stage; 1: the next stage.
+            rank: A rank.
+            step: -1 for the previous stage, 1 for the next stage.
         """
         stage = self.stage(rank) + step
         if not 0 <= stage < self.stages:
@@ -50,9 +56,14 @@ UNDIVIDED = Division()
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """The settings with which a rank connects to the other ranks of its engine."""
+    """The settings with which a rank connects to the other ranks of its engine.
+
+    Attributes:
+        rank: The number of the rank.
+        division: How the model is sharded.
+        rendezvous: The path of a file, empty at first, through which ranks exchange the addresses that they listen on.
+    """
 
     rank: int
     division: Division
-    # Path of a file, empty at first. Each rank appends the address that it listens on
     rendezvous: str

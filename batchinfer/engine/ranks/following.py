@@ -20,24 +20,36 @@ from batchinfer.models.parallel.group import SpentTime
 
 @dataclass(frozen=True, slots=True)
 class RankAccount:
-    """The memory of a rank, and the time that it spends in communication."""
+    """Reports the memory of a rank, and the time that it spends in communication.
+
+    Attributes:
+        rank: The number of the rank.
+        stage: The index of its pipeline stage.
+        weight_bytes: The bytes of its weights.
+        kv_bytes: The bytes of its KV cache.
+        read_bytes: The bytes that it read from the checkpoint.
+        before_bytes: The resident memory of the process before loading, or None if unknown.
+        wait: The time spent waiting for other stages so far. None: there is one stage, or the time is not measured.
+        sums: The time spent in collectives so far. None: the rank has no collectives, or they are not timed.
+        read_loads: Returns the number of tokens that were routed to each expert of its layers so far. It waits for the
+            device.
+    """
 
     rank: int
     stage: int
     weight_bytes: int
     kv_bytes: int
     read_bytes: int
-    before_bytes: int | None  # resident memory of the process before loading; None: unknown
-    wait: SpentTime | None = None  # waiting for other stages; None: one stage, or not timed
-    sums: SpentTime | None = None  # see `RankGroups`
-    # Returns the tokens routed to each expert of its layers so far; waits for the device
+    before_bytes: int | None
+    wait: SpentTime | None = None
+    sums: SpentTime | None = None
     read_loads: Callable[[], ExpertTokens] = dict
 
     def use(self, waited_s: float = 0.0) -> RankUse:
-        """Return the memory and time used so far.
+        """Return the memory and the communication time of the rank up to now.
 
         Args:
-            waited_s: Seconds for which the rank has waited for steps.
+            waited_s: Seconds that the rank waited for the leading rank to send steps, added to its waiting time.
         """
         return RankUse(
             rank=self.rank,
@@ -54,29 +66,41 @@ class RankAccount:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A following rank of an engine, or of several engines that take turns. It must get every step, in order."""
+    """Runs the steps of a rank that does not lead its engine, or several engines that alternate.
 
-    passed: Sequence[TokenTransfer]  # per engine, with its runner
-    has_head: bool  # True if the rank has a shard of the head that computes logits
+    It must get every step of the leading rank, in order.
+
+    Attributes:
+        transfers: For each engine, its runner with the transfer of sampled tokens.
+        has_head: True if the rank has a shard of the output layer that computes logits.
+        account: Reports the memory and time of the rank.
+    """
+
+    transfers: Sequence[TokenTransfer]
+    has_head: bool
     account: RankAccount
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:
-        """Run a step's forward pass, and this rank's part of computing logits. Raises torch.OutOfMemoryError."""
-        passed, plan = self.passed[step.turn], step.plan
-        runner = passed.runner
+        """Run the forward pass of a step, and this rank's part of computing logits.
+
+        Raises:
+            torch.OutOfMemoryError: If there is not enough memory.
+        """
+        transfer, plan = self.transfers[step.turn], step.plan
+        runner = transfer.runner
         with out_of_memory_errors():
-            passed.before_step(plan)
+            transfer.before_step(plan)
             hidden, sampling, _ = runner.forward(plan)
             if plan.sampled_rows and self.has_head:
                 _make_logits(runner, hidden, sampling)
-            passed.after_step(plan)
+            transfer.after_step(plan)
 
 
 def _make_logits(runner: ModelRunner, hidden: Tensor, plan: SamplingPlan) -> None:
-    """Call the head exactly as `Sampler.next_tokens` does on the leading rank: each call is a collective.
+    """Compute this rank's part of the logits, with the same collectives as `Sampler.next_tokens` on the leading rank.
 
-    The calls depend only on the plan: the leading rank reads masks after it has the logits.
+    The collectives depend only on the plan: the leading rank reads masks after it has the logits.
     """
     head = runner.model
     if plan.scored is not None:

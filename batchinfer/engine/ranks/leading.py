@@ -18,7 +18,13 @@ from batchinfer_kernels.cost import ModelCost
 
 
 class PendingStep:
-    """A step that runs on this rank when its results are first requested: other engines' steps can be sent first."""
+    """A step that runs on this rank when its results are first requested.
+
+    Before that, the steps of other engines can be sent to the other ranks.
+
+    Args:
+        run: Runs the step.
+    """
 
     def __init__(self, run: Callable[[], Launched]) -> None:
         self._run = run
@@ -29,44 +35,44 @@ class PendingStep:
 
     @property
     def padded_tokens(self) -> int:
-        """Return the number of query positions computed only as padding."""
+        """The number of query positions that were computed only as padding."""
         return self._ran.padded_tokens
 
     @property
     def launch(self) -> StepLaunch | None:
-        """Return how the step was launched, or None on a CPU."""
+        """How the step was launched on a GPU, or None on a CPU."""
         return self._ran.launch
 
     @property
     def collective_s(self) -> float | None:
-        """Return the seconds spent in collectives, or None if they are not timed."""
+        """The seconds spent in collectives, or None if they are not timed."""
         return self._ran.collective_s
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk that samples."""
+        """Return the next tokens of each chunk that samples, in order."""
         return self._ran.tokens()
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of chunks that request them."""
+        """Return the log-probabilities of new tokens, by the index of the chunk among chunks that sample."""
         return self._ran.logprobs()
 
     def states(self) -> Mapping[int, States]:
-        """Return the hidden states that chunks request, by the chunk's index in the step."""
+        """Return the requested hidden states, by the index of the chunk among chunks that request them."""
         return self._ran.states()
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of the plan's scored tokens."""
+        """Return the log-probabilities of the given tokens that the plan scores."""
         return self._ran.scores()
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return, per chunk with a mask, which tokens replaced a forbidden most likely token."""
+        """Return whether the mask forbade the most likely token, per token of each chunk with a mask."""
         return self._ran.barred()
 
 
 class LeadingRunner:
-    """Runs steps together with the other ranks. It sends each plan to them first.
+    """Runs the steps of an engine on the leading rank, and sends each plan to the other ranks first.
 
-    With pipeline stages on a CPU, this rank (which has the last stage) defers a step until its results are requested.
+    With pipeline stages on a CPU, this rank, which has the last stage, defers a step until its results are requested.
     """
 
     def __init__(
@@ -80,11 +86,11 @@ class LeadingRunner:
         """Create the runner of one engine.
 
         Args:
-            turn: Number of the engine among the engines that take turns.
+            turn: The index of the engine among the engines that alternate.
             runner: Runs this rank's shard of the model.
             rank_groups: The ranks of the engine.
             send_step: Sends a step to the other ranks.
-            cost: The cost of the whole model.
+            cost: The costs of the whole model.
         """
         self._turn, self._runner, self._send_step = turn, runner, send_step
         self._passed = TokenTransfer(runner, rank_groups)
@@ -93,26 +99,26 @@ class LeadingRunner:
 
     @property
     def layout(self) -> CacheLayout:
-        """Return the layout of the cache groups, which is the same on every rank."""
+        """The layout of the KV cache. All ranks have the same cache groups."""
         return self._runner.layout
 
     @property
     def wants(self) -> PlanWants:
-        """Return which optional parts of plans the ranks read."""
+        """The optional parts of plans that the ranks read."""
         return self._runner.wants
 
     @property
     def looks_ahead(self) -> bool:
-        """Return True if a step may be launched before the tokens of the previous step are known."""
+        """True if a step may be launched before the tokens of the previous step are known."""
         return self._runner.looks_ahead
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the runner's limit: None, as a rank that runs out of memory ends the engine."""
+        """The limit of tokens per step: None, because a rank that runs out of memory ends the engine."""
         return self._runner.most_tokens
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the step on all ranks."""
+        """Send a step to the other ranks, and run it on this rank, at once or when its results are requested."""
         self._send_step(RankStep(self._turn, plan))
         return PendingStep(partial(self._run, plan)) if self._pends else self._run(plan)
 

@@ -24,23 +24,32 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """The process groups of one rank."""
+    """The process groups of one rank of an engine.
+
+    Attributes:
+        rank: The number of the rank.
+        division: How the model is sharded.
+        everyone: The group of all ranks of the engine.
+        peers: The group of the ranks that compute the same layers.
+        wait: The time spent waiting for other pipeline stages so far.
+        sums: The time spent in collectives so far. None: there are no peers, or the ranks use GPUs.
+    """
 
     rank: int = 0
     division: Division = UNDIVIDED
-    everyone: Group = field(default_factory=SingleRankGroup)  # all ranks of the engine
-    peers: Group = field(default_factory=SingleRankGroup)  # ranks that compute the same layers
-    wait: SpentTime = field(default_factory=SpentTime)  # waiting for other stages
-    sums: SpentTime | None = None  # time in collectives; None: there are no peers, or the ranks use GPUs
+    everyone: Group = field(default_factory=SingleRankGroup)
+    peers: Group = field(default_factory=SingleRankGroup)
+    wait: SpentTime = field(default_factory=SpentTime)
+    sums: SpentTime | None = None
 
     @property
     def is_sharded(self) -> bool:
-        """Return True if the engine has more than one rank."""
+        """True if the engine has more than one rank."""
         return self.division.ranks > 1
 
     @property
     def has_head(self) -> bool:
-        """Return True if the rank has a shard of the head: it is in the last stage and has tensor peers."""
+        """True if the rank has a shard of the output layer: the last stage of a tensor-parallel model."""
         return self.division.tensor > 1 and self.division.neighbour(self.rank, 1) is None
 
 
@@ -50,7 +59,7 @@ def join_ranks(rank_config: RankConfig | None, device: torch.device) -> RankGrou
     torch's default process group is not set.
 
     Args:
-        rank_config: The rank of this process; None: there are no other ranks.
+        rank_config: The rank of this process. None: there are no other ranks.
         device: The device of this rank.
 
     Raises:
@@ -81,7 +90,7 @@ def _file_store(rank_config: RankConfig) -> c10d.Store:
 
 
 def _warm_up_groups(rank: int, division: Division, groups: tuple[Group, Group], device: torch.device) -> None:
-    """Exchange a value between ranks to make NCCL allocate its memory before the cache is sized.
+    """Exchange a value between ranks to make NCCL allocate its memory before the KV cache is sized.
 
     NCCL connects two ranks when they first communicate. Neighbouring stages connect in their first step.
 
@@ -112,7 +121,7 @@ def _warm_up_groups(rank: int, division: Division, groups: tuple[Group, Group], 
 
 
 def _kind(device: torch.device) -> torch.Tensor:
-    """Return the multiprocessors and compute capability of a GPU, (3,), or zeros for a CPU."""
+    """Return the number of multiprocessors and the compute capability of a GPU, int64 [3], or zeros for a CPU."""
     if device.type != "cuda":
         return torch.zeros(3, dtype=torch.int64)
     found = torch.cuda.get_device_properties(device)
@@ -130,7 +139,7 @@ def _connect(store: c10d.Store, rank: int, size: int, device: torch.device) -> T
 
 
 def _gloo(store: c10d.Store, rank: int, size: int) -> Any:
-    """Return the backend for CPUs. It listens on the loopback interface; gloo's default is the host's address."""
+    """Return the backend for CPUs, which listens on the loopback interface. gloo would use the host's address."""
     made: Any = distributed.ProcessGroupGloo  # its type stubs do not describe the options
     options = made._Options()
     options._devices = [made.create_device(hostname=_LOOPBACK)]
@@ -146,5 +155,11 @@ def _nccl(store: c10d.Store, rank: int, size: int) -> Any:
 
 
 def min_over_ranks(count: int, group: Group, device: torch.device) -> int:
-    """Return the minimum of `count` over all ranks of the group."""
+    """Return the minimum of a number over all ranks of a group, which must all call this.
+
+    Args:
+        count: The number of this rank.
+        group: The ranks.
+        device: The device of this rank.
+    """
     return int(group.all_gather(torch.tensor([count], device=device)).min())

@@ -17,18 +17,18 @@ from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ModelSpec
 
 
-def rank_place(
+def rank_shard(
     rank: int, division: Division, spec: ModelSpec, placement: ExpertPlacement | None = None
 ) -> ModelShard:
-    """Return the place of a rank in a model.
+    """Return the layers, experts and share of weights that a rank of a sharded model holds.
 
     Tensor-parallel ranks get whole experts if the experts can be divided evenly.
 
     Args:
         rank: The number of the rank.
-        division: How the model is divided.
-        spec: The whole model.
-        placement: Which experts each rank gets; None: contiguous ranges.
+        division: How the model is sharded.
+        spec: The specification of the whole model.
+        placement: The experts of each rank. None: contiguous ranges.
 
     Raises:
         CannotSplit: There are more stages than layers, or the experts cannot be divided evenly.
@@ -49,22 +49,34 @@ def rank_place(
 
 
 def expert_ranks(spec: ModelSpec, division: Division) -> int:
-    """Return the number of ranks among which the experts of a layer are divided; 1: each rank has all experts."""
-    share = rank_place(0, division, spec).experts
+    """Return the number of ranks among which the experts of a layer are divided, or 1 if each rank has all experts."""
+    share = rank_shard(0, division, spec).experts
     return 1 if share is None else share.size
 
 
 def check_division(spec: ModelSpec, division: Division) -> None:
-    """Raise CannotSplit if the model cannot be divided in this way."""
+    """Check that a model can be sharded.
+
+    Args:
+        spec: The specification of the model.
+        division: How the model is sharded.
+
+    Raises:
+        CannotSplit: If the model cannot be sharded in this way.
+    """
     for rank in range(division.ranks):
-        shard_spec(spec, rank_place(rank, division, spec))
+        shard_spec(spec, rank_shard(rank, division, spec))
 
 
 def check_stored(checkpoint: Checkpoint, division: Division) -> None:
-    """Check that the ranks can read their shards of a checkpoint's tensors. Only headers are read.
+    """Check that the ranks can read their shards of a checkpoint's tensors. Only the headers of files are read.
+
+    Args:
+        checkpoint: The checkpoint.
+        division: How the model is sharded.
 
     Raises:
-        CannotSplit: They cannot. The message lists the possible numbers of ranks.
+        CannotSplit: If they cannot. The message lists the possible numbers of ranks.
     """
     try:
         _check_stored(checkpoint, division)
@@ -81,7 +93,7 @@ def check_stored(checkpoint: Checkpoint, division: Division) -> None:
 
 def _check_stored(checkpoint: Checkpoint, division: Division) -> None:
     for rank in range(division.ranks):
-        check_parts(checkpoint, rank_place(rank, division, checkpoint.spec))
+        check_parts(checkpoint, rank_shard(rank, division, checkpoint.spec))
 
 
 def _of_experts(ranks: int) -> Division:
@@ -89,7 +101,6 @@ def _of_experts(ranks: int) -> Division:
 
 
 def _reads_in(checkpoint: Checkpoint, division: Division) -> bool:
-    """Return True if the ranks can read their shards of the checkpoint."""
     try:
         _check_stored(checkpoint, division)
     except CannotSplit:
@@ -98,9 +109,12 @@ def _reads_in(checkpoint: Checkpoint, division: Division) -> bool:
 
 
 def stage_spans(spec: ModelSpec, stages: int) -> list[Span]:
-    """Divide the layers among stages to make the largest stage as small as possible.
+    """Divide the layers of a model among pipeline stages, so that the largest stage is as small as possible.
 
-    The size of a stage is its number of weights. The last stage also has the head.
+    The size of a stage is its number of weights. The last stage also has the output layer.
+
+    Returns:
+        The first layer of each stage, and the layer after its last one.
 
     Raises:
         CannotSplit: There are more stages than layers.
@@ -121,17 +135,16 @@ def _values(spec: ModelSpec, layer: int) -> int:
 
 
 def _ends(layers: list[int], stages: int, head: int) -> list[int]:
-    """Return the end layer of each stage.
+    """Return the end of each stage: the index of the layer after its last layer.
 
     Args:
-        layers: The weights of each layer.
+        layers: The number of weights of each layer.
         stages: The number of stages.
-        head: The weights of the head.
+        head: The number of weights of the output layer.
     """
 
     @cache
     def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """Return the best size of the largest of the last `left` stages from layer `first` on, and their end layers."""
         if left == 1:
             return sum(layers[first:]) + head, (len(layers),)
         found = (

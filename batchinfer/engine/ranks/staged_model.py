@@ -15,36 +15,41 @@ from batchinfer.models.parallel.group import Group, SpentTime
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineStageIO:
-    """Transfers hidden states from the previous stage and to the next stage.
+    """Transfers hidden states from the previous pipeline stage and to the next one.
 
-    `states` is a fixed buffer, because captured layers read it. Steps of a rank run sequentially, so all engines that
-    take turns share the buffer.
+    Attributes:
+        group: The ranks of the engine.
+        previous: The rank of the previous stage, or None in the first stage.
+        following: The rank of the next stage, or None in the last stage.
+        states: The received hidden states, [max tokens, hidden]. The buffer is fixed, because captured layers read it,
+            and shared by all engines that alternate, because the steps of a rank run sequentially.
+        wait: The time that the host waited for other stages so far. It is only meaningful on a CPU.
     """
 
     group: Group
-    previous: int | None  # rank of the previous stage; None: this is the first
-    following: int | None  # rank of the next stage; None: this is the last
-    states: Tensor  # (max tokens, hidden): received hidden states
-    wait: SpentTime  # time that the host waits for other stages; only meaningful on a CPU
+    previous: int | None
+    following: int | None
+    states: Tensor
+    wait: SpentTime
 
     @property
     def is_first(self) -> bool:
-        """Return True if this is the first stage."""
+        """True for the first pipeline stage."""
         return self.previous is None
 
     @property
     def is_last(self) -> bool:
-        """Return True if this is the last stage."""
+        """True for the last pipeline stage."""
         return self.following is None
 
     def receive(self, tokens: int) -> None:
-        """Receive hidden states into the first `tokens` rows of `states`."""
+        """Receive the hidden states of `tokens` tokens from the previous stage, if any, into the buffer `states`."""
         if self.previous is not None:
             with self.wait.measure():
                 self.group.receive(self.states[:tokens], self.previous)
 
     def send(self, hidden: Tensor) -> None:
-        """Send hidden states, (T, hidden), to the next stage."""
+        """Send the hidden states of T tokens, [T, hidden], to the next stage, if any."""
         if self.following is not None:
             with self.wait.measure():
                 self.group.send(hidden, self.following)
@@ -52,7 +57,13 @@ class PipelineStageIO:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedModel:
-    """The layers of one stage. They read received hidden states, or token ids in the first stage."""
+    """The layers of a pipeline stage, as the model of a runner.
+
+    Attributes:
+        model: The decoder with the layers of the stage. In the first stage it reads token ids, in other stages the
+            received hidden states.
+        stage_io: Transfers hidden states between stages.
+    """
 
     model: Decoder
     stage_io: PipelineStageIO
@@ -64,31 +75,53 @@ class StagedModel:
         caches: Sequence[LayerCache],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """Run a step through these layers."""
+        """Run a step through the layers of the stage.
+
+        Args:
+            token_ids: The T tokens of the step, [T].
+            inputs: The attention inputs per cache group.
+            caches: The KV cache of each layer with attention.
+            plans: The attention plan of each cache group.
+
+        Returns:
+            The hidden states, [T, hidden].
+        """
         return self.model.forward(token_ids, inputs, caches, plans, self._received(token_ids))
 
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run a step through these layers, yielding before each attention."""
+        """Run a step through the layers of the stage, and pause before each layer's attention.
+
+        Args:
+            token_ids: The T tokens of the step, [T].
+            inputs: The attention inputs per cache group.
+            caches: The KV cache of each layer with attention.
+
+        Yields:
+            The attention that the caller must launch. Its result must be sent to the generator.
+
+        Returns:
+            The hidden states, [T, hidden].
+        """
         return self.model.forward_split_at_attention(token_ids, inputs, caches, self._received(token_ids))
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the decoder's buffers for steps of up to `tokens` tokens."""
+        """Allocate the buffers through which captured pieces and attention exchange tensors, for `tokens` tokens."""
         return self.model.static_buffers(tokens)
 
     def _received(self, token_ids: Tensor) -> Tensor | None:
-        """Return the received states of a step, or None in the first stage. Rows of padding tokens are stale."""
+        """Return the received hidden states of a step, or None in the first stage. Padding rows have any values."""
         return None if self.stage_io.is_first else self.stage_io.states[: len(token_ids)]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm."""
+        """Apply the final norm to hidden states of the last stage, [n, hidden]."""
         return self.model.states(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits."""
+        """Return the logits, [n, vocab], for hidden states of the last stage, [n, hidden]."""
         return self.model.logits(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the argmax of the logits."""
+        """Return the token with the highest logit, int64 [n], for hidden states of the last stage, [n, hidden]."""
         return self.model.argmax(hidden)

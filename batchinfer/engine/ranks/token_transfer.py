@@ -17,11 +17,15 @@ from batchinfer.engine.schedule.step_plan import StepPlan
 
 @dataclass(slots=True, eq=False)
 class TokenTransfer:
-    """Transfers the sampled tokens of one engine from rank 0 to the ranks that read them.
+    """Transfers the sampled tokens of one engine from rank 0 to the ranks that need them as input.
 
-    Before a step that needs the previous step's tokens, rank 0 sends them to all ranks, or with stages to the first
-    stage. With stages, it sends them in a separate CUDA stream as soon as they are sampled: other engines' steps on
-    rank 0 do not wait for the receiver.
+    Before a step that reads the tokens of the previous step on the device, rank 0 sends them to all other ranks, or
+    with pipeline stages to the ranks of the first stage. With pipeline stages, it sends them in a separate CUDA stream
+    as soon as they are sampled, so that other engines' steps on rank 0 do not wait for the receiver.
+
+    Attributes:
+        runner: Runs the shard of this rank for the engine.
+        rank_groups: The ranks of the engine.
     """
 
     runner: ModelRunner
@@ -31,7 +35,7 @@ class TokenTransfer:
     _streams: list[torch.cuda.Stream] = field(default_factory=list)  # one stream, created when it is needed
 
     def before_step(self, plan: StepPlan) -> None:
-        """Transfer the tokens that the plan reads from the previous step."""
+        """Send or receive the tokens of the previous step, if the step with this plan reads them on the device."""
         runner, rank = self.runner, self.rank_groups.rank
         if plan.awaited is None or not isinstance(runner, DeviceRunner):
             return
@@ -43,7 +47,7 @@ class TokenTransfer:
             runner.device_tokens.tokens = self._received(runner.device)
 
     def after_step(self, plan: StepPlan) -> None:
-        """Record the number of tokens that a launched step samples, and when it has sampled them."""
+        """Record how many tokens the launched step samples, and on rank 0 the moment when they are sampled."""
         if not plan.sampled_rows or not plan.sampling.chooses:
             return
         self._rows = plan.sampling.choosing(plan.sampled_rows)
@@ -71,7 +75,7 @@ class TokenTransfer:
 
     @contextmanager
     def _in_stream(self, tokens: Tensor) -> Iterator[None]:
-        """Run the body in a stream that waits only for the step that sampled the tokens, not for later steps."""
+        """Return a context in which work waits only for the step that sampled the tokens, not for later steps."""
         if self._sampled is None:
             yield
             return

@@ -47,29 +47,43 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceRun:
-    """A launched step whose results are being copied to the host."""
+    """A launched step whose results are being copied to the host.
 
-    # Copies tokens, log-probabilities, hidden states, masks and scores; None: nothing was sampled
+    Attributes:
+        download: The copy of tokens, log-probabilities, hidden states, masks and scores. None: nothing was sampled.
+        padded_tokens: The number of query positions that were computed only as padding.
+        launch: How the step was launched.
+        plan: The plan of the step.
+        logprob_rows: The rows with log-probabilities of each micro-batch that has any, after the index of the
+            micro-batch's first row among all rows that get tokens.
+        masked_rows: The rows with masks of each micro-batch that has any, after the index of its first row.
+        state_rows: The hidden states of each micro-batch that has any.
+        scored_batches: The number of micro-batches that score given tokens.
+        collective_s: Always None: collectives are not timed on a GPU.
+    """
+
     download: Download | None
     padded_tokens: int
     launch: StepLaunch
     plan: StepPlan
-    # Per micro-batch that has such rows: the number of its first sampled row, and the rows
     logprob_rows: list[tuple[int, RowLogprobs]] = field(default_factory=list)
     masked_rows: list[tuple[int, Masked]] = field(default_factory=list)
     state_rows: list[RowStates] = field(default_factory=list)
-    scored_batches: int = 0  # micro-batches that have scores
-    collective_s: None = None  # collectives are not timed on a GPU
+    scored_batches: int = 0
+    collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the step and return the next tokens of each chunk that samples."""
+        """Wait for the step, and return the next tokens of each chunk that samples, in order."""
         if self.download is None:
             return []
         tokens: list[int] = self.download.arrays()[0].tolist()
         return tokens_of_chunks(tokens, self.plan, rows_of_chunks(tokens, self.plan))
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Wait for the step and return the log-probabilities of chunks that request them."""
+        """Wait for the step, and return the log-probabilities of new tokens, if requested.
+
+        The keys are the indices of chunks among the chunks that sample.
+        """
         if self.download is None or not self.logprob_rows:
             return {}
         found: dict[int, TokenLogprobs] = {}
@@ -79,7 +93,10 @@ class DeviceRun:
         return logprobs_of_chunks(found, self._rows())
 
     def states(self) -> Mapping[int, States]:
-        """Wait for the step and return the hidden states that chunks request."""
+        """Wait for the step, and return the requested hidden states, [n, hidden], or their sums, [1, hidden].
+
+        The keys are the indices of chunks among the chunks that request hidden states.
+        """
         if self.download is None or not self.state_rows:
             return {}
         arrays = self.download.arrays()[1 + 3 * len(self.logprob_rows) :]
@@ -87,7 +104,10 @@ class DeviceRun:
         return states_of_chunks((rows.of_chunks(states) for rows, states in stated), self.plan)
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Wait for the step and return, per chunk with a mask, which tokens replaced a forbidden most likely token."""
+        """Wait for the step, and return for each new token whether the mask forbade the most likely token.
+
+        The keys are the indices of chunks with a mask among the chunks that sample.
+        """
         if self.download is None or not self.masked_rows:
             return {}
         arrays = self.download.arrays()
@@ -104,7 +124,7 @@ class DeviceRun:
         return rows_of_chunks(self.download.arrays()[0].tolist(), self.plan)
 
     def scores(self) -> TokenScores:
-        """Wait for the step and return the log-probabilities of the plan's scored tokens."""
+        """Wait for the step, and return the log-probabilities of the given tokens that the plan scores."""
         if self.download is None or not self.scored_batches:
             return TokenScores.joined([])
         arrays = self.download.arrays()[-4 * self.scored_batches :]
@@ -113,50 +133,64 @@ class DeviceRun:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRun:
-    """Decode steps launched together (multi-step decoding), whose tokens are being copied to the host.
+    """Decode steps that were launched together (multi-step decoding), whose tokens are being copied to the host.
 
-    Rows of such steps request nothing but tokens.
+    Sequences of such steps request nothing except tokens.
+
+    Attributes:
+        download: The copy of the tokens of all steps, concatenated.
+        padded_tokens: The number of query positions of all steps that were computed only as padding.
+        launch: How the steps were launched.
+        repeats: [n], the number of steps in which each of the n sequences takes part.
+        collective_s: Always None: collectives are not timed on a GPU.
     """
 
-    download: Download  # the tokens of all steps, concatenated
-    padded_tokens: int  # of all steps
+    download: Download
+    padded_tokens: int
     launch: StepLaunch
-    repeats: Ints  # (rows,): how many of the steps each row takes part in
+    repeats: Ints
     collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the steps and return the tokens of each row, in the order of the steps."""
+        """Wait for the steps, and return the tokens of each sequence, in the order of the steps."""
         rows: list[list[int]] = self.download.arrays()[0].reshape(-1, len(self.repeats)).T.tolist()
         for place in np.flatnonzero(self.repeats < len(rows[0])).tolist():
             del rows[place][self.repeats[place] :]
         return rows
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return no log-probabilities."""
+        """Return an empty mapping: no sequence requests log-probabilities."""
         return {}
 
     def states(self) -> Mapping[int, States]:
-        """Return no hidden states."""
+        """Return an empty mapping: no sequence requests hidden states."""
         return {}
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return nothing: no row has a mask."""
+        """Return an empty mapping: no sequence has a mask."""
         return {}
 
     def scores(self) -> TokenScores:
-        """Return no scores."""
+        """Return empty arrays: no given tokens are scored."""
         return TokenScores.joined([])
 
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """A launched step, with its results on the device."""
+    """A launched step, with its results on the device.
 
-    # Per micro-batch that samples: the number of its first sampled row, and its results
+    Attributes:
+        sampled: The results of each micro-batch that samples, after the index of its first row among all rows that get
+            tokens.
+        tokens: [n], the tokens of all micro-batches. None: nothing was sampled.
+        padded: The number of query positions that were computed only as padding.
+        modes: The launch mode of each micro-batch.
+    """
+
     sampled: list[tuple[int, Sampled]]
-    tokens: Tensor | None  # (n,): the tokens of all micro-batches; None: nothing was sampled
+    tokens: Tensor | None
     padded: int
-    modes: list[LaunchMode]  # of the micro-batches
+    modes: list[LaunchMode]
 
     @property
     def decoded(self) -> Tensor:
@@ -166,57 +200,65 @@ class _Ran:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRunner(ModelRunner):
-    """Launches steps on a GPU without waiting for their results: sampled tokens stay on the device for the next step.
+    """A runner that launches steps on a GPU without waiting for their results.
 
-    A step for which there is no memory runs in micro-batches; see `MicroBatches`.
+    Sampled tokens stay on the device for the next step. A step that does not fit into memory runs in micro-batches.
 
     A step may reuse blocks that the running step still reads, for example blocks of a sequence that has ended. Both
-    steps are in one stream, so the blocks are overwritten only after the running step.
+    steps are in the same CUDA stream, so the blocks are overwritten only after the running step.
+
+    Attributes:
+        graphs: The CUDA graphs of decode steps.
+        mixed: The piecewise CUDA graphs of steps that no decode graph covers, such as steps with prompts.
+        recorder: The recorder that captured the graphs.
+        micro_batches: Limits the tokens per forward pass after the device ran out of memory.
+        device_tokens: The tokens that the previous step sampled.
+        tables: The block tables on the device.
     """
 
     graphs: DecodeGraphs | None = None
-    mixed: PiecewiseGraphs | None = None  # for steps that no decode graph covers
-    recorder: GraphRecorder | None = None  # which captured the graphs
+    mixed: PiecewiseGraphs | None = None
+    recorder: GraphRecorder | None = None
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     device_tokens: DeviceTokens = field(default_factory=DeviceTokens)
     tables: DeviceTables = field(default_factory=DeviceTables)
 
     def with_first_block(self, first_block: int) -> DeviceRunner:
-        """Return a runner for another engine that uses the blocks from `first_block` on of the same cache.
+        """Return a runner for another engine that uses the blocks from `first_block` on of the same KV cache.
 
-        It has its own block tables and pending tokens. The graphs are shared: their inputs are written before each
-        replay.
+        The runner has its own block tables and sampled tokens. CUDA graphs are shared: their inputs are written before
+        each replay.
         """
         own = StepState(first_block, adapters=self.state.adapters)
         return replace(self, state=own, device_tokens=DeviceTokens(), tables=DeviceTables())
 
     @property
     def looks_ahead(self) -> bool:
-        """Return True: the next step may be launched before the tokens of this one are known."""
+        """Always True: the next step may be launched before the tokens of a step are known."""
         return True
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the current limit of tokens per step after running out of memory, or None for no limit."""
+        """The maximum number of tokens per forward pass after the device ran out of memory, or None for no limit."""
         return self.micro_batches.most_tokens
 
     @property
     def capture_s(self) -> float:
-        """Return the seconds spent capturing graphs so far."""
+        """The seconds spent capturing CUDA graphs so far."""
         return sum(graphs.capture_s for graphs in (self.graphs, self.mixed) if graphs is not None)
 
     @property
     def graph_bytes(self) -> int:
-        """Return the bytes of device memory that captured graphs take."""
+        """The bytes of device memory that captured CUDA graphs take."""
         return 0 if self.recorder is None else self.recorder.taken_bytes
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Launch the steps of a plan.
+        """Launch the step of a plan, or its decode steps with multi-step decoding.
 
         Raises:
-            torch.OutOfMemoryError: There is no memory for one token. With several ranks, which cannot agree on
-                micro-batches: there is no memory for the step or its graph.
+            torch.OutOfMemoryError: If there is not enough memory for one token. With several ranks, which cannot agree
+                on micro-batches, also if there is not enough memory for the whole step or its CUDA graph.
         """
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         whole = self.state.batch(plan, self.layout)
@@ -239,7 +281,7 @@ class DeviceRunner(ModelRunner):
         return self._launched(only.sampled, only.tokens, padded, launch, plan)
 
     def _step(self, whole: HostBatch, plan: StepPlan) -> _Ran:
-        """Run a step, in micro-batches if memory requires it. Raises like `launch`."""
+        """Launch a step, in micro-batches if the whole step does not fit into memory."""
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
         todo = deque(self.micro_batches.split(whole))
@@ -270,7 +312,13 @@ class DeviceRunner(ModelRunner):
         return _Ran(sampled, tokens, padded, modes)
 
     def _further_steps(self, first: HostBatch, plan: StepPlan, repeats: Ints) -> Iterator[_Ran]:
-        """Run the second and later steps of a plan, each with the tokens that the previous step sampled."""
+        """Launch the second and later steps of a plan, each with the tokens that the previous step sampled.
+
+        Args:
+            first: The inputs of the first step.
+            plan: The plan.
+            repeats: [n], the number of steps in which each of the n sequences takes part.
+        """
         size, replays = self.layout.block_size, self._replays(repeats)
         for step in range(1, plan.steps):
             ahead = np.minimum(step, repeats - 1)
@@ -280,7 +328,7 @@ class DeviceRunner(ModelRunner):
             yield ran
 
     def _replays(self, repeats: Ints) -> RepeatedReplays | None:
-        """Return the graph replays for the later steps of a plan, or None without a graph or memory for it."""
+        """Return the graph replays for the second and later steps of a plan, or None if they cannot be replayed."""
         if self.graphs is None:
             return None
         try:
@@ -291,7 +339,7 @@ class DeviceRunner(ModelRunner):
             return None
 
     def _replay(self, replays: RepeatedReplays, step: int, sampling: SamplingPlan) -> _Ran | None:
-        """Replay the first step's graph for a later step. Returns None if there was no memory for it."""
+        """Replay the graph of the first step for a later step, and sample. Return None if memory ran out."""
         assert self.device_tokens.tokens is not None, "the previous step has sampled"
         try:
             with out_of_memory_errors():
@@ -305,13 +353,13 @@ class DeviceRunner(ModelRunner):
         return _Ran([(0, found)], found.tokens, ran.padded, ["full_graph"])
 
     def _keep(self, states: Tensor | None, tokens: Tensor | None, plan: StepPlan, whole: HostBatch) -> None:
-        """Keep K and V of accepted draft tree nodes, and the hidden states for draft heads.
+        """Move the keys and values of accepted draft tree nodes, and keep hidden states for draft heads.
 
         Args:
-            states: (n, hidden), of the sampled rows; None: no draft heads need them.
-            tokens: (n,), the sampled tokens; None: nothing was sampled.
-            plan: The step's plan.
-            whole: The step, before it was split into micro-batches.
+            states: The hidden states of n sampled rows, [n, hidden]. None: no draft heads need them.
+            tokens: The sampled tokens, [n]. None: nothing was sampled.
+            plan: The plan of the step.
+            whole: The inputs of the step, before it was split into micro-batches.
         """
         if whole.tree is not None and tokens is not None:
             order = move_accepted_nodes(whole, tokens, self._moved)
@@ -321,7 +369,7 @@ class DeviceRunner(ModelRunner):
 
     @property
     def _moved(self) -> list[list[Tensor]]:
-        """Return for each cache group the tensors with per-slot data; each tensor once, as layers may share a cache."""
+        """The tensors with data per KV cache slot, for each cache group. Each tensor occurs once."""
         found: list[dict[int, Tensor]] = [{} for _ in self.layout.groups]
         for cache in self.caches:
             found[cache.group] |= {one.data_ptr(): one for pair in cache.copied for one in pair}
@@ -352,21 +400,22 @@ class DeviceRunner(ModelRunner):
         return DeviceRun(Download(tokens, *other), padded, launch, plan, *found)
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Launch the forward pass only.
+        """Launch the forward pass of a step, without sampling.
 
         Returns:
-            The hidden states of the sampled rows, (n, hidden); how these are sampled; the number of padding tokens.
+            The hidden states of the n sampled rows, [n, hidden]; how their tokens are sampled; the number of padding
+            tokens.
         """
         host = self.state.batch(plan, self.layout)
         hidden, padded, _ = self._forward(host)
         return hidden, host.sampling, padded
 
     def _run(self, host: HostBatch, kept: list[Tensor]) -> tuple[Sampled | None, int, LaunchMode]:
-        """Run a micro-batch.
+        """Launch a micro-batch: the forward pass and sampling.
 
         Args:
-            host: The micro-batch.
-            kept: Receives the hidden states of the sampled rows if draft heads need them.
+            host: The inputs of the micro-batch.
+            kept: The hidden states of the sampled rows are appended to this list if draft heads need them.
 
         Returns:
             The sampling results, if any; the number of padding tokens; how the step was launched.
@@ -381,10 +430,10 @@ class DeviceRunner(ModelRunner):
         return found, padded, mode
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
-        """Run the model.
+        """Launch the forward pass of a micro-batch, with the transfers between pipeline stages.
 
         Returns:
-            The hidden states of the sampled rows, (n, hidden); the number of padding tokens; how it was launched.
+            The hidden states of the n sampled rows, [n, hidden]; the number of padding tokens; how it was launched.
         """
         tokens = len(host.token_ids)
         self.stage_io.receive(tokens)
@@ -393,7 +442,7 @@ class DeviceRunner(ModelRunner):
         return ran.sampled, ran.padded, mode
 
     def _layers(self, host: HostBatch) -> tuple[RanStep, LaunchMode]:
-        """Run the layers, by graphs if possible, and return how they were launched."""
+        """Launch the layers, as CUDA graphs if possible. Return the hidden states and how the layers were launched."""
         self.tables.refresh(self.state.tables, self.device)
         # Piecewise graphs do not support adapters
         plain = host.adapters is None
@@ -430,7 +479,7 @@ class DeviceRunner(ModelRunner):
         return RanStep(hidden, hidden.index_select(0, sampled), plans[0].padded_tokens)
 
     def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
-        """Write the tokens that the previous step sampled into `token_ids`. Only the first stage reads tokens."""
+        """Write the tokens that the previous step sampled into the step's `token_ids`, in the first pipeline stage."""
         if host.awaited is None or not self.stage_io.is_first:
             return
         places, sampled = host.awaited

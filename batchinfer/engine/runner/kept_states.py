@@ -1,4 +1,4 @@
-"""Keeps the hidden states that a step's tokens were sampled from."""
+"""Keeps the hidden states from which the tokens of a step were sampled."""
 
 from __future__ import annotations
 
@@ -16,20 +16,32 @@ from batchinfer.engine.tensors.staging import upload
 
 
 class _Kept(NamedTuple):
-    """The hidden states of one sequence in one step."""
+    """The hidden states of one sequence in one step.
 
-    hidden: Tensor  # (n, hidden): all sampled rows of the step
-    first: int  # the sequence's first row in `hidden`
+    Attributes:
+        hidden: The hidden states of all n sampled rows of the step, [n, hidden].
+        first: The index of the sequence's first row in `hidden`.
+        rows: The number of the sequence's rows in `hidden`.
+        generated: The number of answer tokens before the token that was sampled from the first row.
+        step: The number of the step.
+    """
+
+    hidden: Tensor
+    first: int
     rows: int
-    generated: int  # tokens of the answer before the one sampled from `first`
+    generated: int
     step: int
 
 
 @dataclass(slots=True)
 class KeptStates:
-    """For each request, the hidden states (before the final norm) of the latest step that sampled it."""
+    """The hidden states, before the final norm, from which the newest tokens of each request were sampled.
 
-    steps: int | None = None  # how many of the latest steps to keep; None: all
+    Attributes:
+        steps: The number of newest steps whose states are kept. None: the newest states of each request are kept.
+    """
+
+    steps: int | None = None
     _of: dict[bytes, _Kept] = field(default_factory=dict)
     _step: int = 0
 
@@ -37,9 +49,9 @@ class KeptStates:
         """Keep the hidden states of a step.
 
         Args:
-            hidden: (n, hidden), of the sampled rows.
-            plan: The step's plan, with `requests`.
-            host: The step's arrays (unused here).
+            hidden: The hidden states of the n sampled rows, [n, hidden].
+            plan: The step's plan, which must contain the request of each chunk.
+            host: Ignored.
         """
         if not plan.sampling.chooses:
             return
@@ -57,15 +69,20 @@ class KeptStates:
             self._of[key] = _Kept(hidden, int(chosen[first]), count, generated - count + 1, self._step)
 
     def has(self, key: bytes, generated: int) -> bool:
-        """Return True if the state is kept from which the last of a request's `generated` tokens was sampled."""
+        """Return True if the hidden state is kept from which a request's last token was sampled.
+
+        Args:
+            key: The work key of the request.
+            generated: The number of tokens that the request has generated.
+        """
         one = self._of.get(key)
         return one is not None and 0 <= generated - 1 - one.generated < one.rows
 
     def of(self, asked: Sequence[tuple[bytes, int]]) -> Tensor:
-        """Return the states of requests, (n, hidden).
+        """Return the hidden states from which the last tokens of n requests were sampled, [n, hidden].
 
         Args:
-            asked: For each request its key and its number of generated tokens; `has` must be True for it.
+            asked: The work key and the number of generated tokens of each request. `has` must be True for it.
         """
         steps = dict[int, Tensor]()
         begun, rows = dict[int, int](), list[int]()  # the offset of each step's states in their concatenation
@@ -80,5 +97,5 @@ class KeptStates:
         return every.index_select(0, index)
 
     def forget(self, key: bytes) -> None:
-        """Drop the states of a request."""
+        """Delete the hidden states of the request with this work key."""
         self._of.pop(key, None)

@@ -19,12 +19,16 @@ STEPS_BEFORE_RETRY = 256
 class MicroBatches:
     """Limits the tokens per forward pass after the device ran out of memory.
 
-    The limit is halved when memory runs out and doubled after `STEPS_BEFORE_RETRY` successful steps. If the doubled
-    limit fails before that many steps, the next attempt waits for twice as many.
+    The limit is halved when memory runs out and doubled after 256 successful steps. If the doubled limit fails before
+    that number of steps, the next attempt waits for twice that number.
+
+    Attributes:
+        most_tokens: The maximum number of tokens per forward pass. None: unlimited.
+        whole_chunks: True to never split a chunk, for encoders, whose tokens attend to later tokens.
     """
 
-    most_tokens: int | None = None  # the limit; None: unlimited
-    whole_chunks: bool = False  # never split a chunk (encoders: tokens attend to later tokens)
+    most_tokens: int | None = None
+    whole_chunks: bool = False
     _failed_tokens: int = 0  # the largest step that ran out of memory
     _last_limit: int = 0  # the limit before it was last doubled; 0: it was not doubled since it fell
     _successes: int = 0  # steps of at least half the limit since the limit last changed
@@ -33,8 +37,8 @@ class MicroBatches:
     def split(self, step: HostBatch) -> list[HostBatch]:
         """Split a step into micro-batches of at most `most_tokens` tokens, in order.
 
-        A longer chunk is split, unless `whole_chunks` is set. The results do not change: a later micro-batch reads the
-        K and V that an earlier one wrote to the cache.
+        A longer chunk is split, unless `whole_chunks` is True. The results do not change: a later micro-batch reads the
+        keys and values that an earlier one wrote to the cache.
         """
         most = self.most_tokens
         if most is None or len(step.token_ids) <= most:
@@ -43,15 +47,15 @@ class MicroBatches:
         return [step.part(first, end) for first, end in pairwise(edges)]
 
     def is_least(self, step: HostBatch) -> bool:
-        """Return True if a step cannot be split further."""
+        """Return True if a step cannot be split: it has one token, or one chunk if chunks must not be split."""
         return len(step.query_lens if self.whole_chunks else step.token_ids) == 1
 
     def shrink(self, tokens: int, rows: int) -> None:
         """Lower the limit after a step ran out of memory.
 
         Args:
-            tokens: Tokens of the failed step, at least 2.
-            rows: Its chunks, for the log message.
+            tokens: The number of tokens of the failed step, at least 2.
+            rows: The number of rows of the failed step, for the log message.
         """
         soon = self._last_limit > 0 and self._successes < self._steps_before_retry
         self._steps_before_retry = 2 * self._steps_before_retry if soon else STEPS_BEFORE_RETRY
@@ -69,7 +73,11 @@ class MicroBatches:
         )
 
     def succeeded(self, tokens: int) -> None:
-        """Count a step that ran without splitting, and double the limit after enough of them."""
+        """Count a step that ran in memory, and double the limit after enough of them.
+
+        Args:
+            tokens: The number of tokens of the step. A step of less than half the limit does not count.
+        """
         if not self._failed_tokens or tokens < (self.most_tokens or self._failed_tokens) // 2:
             return
         self._successes += 1
@@ -91,9 +99,9 @@ def _edges(lengths: list[int], most: int, whole: bool = False) -> list[int]:
     """Return the token offsets at which micro-batches begin and end: [0, …, total].
 
     Args:
-        lengths: Tokens of each chunk.
-        most: Limit of tokens per micro-batch. Only a chunk that exceeds the limit is split.
-        whole: Never split a chunk.
+        lengths: The number of tokens of each chunk.
+        most: The maximum number of tokens per micro-batch. Only a chunk that exceeds it is split.
+        whole: True to never split a chunk.
     """
     edges, done = [0], 0
     for length in lengths:

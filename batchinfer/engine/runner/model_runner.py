@@ -45,37 +45,37 @@ from batchinfer_kernels.cost import ModelCost
 
 
 class StageIO(Protocol):
-    """Transfers hidden states between pipeline stages, outside of captured graphs."""
+    """Transfers hidden states between pipeline stages, outside of captured CUDA graphs."""
 
     @property
     def is_first(self) -> bool:
-        """Return True if the runner's layers read token ids, not the hidden states of an earlier stage."""
+        """True if the runner's layers read token ids, not the hidden states of an earlier stage."""
 
     @property
     def is_last(self) -> bool:
-        """Return True if tokens are sampled from the output of the runner's layers."""
+        """True if tokens are sampled from the output of the runner's layers."""
 
     def receive(self, tokens: int) -> None:
         """Receive the hidden states of `tokens` tokens from the previous stage into the layers' input buffer."""
 
     def send(self, hidden: Tensor) -> None:
-        """Send the hidden states of a step's tokens, (T, hidden), to the next stage."""
+        """Send the hidden states of a step's T tokens, [T, hidden], to the next stage."""
 
 
 class SingleStageIO:
-    """The StageIO of a runner that has all layers."""
+    """The `StageIO` of a runner that has all layers: it transfers nothing."""
 
     is_first = is_last = True
 
     def receive(self, tokens: int) -> None:
-        """Return at once, as there is no other stage."""
+        """Do nothing: there is no previous stage."""
 
     def send(self, hidden: Tensor) -> None:
-        """Return at once, as there is no other stage."""
+        """Do nothing: there is no next stage."""
 
 
 class Model(LogitsHead, Protocol):
-    """The interface of a decoder that runners need; see `batchinfer.models.decoder.decoder`."""
+    """A model that a runner can run: its layers, and the output layer that computes logits."""
 
     def forward(
         self,
@@ -84,32 +84,43 @@ class Model(LogitsHead, Protocol):
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run a step: (T,) → hidden states (T, hidden).
+        """Run the layers for a step, and return the hidden states, [T, hidden].
 
         Args:
-            token_ids: (T,).
+            token_ids: The T tokens of the step, [T].
             inputs: The attention inputs of each cache group.
-            caches: The cache of each layer.
+            caches: The KV cache of each layer with attention.
             plans: The attention plan of each cache group.
         """
 
 
 class SampledStates(Protocol):
-    """Receives the hidden states of the sampled rows of each step."""
+    """Receives the hidden states from which tokens are sampled, for draft heads."""
 
     def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
         """Receive the hidden states of a step.
 
         Args:
-            hidden: (n, hidden), of the sampled rows. Not modified afterwards.
-            plan: The step's plan.
-            host: The arrays of the same step.
+            hidden: The hidden states of the n sampled rows, [n, hidden]. The caller does not modify them afterwards.
+            plan: The plan of the step.
+            host: The inputs of the step.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:
-    """The results of a finished step; see `Launched`."""
+    """The results of a finished step.
+
+    Attributes:
+        next_tokens: The next tokens of each chunk that samples, in order.
+        padded_tokens: The number of query positions that were computed only as padding.
+        next_logprobs: The log-probabilities of these tokens, by the index of the chunk among chunks that sample.
+        next_barred: Whether the mask forbade the most likely token, per token, by the same index.
+        launch: How the step was launched on a GPU, or None on a CPU.
+        asked_states: The requested hidden states, by the index of the chunk among chunks that request them.
+        token_scores: The log-probabilities of the given tokens that the plan scores.
+        collective_s: The seconds spent in collectives, or None if there are none or they are not timed.
+    """
 
     next_tokens: list[list[int]]
     padded_tokens: int
@@ -121,29 +132,44 @@ class RunnerOutput:
     collective_s: float | None = None
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk that samples."""
+        """Return the next tokens of each chunk that samples, in order."""
         return self.next_tokens
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of chunks that request them."""
+        """Return the log-probabilities of new tokens, by the index of the chunk among chunks that sample."""
         return self.next_logprobs
 
     def states(self) -> Mapping[int, States]:
-        """Return the hidden states that chunks request."""
+        """Return the requested hidden states, by the index of the chunk among chunks that request them."""
         return self.asked_states
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of the plan's scored tokens."""
+        """Return the log-probabilities of the given tokens that the plan scores."""
         return self.token_scores
 
     def barred(self) -> Mapping[int, Seq[bool]]:
-        """Return, per chunk with a mask, which tokens replaced a forbidden most likely token."""
+        """Return whether the mask forbade the most likely token, per token of each chunk with a mask."""
         return self.next_barred
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRunner:
-    """A model, its KV cache tensors and a sampler on one device."""
+    """Runs the steps of an engine with a model, its KV cache and a sampler on one device, and waits for each step.
+
+    Attributes:
+        model: The model.
+        ops: The operators.
+        caches: The KV cache of each layer with attention.
+        layout: The layout of the KV cache.
+        sampler: Samples the tokens.
+        cost: The FLOPs and bytes of the model's operators.
+        device: The device.
+        wants: The optional parts of plans that the runner reads.
+        state: The parts of the newest plan that the next plan may omit.
+        in_group: True if other ranks run the same steps with other shards of the model.
+        stage_io: Transfers hidden states between pipeline stages.
+        kept: Receives the hidden states of sampled rows for draft heads. None: there are no draft heads.
+    """
 
     model: Model
     ops: Ops
@@ -154,49 +180,50 @@ class ModelRunner:
     device: torch.device
     wants: PlanWants = COMPUTES
     state: StepState = field(default_factory=StepState)
-    in_group: bool = False  # True if other ranks run the same steps with other shards of the model
+    in_group: bool = False
     stage_io: StageIO = field(default_factory=SingleStageIO)
-    # Receives the hidden states of sampled rows for draft heads; None: there are no draft heads
     kept: SampledStates | None = None
 
     def give_adapters(self, numbers: Mapping[str, int]) -> None:
-        """Make the model's adapters available to rows.
+        """Make LoRA adapters available to the rows of steps.
+
+        Models that are not a `Decoder` have no adapters, and the call does nothing.
 
         Args:
-            numbers: The number of each adapter, by its fingerprint. Ignored for models that are not a Decoder.
+            numbers: The number of each adapter by its fingerprint, 0 for an adapter that is merged into the weights.
         """
         if isinstance(self.model, Decoder):
             places, put = self.model.adapter_slots, self.model.place_adapter
             self.state.adapters = AdapterPlaces(numbers, places, put)
 
     def with_first_block(self, first_block: int) -> ModelRunner:
-        """Return a runner for another engine that uses the blocks from `first_block` on of the same cache."""
+        """Return a runner for another engine that uses the blocks from `first_block` on of the same KV cache."""
         return replace(self, state=StepState(first_block, adapters=self.state.adapters))
 
     @property
     def looks_ahead(self) -> bool:
-        """Return False: each step is finished before the next one is scheduled."""
+        """Always False: each step is finished before the next step is scheduled."""
         return False
 
     @property
     def follows_trees(self) -> bool:
-        """Return True if the drafts of a row may form a tree: only with full attention and on one rank."""
+        """True if the drafts of a row may form a tree: only with full attention and on a single rank."""
         windows = {window for group in self.layout.groups for window in group.windows}
         return self.ops.follows_trees and windows == {None} and not self.in_group
 
     @property
     def most_tokens(self) -> int | None:
-        """Return None: steps are not limited."""
+        """The maximum number of tokens per step after the device ran out of memory: always None, no limit."""
         return None
 
     @property
     def capture_s(self) -> float | None:
-        """Return the seconds spent capturing graphs so far, or None on a CPU."""
+        """The seconds spent capturing CUDA graphs so far, or None on a CPU."""
         return None if self.device.type == "cpu" else 0.0
 
     @property
     def graph_bytes(self) -> int | None:
-        """Return the bytes of device memory that captured graphs take, or None on a CPU."""
+        """The bytes of device memory that captured CUDA graphs take, or None on a CPU."""
         return None if self.device.type == "cpu" else 0
 
     @property
@@ -205,7 +232,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the forward pass of a plan and sample."""
+        """Run the forward pass of a step and sample its tokens."""
         host = self.state.batch(plan, self.layout)
         hidden, sampling, padded = self._forward_batch(host)
         if not plan.sampled_rows:
@@ -233,10 +260,11 @@ class ModelRunner:
         )
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Run the forward pass only.
+        """Run the forward pass of a step, without sampling.
 
         Returns:
-            The hidden states of the sampled rows, (n, hidden); how these are sampled; the number of padding tokens.
+            The hidden states of the n sampled rows, [n, hidden]; how their tokens are sampled; the number of padding
+            tokens.
         """
         return self._forward_batch(self.state.batch(plan, self.layout))
 
@@ -251,12 +279,12 @@ class ModelRunner:
         return rows, batch.sampling, plans[0].padded_tokens
 
     def _move_accepted(self, host: HostBatch, hidden: Tensor, rows: list[Seq[int]]) -> Tensor:
-        """Move K and V of accepted draft tree nodes to consecutive slots, as if they had been a chain.
+        """Move the keys and values of accepted draft tree nodes to consecutive slots, as if the nodes were a chain.
 
         Args:
-            host: The step.
-            hidden: (n, hidden), of the sampled rows.
-            rows: The accepted rows of each chunk; see `rows_of_chunks`.
+            host: The inputs of the step.
+            hidden: The hidden states of the n sampled rows, [n, hidden].
+            rows: The accepted rows of each chunk, as `rows_of_chunks` returns them.
 
         Returns:
             `hidden` with the states of accepted nodes moved in the same way.
@@ -280,7 +308,12 @@ class ModelRunner:
         return hidden[torch.from_numpy(order).to(hidden.device)]
 
     def _move(self, host: HostBatch, moves: NDArray[np.int64]) -> None:
-        """Move K and V (and states for draft heads) between tokens of a step: (n, 2), from and to."""
+        """Copy keys and values, and states for draft heads, between tokens of a step.
+
+        Args:
+            host: The inputs of the step.
+            moves: [n, 2], the indices of the tokens to copy from and to.
+        """
         each = [torch.from_numpy(slots[moves]).to(self.device) for slots in host.slots]
         # Layers may share a cache
         for cache in {(one.k.data_ptr(), one.group): one for one in self.caches}.values():
@@ -289,7 +322,7 @@ class ModelRunner:
             self.model.move(each)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
-        """Make an attention plan for each cache group."""
+        """Return the attention plan of each cache group, from the step's attention inputs of each group."""
         plans: list[AttentionPlan] = []
         for group, own in zip(self.layout.groups, inputs, strict=True):
             previous = plans[-1] if plans else None
@@ -299,11 +332,11 @@ class ModelRunner:
     def next_tokens(
         self, hidden: Tensor, sampling: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
-        """Sample the next tokens.
+        """Sample the next tokens of a step, and compute its other outputs.
 
         Args:
-            hidden: (n, hidden), of the sampled rows.
-            sampling: How they are sampled.
-            device_tokens: The tokens of the previous step, if the host does not have them yet.
+            hidden: The hidden states of the n sampled rows, [n, hidden].
+            sampling: The outputs of the rows, and how tokens are chosen.
+            device_tokens: The tokens that the previous step sampled, if the host does not have them yet.
         """
         return self.sampler.next_tokens(self.ops, self.model, hidden, sampling, device_tokens)

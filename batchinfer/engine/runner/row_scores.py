@@ -1,4 +1,4 @@
-"""Computes log-probabilities of given tokens, as the next token of rows of a step."""
+"""Computes the log-probabilities of given tokens, such as the tokens of a prompt or of continuations."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ _ROWS_AT_ONCE = 128  # with a vocabulary of 150,000, logits and log-softmax take
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowScores:
-    """Log-probabilities of the tokens in a plan's `scored`, in the same order."""
+    """The log-probabilities of n given tokens on the device.
 
-    logprobs: Tensor  # (n,) float32; NaN where logits are not finite
-    greedy: Tensor  # (n,) bool: True if the token is the argmax
-    top: Tensor  # (n, likeliest) float32: log-probabilities of the likeliest tokens at that position, descending
-    top_ids: Tensor  # (n, likeliest) int64
+    Attributes:
+        logprobs: float32 [n], the log-probability of each token; NaN if logits are not finite.
+        greedy: bool [n], True if the token has the highest logit.
+        top: float32 [n, likeliest], the log-probabilities of the most likely tokens by the same logits, descending.
+        top_ids: int64 [n, likeliest], the ids of the most likely tokens.
+    """
+
+    logprobs: Tensor
+    greedy: Tensor
+    top: Tensor
+    top_ids: Tensor
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, for the copy to the host."""
+        """All tensors, in the order of the fields, for the copy to the host."""
         return [self.logprobs, self.greedy, self.top, self.top_ids]
 
 
 def row_scores(logits: Callable[[Tensor], Tensor], hidden: Tensor, scored: ScoredTokens) -> RowScores:
-    """Compute the log-probabilities of `scored`, in batches of rows to limit the memory of logits.
+    """Compute the log-probabilities of given tokens. Rows are processed in batches to limit the memory of logits.
 
     Args:
-        logits: Computes logits, (n, hidden) → (n, vocab) float32.
-        hidden: (rows, hidden).
-        scored: Rows of `hidden`, and the tokens to score as their next token.
+        logits: Returns the logits, float32 [n, vocab], from hidden states, [n, hidden].
+        hidden: The hidden states of a step's sampled rows, [rows, hidden].
+        scored: The tokens to score. Each has the index of the row in `hidden` whose logits give its log-probability.
     """
     asked, places = np.unique(scored.rows, return_inverse=True)  # rows without a scored token are skipped
     index, rows, tokens = upload(

@@ -13,51 +13,62 @@ from batchinfer_kernels.cost import ModelCost
 
 
 class StepLaunch(NamedTuple):
-    """How a step was launched on a GPU."""
+    """How a step was launched on a GPU.
 
-    mode: LaunchMode  # of several micro-batches, the mode with the most work for the host
-    capture_s: float | None = None  # seconds spent capturing graphs for the step; None: unknown
-    graph_bytes: int | None = None  # device memory that these graphs took; None: unknown
+    Attributes:
+        mode: The launch mode. Of several micro-batches, the mode with the most work for the host.
+        capture_s: The seconds spent capturing CUDA graphs for the step, or None if unknown.
+        graph_bytes: The device memory that these graphs took, or None if unknown.
+    """
+
+    mode: LaunchMode
+    capture_s: float | None = None
+    graph_bytes: int | None = None
 
 
 class Launched(Protocol):
-    """A step that was launched and may still be running.
-
-    All results wait for the device. Their keys are the indices of chunks among the chunks that sample.
-    """
+    """A step that was launched and may still be running. The methods wait for the device."""
 
     @property
     def padded_tokens(self) -> int:
-        """Return the number of query positions computed only as padding."""
+        """The number of query positions that were computed only as padding."""
 
     @property
     def launch(self) -> StepLaunch | None:
-        """Return how the step was launched, or None on a CPU."""
+        """How the step was launched on a GPU, or None on a CPU."""
 
     @property
     def collective_s(self) -> float | None:
-        """Return the seconds spent in collectives, or None if there are none or they are not timed."""
+        """The seconds spent in collectives, or None if there are none or they are not timed."""
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk that samples, in order; a list may be empty.
+        """Return the next tokens of each chunk that samples, in order. A list may be empty.
 
-        If the runner looks ahead, each sequence without a barrier gets exactly one token. Tokens beyond the number of
-        drafts plus one have no K and V yet: the next step computes them. NO_TOKEN marks logits that are not finite.
+        If the runner looks ahead, each sequence that does not wait for its newest tokens gets exactly one token. Tokens
+        beyond the number of drafts plus one have no keys and values yet: the next step computes them. NO_TOKEN marks
+        logits that are not finite.
         """
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of the tokens of each chunk that requests them."""
+        """Return the log-probabilities of new tokens, for sequences that request them.
+
+        The keys are the indices of chunks among the chunks that sample.
+        """
 
     def states(self) -> Mapping[int, States]:
-        """Return the requested hidden states after the final norm: (n, hidden), or their sum, (1, hidden)."""
+        """Return the requested hidden states after the final norm, [n, hidden], or their sum, [1, hidden].
+
+        The keys are the indices of chunks among the chunks that request hidden states.
+        """
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of the tokens in the plan's `scored`, in the same order."""
+        """Return the log-probabilities of the given tokens that the plan scores, in the order of the plan."""
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return for each chunk with a mask which of its tokens replaced a most likely token that the mask forbade.
+        """Return for each new token whether the mask forbade the most likely token, for sequences with a mask.
 
-        A chunk may be missing if its argmax was accepted without filling its mask.
+        The keys are the indices of chunks among the chunks that sample. A chunk may be missing if its most likely token
+        was accepted without computing its mask.
         """
 
 
@@ -66,23 +77,23 @@ class Runner(Protocol):
 
     @property
     def cost(self) -> ModelCost:
-        """Return the cost model of its model's steps."""
+        """The FLOPs and bytes of the model's operators."""
 
     @property
     def layout(self) -> CacheLayout:
-        """Return the layout of the cache groups. Plans contain a block table for each group."""
+        """The layout of the KV cache. Plans contain a block table for each of its cache groups."""
 
     @property
     def wants(self) -> PlanWants:
-        """Return which optional parts of plans the runner reads."""
+        """The optional parts of plans that the runner reads."""
 
     @property
     def looks_ahead(self) -> bool:
-        """Return True if a step may be launched before the tokens of the previous step are known."""
+        """True if a step may be launched before the tokens of the previous step are known."""
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the current limit of tokens per step after running out of memory, or None for no limit."""
+        """The maximum number of tokens per step after the device ran out of memory, or None for no limit."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Run or launch a step. A runner must get every plan of an engine, in order."""
+        """Run a step, or launch it without waiting. A runner must get every plan of an engine, in order."""

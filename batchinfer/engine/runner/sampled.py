@@ -23,29 +23,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLogprobs:
-    """Log-probabilities of the next tokens, for the n rows that request them."""
+    """The log-probabilities of the next tokens of n rows of a micro-batch, on the device.
 
-    rows: list[int]  # (n,)
-    likeliest: list[int]  # (n,): how many of the likeliest tokens each row requests
-    chosen: Tensor  # (n,) float32: of the chosen token
-    top: Tensor  # (n, max(likeliest)) float32
-    top_ids: Tensor  # (n, max(likeliest)) int64
+    Attributes:
+        rows: [n], the indices of the rows that request log-probabilities, among the rows that get tokens.
+        likeliest: [n], the number of most likely tokens that each row requests.
+        chosen: float32 [n], the log-probability of the chosen token.
+        top: float32 [n, max(likeliest)], the log-probabilities of the most likely tokens.
+        top_ids: int64 [n, max(likeliest)], the ids of the most likely tokens.
+    """
+
+    rows: list[int]
+    likeliest: list[int]
+    chosen: Tensor
+    top: Tensor
+    top_ids: Tensor
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, for the copy to the host."""
+        """The tensors `chosen`, `top` and `top_ids`, for the copy to the host."""
         return [self.chosen, self.top, self.top_ids]
 
     def of_rows(
         self, chosen: NDArray[Any], top: NDArray[Any], top_ids: NDArray[Any], first: int = 0
     ) -> dict[int, TokenLogprobs]:
-        """Return the log-probabilities by row number.
+        """Return the log-probabilities by the index of the row among all rows of the step that get tokens.
 
         Args:
             chosen: `self.chosen` on the host.
             top: `self.top` on the host.
             top_ids: `self.top_ids` on the host.
-            first: Added to each row number: the first row of the micro-batch.
+            first: The index of the micro-batch's first row among all rows of the step.
         """
         ids = top_ids.astype(np.int32)
         found: dict[int, TokenLogprobs] = {}
@@ -57,25 +65,44 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masked:
-    """The n masked rows, and whether the mask forbade the most likely token of each."""
+    """The n rows of a micro-batch that have masks, on the device.
 
-    rows: list[int]  # (n,)
-    barred: Tensor  # (n,) bool
+    Attributes:
+        rows: [n], the indices of the rows among the rows that get tokens.
+        barred: bool [n], True if the mask forbade the row's most likely token.
+    """
+
+    rows: list[int]
+    barred: Tensor
 
     def of_rows(self, barred: NDArray[Any], first: int = 0) -> dict[int, bool]:
-        """Return `barred`, which is `self.barred` on the host, by row number plus `first`."""
+        """Return whether the mask forbade the most likely token, by the index of the row among all rows of the step.
+
+        Args:
+            barred: `self.barred` on the host.
+            first: The index of the micro-batch's first row among all rows of the step.
+        """
         return {first + row: one for row, one in zip(self.rows, barred.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStates:
-    """Requested hidden states after the final norm, or their sums per chunk."""
+    """Requested hidden states after the final norm, or their sums per chunk, on the device.
 
-    chunks: list[int]  # (n,), ascending: the chunk of each state, counted among chunks that request states
-    states: Tensor  # (n, hidden): states in float32, sums in float64
+    Attributes:
+        chunks: [n], the index of each state's chunk among the chunks that request states, ascending.
+        states: [n, hidden], states in float32, or sums in float64.
+    """
+
+    chunks: list[int]
+    states: Tensor
 
     def of_chunks(self, states: NDArray[Any]) -> dict[int, States]:
-        """Return `states`, which is `self.states` on the host, by chunk: (n, hidden) each."""
+        """Return the states of each chunk, [m, hidden], by the index of the chunk.
+
+        Args:
+            states: `self.states` on the host.
+        """
         numbers, firsts = np.unique(np.array(self.chunks, np.int64), return_index=True)
         ends = [*firsts[1:].tolist(), len(self.chunks)]
         spans = zip(numbers.tolist(), firsts.tolist(), ends, strict=True)
@@ -84,9 +111,17 @@ class RowStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """The results of sampling a step, on the device. None: no row requests them."""
+    """The results of sampling a step or micro-batch, on the device. Results that no row requests are None.
 
-    tokens: Tensor  # (rows,) int64; NO_TOKEN for logits that are not finite. (0,) if rows get no tokens
+    Attributes:
+        tokens: int64 [rows], NO_TOKEN for logits that are not finite. Empty if no row gets a token.
+        logprobs: The log-probabilities of the tokens.
+        masked: Whether masks changed tokens.
+        states: The hidden states.
+        scores: The log-probabilities of given tokens.
+    """
+
+    tokens: Tensor
     logprobs: RowLogprobs | None = None
     masked: Masked | None = None
     states: RowStates | None = None
@@ -94,13 +129,18 @@ class Sampled:
 
 
 def rows_of_chunks(tokens: list[int], plan: StepPlan) -> list[Sequence[int]] | None:
-    """Verify drafts: return the rows whose sampled tokens each chunk accepts.
+    """Verify drafts: return the rows whose sampled tokens become tokens of each chunk's sequence.
 
-    A chunk accepts the tokens of its rows up to and including the first that differs from the next draft. In a draft
-    tree it follows the path of accepted nodes.
+    A row is a token of the step after which a token was sampled. In a chunk with drafts, the first row is the last
+    known token, and each draft is a further row. The tokens are accepted up to and including the first token that
+    differs from the next draft. In a draft tree, the accepted rows are a path.
+
+    Args:
+        tokens: The token that was sampled for each row of the step.
+        plan: The plan of the step.
 
     Returns:
-        The rows of each chunk that has sampled rows; None if each chunk has exactly one or no tokens are chosen.
+        The accepted rows of each chunk that has any. None if each chunk has exactly one row, or no tokens are chosen.
     """
     counts = plan.sampled_counts
     if counts is None or not plan.sampling.chooses:
@@ -123,9 +163,9 @@ def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> 
     """Return the rows on the path of accepted nodes of a draft tree.
 
     Args:
-        tokens: The tokens sampled after the last known token and after each draft.
-        drafts: The draft tokens, in tree order.
-        bits: The ancestor bits of each draft; see `ancestor_bits`.
+        tokens: The tokens that were sampled after the last known token and after each draft.
+        drafts: The draft tokens, in the order of the tree's nodes.
+        bits: A bit set of the ancestors of each draft and the draft itself.
         first: The row of the last known token.
     """
     parents = parents_from_bits(bits)
@@ -137,12 +177,12 @@ def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> 
 
 
 def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]] | None) -> list[list[int]]:
-    """Return the tokens of each chunk that has sampled rows.
+    """Return the new tokens of each chunk that has sampled rows.
 
     Args:
-        tokens: The token of each sampled row.
-        plan: The step's plan.
-        rows: The result of `rows_of_chunks`.
+        tokens: The token that was sampled for each row of the step.
+        plan: The plan of the step.
+        rows: The accepted rows of each chunk, or None if each chunk has one row.
     """
     counts = plan.sampled_counts
     if not plan.sampling.chooses:
@@ -155,11 +195,14 @@ def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]
 def barred_of_chunks(
     found: Mapping[int, bool], rows: list[Sequence[int]] | None
 ) -> Mapping[int, Sequence[bool]]:
-    """Return, per chunk with masked rows, which of its tokens replaced a forbidden most likely token.
+    """Return for each new token of a chunk whether the mask forbade the most likely token.
 
     Args:
-        found: The results by row; see `Masked.of_rows`.
-        rows: The result of `rows_of_chunks`.
+        found: Whether the mask forbade the most likely token, by row. Rows without a mask are missing.
+        rows: The accepted rows of each chunk, or None if each chunk has one row.
+
+    Returns:
+        The values by the index of the chunk. Chunks without masks are missing.
     """
     if rows is None:
         return {chunk: (one,) for chunk, one in found.items()}
@@ -173,21 +216,24 @@ def barred_of_chunks(
 def logprobs_of_chunks(
     found: Mapping[int, TokenLogprobs], rows: list[Sequence[int]] | None
 ) -> Mapping[int, TokenLogprobs]:
-    """Return the log-probabilities of each chunk's tokens.
+    """Return the log-probabilities of the new tokens of each chunk, by the index of the chunk.
 
     Args:
         found: The log-probabilities by row.
-        rows: The result of `rows_of_chunks`.
+        rows: The accepted rows of each chunk, or None if each chunk has one row.
     """
     return found if rows is None else {chunk: _concatenate(own) for chunk, own in _by_chunk(found, rows)}
 
 
 def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> Mapping[int, States]:
-    """Concatenate the hidden states of each chunk, (n, hidden), or add up its sums, (1, hidden).
+    """Combine the hidden states of micro-batches: concatenate the states of each chunk, or add up its sums.
 
     Args:
-        parts: The states of each micro-batch, by chunk.
-        plan: The step's plan.
+        parts: The states of each micro-batch, by the index of the chunk.
+        plan: The plan of the step, which tells whether states are summed.
+
+    Returns:
+        [n, hidden], or [1, hidden] for sums, by the index of the chunk.
     """
     found: dict[int, States] = {}
     for part in parts:
@@ -202,7 +248,7 @@ def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> M
 
 
 def _by_chunk(found: Mapping[int, T], rows: list[Sequence[int]]) -> Iterator[tuple[int, list[T]]]:
-    """Yield each chunk that has values in `found`, with the values of its rows."""
+    """Yield the index of each chunk that has values in `found`, and the values of its rows."""
     for chunk, which in enumerate(rows):
         own = [found[row] for row in which if row in found]
         if own:
@@ -219,14 +265,22 @@ def _concatenate(found: list[TokenLogprobs]) -> TokenLogprobs:
 
 @dataclass(slots=True)
 class DeviceTokens:
-    """The tokens that the previous step sampled, on the device; the host may not have them yet."""
+    """The tokens that the previous step sampled, on the device. The host may not have them yet.
 
-    tokens: Tensor | None = None  # (n,) int64
+    Attributes:
+        tokens: int64 [n], or None if no step has sampled.
+    """
+
+    tokens: Tensor | None = None
 
     def of(self, places: Ints | None, device: torch.device) -> Tensor:
-        """Return the tokens at the given indices, or all if `places` is None.
+        """Return some of the tokens, as input of the next step.
 
         NO_TOKEN becomes 0: its sequence has ended, and the results of its further steps are dropped.
+
+        Args:
+            places: The indices of the tokens. None: all tokens.
+            device: The device of the tokens.
         """
         assert self.tokens is not None, "the previous step sampled no tokens"
         if places is None:  # the usual case

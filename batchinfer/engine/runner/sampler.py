@@ -27,7 +27,12 @@ _SUMMED_ROWS = 1024  # rows that are copied to float64 at a time
 
 
 def edit(logits: Tensor, plan: SamplingPlan) -> None:
-    """Add a plan's biases to logits (n, vocab) and set the logits of forbidden tokens to -inf, in place."""
+    """Apply the biases and the allowed tokens of a plan to logits, in place.
+
+    Args:
+        logits: [n, vocab]. The logits of tokens that are not allowed become -inf.
+        plan: The sampling plan.
+    """
     if plan.biased is not None:
         _add(logits, plan.biased)
     if plan.allowed is not None:
@@ -50,30 +55,42 @@ def _keep(logits: Tensor, allowed: AllowedTokens) -> None:
 
 
 class LogitsHead(Protocol):
-    """The last layers of a model, which compute logits from hidden states."""
+    """The final norm and the output layer of a model, which compute logits from hidden states."""
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm, if there is one: (n, hidden) → (n, hidden)."""
+        """Apply the final norm, if the model has one, to hidden states, [n, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits: (n, hidden) → (n, vocab) float32."""
+        """Return the logits, float32 [n, vocab], for hidden states, [n, hidden]."""
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the argmax of the logits, (n, hidden) → (n,) int64; NO_TOKEN if they are not finite."""
+        """Return the token with the highest logit, int64 [n], for hidden states, [n, hidden].
+
+        NO_TOKEN is returned for logits that are not finite.
+        """
 
 
 class TokenMask(Protocol):
-    """Decides which tokens a row may get next, for example by a grammar. Plans refer to masks by number."""
+    """Decides which tokens rows may get next, for example by a grammar. Plans refer to masks by number."""
 
     def allowed(self, masks: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Return for each mask True if the token is known to be allowed next; False if it is not, or `fill` decides."""
-
-    def fill(self, masks: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Clear the bits of forbidden tokens. Called while a GPU computes the step.
+        """Return for each mask whether its token is known to be allowed next.
 
         Args:
-            masks: (n,), numbers of masks.
-            bits: (n, ceil(vocab / 32)), all set; see batchinfer_kernels.mask.
+            masks: The numbers of the masks.
+            tokens: One token per mask.
+
+        Returns:
+            False also for a token for which only `fill` can tell.
+        """
+
+    def fill(self, masks: Sequence[int], bits: NDArray[np.int32]) -> None:
+        """Write the token masks. Called while a GPU computes the step.
+
+        Args:
+            masks: The numbers of n masks.
+            bits: int32 [n, ceil(vocab / 32)], in which all bits are set. Bit t % 32 of word t // 32 is cleared if token
+                t must not come next.
         """
 
 
@@ -85,14 +102,20 @@ class Sampler:
     min-p, draw. As in transformers, top-p renormalises the result of top-k, and min-p compares with the most likely
     token. Log-probabilities are computed from the unmodified logits; log-probabilities among allowed tokens apply only
     the mask.
+
+    Attributes:
+        eos_token_ids: The end-of-sequence tokens of the model.
+        mask: The masks of constraints. None: no row has a constraint.
+        on_host: True if logits are in host memory. Then a greedy row whose tokens its mask has not changed so far tries
+            the argmax first, and its mask is only computed if it forbids that token. The tokens are the same.
+        classifier: The classification head: returns logits, [n, labels], from pooled states, [n, hidden]. None: the
+            model has none.
     """
 
     eos_token_ids: frozenset[int]
     mask: TokenMask | None = None
-    # Logits are in host memory: a greedy row that has followed its mask so far tries the argmax first, and the mask is
-    # filled only if it forbids that token. The tokens are the same.
     on_host: bool = False
-    classifier: Callable[[Tensor], Tensor] | None = None  # pooled states (n, hidden) → logits (n, labels)
+    classifier: Callable[[Tensor], Tensor] | None = None
 
     def next_tokens(
         self,
@@ -102,16 +125,16 @@ class Sampler:
         plan: SamplingPlan,
         device_tokens: DeviceTokens | None = None,
     ) -> Sampled:
-        """Compute the tokens, log-probabilities, states and scores that the plan requests.
+        """Compute the tokens, log-probabilities, hidden states and scores of a step.
 
-        Logits are computed only if some row needs more than their argmax.
+        Logits are stored only if some row needs more than their argmax.
 
         Args:
             ops: The operators.
-            head: The last layers of the model.
-            hidden: (n, hidden), of the sampled rows.
-            plan: The requests of the rows.
-            device_tokens: The tokens of the previous step, if the host does not have them yet.
+            head: The final norm and the output layer of the model.
+            hidden: The hidden states of the n sampled rows, [n, hidden].
+            plan: The outputs of the rows, and how tokens are chosen.
+            device_tokens: The tokens that the previous step sampled, if the host does not have them yet.
         """
         states = _asked_states(head, hidden, plan)
         if plan.classified and states is not None:
@@ -128,7 +151,7 @@ class Sampler:
         return found if states is None and scores is None else replace(found, states=states, scores=scores)
 
     def _classified(self, states: RowStates, plan: SamplingPlan) -> RowStates:
-        """Return the classification logits of each prompt. A step contains whole prompts, so sums are complete."""
+        """Return the classification logits of each prompt, from its hidden state or the sum of its hidden states."""
         assert self.classifier is not None, "the model has no classification head"
         pooled = states.states
         if plan.summed:
@@ -139,7 +162,13 @@ class Sampler:
         return replace(states, states=self.classifier(pooled.float()))
 
     def tries_argmax(self, plan: SamplingPlan) -> bool:
-        """Return True if every token is the argmax of its logits, or probably is and can be checked on the host."""
+        """Return True if the argmax of the logits is computed instead of the logits.
+
+        Each token is its row's argmax, or probably is and can be checked against the row's mask on the host.
+
+        Args:
+            plan: The sampling plan of the step.
+        """
         return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
     def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
@@ -156,12 +185,12 @@ class Sampler:
         return Sampled(tokens, masked=None if masked is None else replace(masked, rows=rows))
 
     def _refused(self, plan: SamplingPlan, which: list[int], found: Tensor) -> list[int]:
-        """Return the rows whose tokens are not known to be allowed by their masks.
+        """Return which masked rows have tokens that are not known to be allowed by their masks.
 
         Args:
             plan: The sampling plan.
-            which: Indices into `plan.masked`, as in the result.
-            found: (rows,), the token of every row.
+            which: The masked rows to check, as indices into `plan.masked`. The result also contains such indices.
+            found: [rows], the token of each row.
         """
         if self.mask is None or not which:
             return []
@@ -175,13 +204,13 @@ class Sampler:
     def sample(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
-        """Return the next token of each row, and log-probabilities if requested.
+        """Choose the next token of each row from its logits, and compute log-probabilities if requested.
 
         Args:
             ops: The operators.
-            logits: (n, vocab) float32, modified in place.
+            logits: float32 [n, vocab], modified in place.
             plan: How tokens are chosen.
-            device_tokens: The tokens of the previous step, if the host does not have them yet.
+            device_tokens: The tokens that the previous step sampled, if the host does not have them yet.
         """
         asking = _LogprobRows.of(logits, plan)
         edit(logits, plan)
@@ -194,7 +223,7 @@ class Sampler:
         return Sampled(tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred)
 
     def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
-        """Return the argmax of each row after masking."""
+        """Return the most likely token of each row that its mask allows."""
         places = range(len(plan.masked))
         unsure = [at for at in places if self.on_host and plan.followed[at]]
         sure = sorted({*places}.difference(unsure))
@@ -212,7 +241,15 @@ class Sampler:
     def _correct(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, refused: list[int], found: tuple[Tensor, Tensor]
     ) -> None:
-        """Fill the masks of the refused rows and overwrite their entries in `found`, (tokens, barred)."""
+        """Compute the masks of rows whose tokens may be forbidden, and overwrite the results of these rows.
+
+        Args:
+            ops: The operators.
+            logits: [n, vocab].
+            plan: The sampling plan.
+            refused: The rows, as indices into `plan.masked`.
+            found: The token of each row, and whether the mask forbade its most likely token, both [n].
+        """
         if not refused:
             return
         rows, bits = (
@@ -225,7 +262,7 @@ class Sampler:
     def _masked(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, asking: _LogprobRows | None = None
     ) -> Masked:
-        """Mask the logits, and the kept logits of rows that request log-probabilities among allowed tokens."""
+        """Apply masks to the logits, and to the copies for log-probabilities among allowed tokens."""
         filled = self._filled(plan, list(range(len(plan.masked))), logits)
         rows, bits = upload([np.array(plan.masked, np.int32), filled], logits.device)
         # On a device, indexing logits by row would copy up to all of them
@@ -236,7 +273,7 @@ class Sampler:
         return Masked(plan.masked, is_excluded(bits, best))
 
     def _filled(self, plan: SamplingPlan, which: list[int], logits: Tensor) -> NDArray[np.int32]:
-        """Return the bits of the masks of `which`, indices into `plan.masked`: (n, words)."""
+        """Return the token masks of n rows, [n, words], given as indices into `plan.masked`."""
         assert self.mask is not None, "a row has a mask, but the sampler has no masks"
         bits = np.full((len(which), mask_words(logits.shape[1])), -1, np.int32)
         self.mask.fill([plan.masks[at] for at in which], bits)
@@ -244,7 +281,7 @@ class Sampler:
 
 
 def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowStates | None:
-    """Return the requested hidden states. Sums are computed on the device: a prompt's states take megabytes."""
+    """Return the requested hidden states, or their sums, which are computed on the device to save a transfer."""
     if not plan.states:
         return None
     every = len(plan.states) == len(hidden)
@@ -257,10 +294,15 @@ def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowSt
 
 
 def _exact_sums(states: Tensor, chunk_of: Tensor, chunks: int) -> Tensor:
-    """Add up the states of each chunk: (n, hidden) → (chunks, hidden) float64.
+    """Return the sum of the hidden states of each chunk, float64 [chunks, hidden].
 
-    States are rounded to multiples of STATE_UNIT. Sums below 2^23 are then exact, so they do not depend on how a prompt
-    was cut into chunks.
+    States are rounded to multiples of 2^-30. Sums below 2^23 are then exact, so they do not depend on how a prompt was
+    divided into chunks.
+
+    Args:
+        states: [n, hidden].
+        chunk_of: [n], the index of each state's chunk.
+        chunks: The number of chunks.
     """
     sums = states.new_zeros((chunks, states.shape[1]), dtype=torch.float64)
     for first in range(0, len(states), _SUMMED_ROWS):
@@ -283,15 +325,26 @@ def _penalties(rows: PenalisedRows, device_tokens: DeviceTokens, device: torch.d
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LogprobRows:
-    """The rows that request log-probabilities, with their unmodified logits."""
+    """The n rows that request log-probabilities, with their unmodified logits.
+
+    Attributes:
+        plan: The sampling plan.
+        rows: [n], the indices of the rows. None: all rows.
+        logits: [n, vocab].
+    """
 
     plan: SamplingPlan
-    rows: Tensor | None  # (n,): indices of the sampled rows; None: all
-    logits: Tensor  # (n, vocab)
+    rows: Tensor | None
+    logits: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, plan: SamplingPlan) -> _LogprobRows | None:
-        """Copy the logits of the requesting rows before they are modified, or return None if there are no such rows."""
+        """Copy the logits of the rows that request log-probabilities. Return None if no row does.
+
+        Args:
+            logits: The unmodified logits of all rows, [rows, vocab].
+            plan: The sampling plan.
+        """
         if not plan.asking:
             return None
         if len(plan.asking) == len(logits):
@@ -300,11 +353,11 @@ class _LogprobRows:
         return cls(plan, index, logits.index_select(0, index))
 
     def mask(self, ops: Ops, bits: NDArray[np.int32]) -> None:
-        """Mask the rows that request log-probabilities among allowed tokens.
+        """Apply masks to the logits of the rows that request log-probabilities among allowed tokens.
 
         Args:
             ops: The operators.
-            bits: (masked rows of the plan, words).
+            bits: The token mask of each masked row of the plan, [masked rows, words].
         """
         plan, own = self.plan, self._own
         if own:
@@ -314,15 +367,20 @@ class _LogprobRows:
 
     @property
     def _own(self) -> list[int]:
-        """Return the indices, among these rows, of masked rows that request log-probabilities among allowed tokens."""
+        """The masked rows that request log-probabilities among allowed tokens, as indices into `plan.asking`."""
         plan, masked = self.plan, set(self.plan.masked)
         return [at for at, row in enumerate(plan.asking) if plan.among_allowed[at] and row in masked]
 
     def found(self, ops: Ops, tokens: Tensor, eos: frozenset[int]) -> RowLogprobs:
-        """Return the log-probabilities of the chosen tokens, (rows,), and of the likeliest tokens.
+        """Return the log-probabilities of the chosen tokens and of the most likely tokens.
 
-        Among allowed tokens, an end-of-sequence token gets the probability of all of them together: which one was
-        chosen does not change the answer.
+        Among allowed tokens, a chosen end-of-sequence token gets the probability of all end-of-sequence tokens: which
+        of them was chosen does not change the answer.
+
+        Args:
+            ops: The operators.
+            tokens: [rows], the chosen token of each row of the step.
+            eos: The end-of-sequence tokens of the model.
         """
         chosen = tokens if self.rows is None else tokens.index_select(0, self.rows)
         most = min(max(self.plan.likeliest), self.logits.shape[1])
@@ -333,13 +391,13 @@ class _LogprobRows:
 
 
 def _ends_together(values: Tensor, logits: Tensor, chosen: Tensor, own: list[int], eos: list[int]) -> Tensor:
-    """Replace the log-probability of a chosen end-of-sequence token by that of all such tokens together.
+    """Return log-probabilities in which a chosen end-of-sequence token counts as all such tokens together.
 
     Args:
-        values: (n,), the log-probabilities of the chosen tokens.
-        logits: (n, vocab).
-        chosen: (n,), the chosen tokens.
-        own: The rows that this applies to.
+        values: [n], the log-probabilities of the chosen tokens.
+        logits: [n, vocab].
+        chosen: [n], the chosen tokens.
+        own: The indices of the rows to change. Values of other rows are copied.
         eos: The end-of-sequence tokens.
     """
     rows, ends = upload([np.array(own, np.int64), np.array(eos, np.int64)], logits.device)

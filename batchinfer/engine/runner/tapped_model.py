@@ -32,8 +32,12 @@ CopyParts = Callable[[Tensor, Tensor, Tensor], None]
 class HeadModel:
     """A draft head as the model of a runner.
 
-    Its input at a position is the state kept for that position and the token that follows. The target model has not
-    computed the states of draft tokens yet: the head's own output takes their place (`take`).
+    At each position, the head reads the target model's hidden state of that position and the following token. For draft
+    tokens, for which the target model has not computed a state yet, the head reads its own output instead.
+
+    Args:
+        head: The draft head.
+        kept: The hidden states per KV cache slot.
     """
 
     def __init__(self, head: LayerHead, kept: SlotStates) -> None:
@@ -47,12 +51,25 @@ class HeadModel:
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run a step: token ids (T,) → states (T, width)."""
+        """Run the head for a step, and return its output states, [T, width].
+
+        Args:
+            token_ids: The T tokens of the step, [T].
+            inputs: The attention inputs of the head's only cache group.
+            caches: The KV cache of the head.
+            plans: The attention plan of the cache group.
+        """
         (own,), (cache,), (plan,) = inputs, caches, plans
         return self._head.forward(token_ids, self._kept.read(own.slots), own, cache, plan)
 
     def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
-        """Store the head's output at the last token of each row, (n, width), as the state of the next position."""
+        """Store the head's output as the hidden state of the next position of each sequence.
+
+        Args:
+            hidden: The output at the last token of each of n sequences, [n, width].
+            plan: Ignored.
+            host: The inputs of the step.
+        """
         size, (tables,) = self._kept.block_size, host.tables
         chunks = np.searchsorted(np.cumsum(host.query_lens), host.sampled_rows, side="right")
         block, place = np.divmod(np.array(host.context_lens)[chunks], size)
@@ -61,7 +78,7 @@ class HeadModel:
 
 
 def choose_copy(ops: Ops) -> CopyParts:
-    """Return the function that copies states: the GPU kernel for operators that can be captured, else the reference."""
+    """Return the function that copies parts of blocks: a GPU kernel for GPU operators, else the reference in torch."""
     if not isinstance(ops, GraphOps):
         return copy_parts_reference
     from batchinfer_kernels.gpu.copy_parts import copy_parts
@@ -71,13 +88,22 @@ def choose_copy(ops: Ops) -> CopyParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TappedModel:
-    """A decoder that also keeps the states that a draft head reads."""
+    """A decoder that also keeps the hidden states that a draft head reads, per KV cache slot.
+
+    Attributes:
+        decoder: The target model.
+        head: The draft head.
+        tapped: The indices of the layers whose inputs the head reads.
+        kept: The hidden states per KV cache slot.
+        group: The index of the cache group whose slots the states use. The group keeps all tokens.
+        copy_parts: Copies the first slots of blocks to other blocks.
+    """
 
     decoder: Decoder
     head: LayerHead
-    tapped: tuple[int, ...]  # layers whose inputs the head reads
+    tapped: tuple[int, ...]
     kept: SlotStates
-    group: int  # the cache group whose slots the states use; it keeps all tokens
+    group: int
     copy_parts: CopyParts
 
     def forward(
@@ -87,7 +113,14 @@ class TappedModel:
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run a step like `Decoder.forward`, and keep the states of its tokens."""
+        """Run the decoder for a step, keep the states of its tokens, and return the hidden states, [T, hidden].
+
+        Args:
+            token_ids: The T tokens of the step, [T].
+            inputs: The attention inputs of each cache group.
+            caches: The KV cache of each layer with attention.
+            plans: The attention plan of each cache group.
+        """
         taps = Taps(self.tapped)
         hidden = self.decoder.forward(token_ids, inputs, caches, plans, taps=taps)
         self._keep(taps, hidden, inputs)
@@ -97,10 +130,21 @@ class TappedModel:
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run a step like `Decoder.forward_split_at_attention`, and keep the states of its tokens.
+        """Run the decoder for a step, pause before each layer's attention, and keep the states of the step's tokens.
 
-        The states of partial blocks are not copied, as the captured pieces depend only on the number of tokens; the
-        caller calls `copy`.
+        The states of partial blocks are not copied, because captured pieces depend only on the number of tokens. The
+        caller must call `copy`.
+
+        Args:
+            token_ids: The T tokens of the step, [T].
+            inputs: The attention inputs of each cache group.
+            caches: The KV cache of each layer with attention.
+
+        Yields:
+            The attention that the caller must launch. Its result must be sent to the generator.
+
+        Returns:
+            The hidden states, [T, hidden].
         """
         taps = Taps(self.tapped)
         hidden = yield from self.decoder.forward_split_at_attention(token_ids, inputs, caches, taps=taps)
@@ -108,34 +152,40 @@ class TappedModel:
         return hidden
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the decoder's buffers for steps of up to `tokens` tokens."""
+        """Allocate the buffers through which captured pieces and attention exchange tensors, for `tokens` tokens."""
         return self.decoder.static_buffers(tokens)
 
     def copy(self, inputs: Seq[AttentionInputs]) -> None:
-        """Copy the states of partial blocks whose K and V the step copies. Call it after the step's own writes."""
+        """Copy the states of the partial blocks whose keys and values the step copies.
+
+        Must be called after the states of the step's tokens were written.
+
+        Args:
+            inputs: The step's attention inputs of each cache group.
+        """
         parts, places = inputs[self.group].parts, self.kept.places
         if parts is not None:
             self.copy_parts(places, places, parts)
 
     def move(self, moves: Seq[Tensor]) -> None:
-        """Move states in the same way as K and V.
+        """Copy states between slots, in the same way as keys and values of accepted draft tree nodes.
 
         Args:
-            moves: Per cache group, (n, 2): slots to copy from and to.
+            moves: The slots to copy from and to, [n, 2] per cache group.
         """
         places = self.kept.places
         move_slots_reference(places, places, moves[self.group])
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the decoder's final norm."""
+        """Apply the decoder's final norm to hidden states, [n, hidden]."""
         return self.decoder.states(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the decoder's logits."""
+        """Return the decoder's logits, [n, vocab], for hidden states, [n, hidden]."""
         return self.decoder.logits(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the argmax of the decoder's logits."""
+        """Return the token with the highest logit of the decoder, int64 [n], for hidden states, [n, hidden]."""
         return self.decoder.argmax(hidden)
 
     def _keep(self, taps: Taps, hidden: Tensor, inputs: Seq[AttentionInputs]) -> None:

@@ -19,17 +19,25 @@ MIN_NODES = 8  # more than a row's drafts in a CUDA graph: kernels are compiled 
 
 
 class StepTrees(NamedTuple):
-    """R draft trees of up to M nodes."""
+    """The draft trees of a step: R trees of up to M nodes.
 
-    firsts: Longs  # (R,): the row of each tree's last known token, among rows that get tokens
-    rows: Longs  # (R,): the same row, among all sampled rows
-    drafts: Longs  # (R, M): draft tokens, padded with -1
-    parents: Longs  # (R, M): index of each node's parent; -1: the last known token; NO_PARENT: padding
-    slots: list[Longs]  # per cache group, (R, M): slots of the nodes' K and V
+    Attributes:
+        firsts: [R], the index of the row of each sequence's last known token among the rows that get tokens.
+        rows: [R], the index of the same row among all sampled rows.
+        drafts: [R, M], the token of each node, padded with -1.
+        parents: [R, M], the index of each node's parent, or -1 for the last known token, padded with NO_PARENT.
+        slots: The KV cache slot of each node, [R, M] per cache group.
+    """
+
+    firsts: Longs
+    rows: Longs
+    drafts: Longs
+    parents: Longs
+    slots: list[Longs]
 
     @classmethod
     def of(cls, host: HostBatch) -> StepTrees:
-        """Return the draft trees of a step that has some."""
+        """Return the draft trees of a step, which must have at least one."""
         assert host.tree is not None, "the step has no draft trees"
         ends = np.array([*accumulate(host.query_lens)])
         nodes = np.concatenate([[0], np.cumsum(host.tree.bits != 0)])
@@ -51,28 +59,29 @@ class StepTrees(NamedTuple):
 
 
 def _parents(bits: NDArray[np.int32], places: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the index of each node's parent: its highest ancestor bit.
+    """Return the index of each node's parent in its tree, or -1, [R, M].
 
     Args:
-        bits: (R, M), the ancestor bits of nodes, including their own.
-        places: (M,): 0, 1, …
+        bits: [R, M], a bit set of the ancestors of each node and the node itself.
+        places: [M], the numbers 0, 1, … M - 1.
     """
     others = bits.view(np.uint32) & ~(np.uint32(1) << places.astype(np.uint32))
     return np.frexp(others.astype(np.float64))[1].astype(np.int64) - 1
 
 
 def move_accepted_nodes(host: HostBatch, tokens: Tensor, caches: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Find the accepted nodes of a step's draft trees and move their K and V to consecutive slots.
+    """Find the accepted nodes of a step's draft trees, and move their keys and values to consecutive slots.
 
-    The work is queued on the device between this step and the next, so no other sequence has the slots yet.
+    The host does not wait. The work is queued on the device between this step and the next, so no other sequence uses
+    the slots yet.
 
     Args:
-        host: The step.
-        tokens: (n,) int64, the sampled tokens.
-        caches: Per cache group, the 4-dimensional tensors to move slots in.
+        host: The inputs of the step.
+        tokens: int64 [n], the tokens that the step sampled.
+        caches: The 4-dimensional tensors with data per KV cache slot, for each cache group.
 
     Returns:
-        (rows,) int64: the permutation that orders the sampled rows' hidden states in the same way.
+        int64 [rows], the permutation that orders the hidden states of the step's sampled rows in the same way.
     """
     trees = StepTrees.of(host)
     from batchinfer_kernels.gpu.draft_tree import move_slots, tree_paths

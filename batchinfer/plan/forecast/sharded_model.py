@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from batchinfer.engine.kv.cache_layout import CacheLayout, stage_layout
 from batchinfer.engine.ranks.division import Division
-from batchinfer.engine.ranks.shards import rank_place
+from batchinfer.engine.ranks.shards import rank_shard
 from batchinfer.job import Job
 from batchinfer.machine.devices import Devices
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -84,7 +84,7 @@ def shard_into_stages(whole: ModelSpec, division: Division, setting: Setting) ->
 def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> StagePart:
     experts = setting.parts.experts
     placement = None if experts is None else experts.placement
-    place = rank_place(_fullest(rank, division, placement), division, whole, placement)
+    place = rank_shard(_fullest(rank, division, placement), division, whole, placement)
     own = shard_spec(whole, place)
     cost = model_cost(own, setting.numerics.itemsize, setting.device, setting.numerics.deterministic)
     cost = cost if experts is None else with_imbalance(cost, experts.times)

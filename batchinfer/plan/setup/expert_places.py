@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.core.hub import describe_model
-from batchinfer.engine.ranks.shards import expert_ranks, rank_place
+from batchinfer.engine.ranks.shards import expert_ranks, rank_shard
 from batchinfer.job import Job
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.opening import StoredModel
@@ -46,6 +46,6 @@ def _free_bytes(spec: ModelSpec, setting: Setting) -> int:
     if setting.device == "cpu":
         memory = placement.free_memory // placement.processes_here
     firsts = range(0, division.ranks, division.peers)
-    owns = [shard_spec(spec, rank_place(rank, division, spec)) for rank in firsts]
+    owns = [shard_spec(spec, rank_shard(rank, division, spec)) for rank in firsts]
     itemsize = setting.numerics.itemsize
     return memory - max(loaded_bytes(own, parameter_count(own), itemsize) for own in owns)

@@ -19,7 +19,7 @@ from batchinfer.core.errors import CannotSplit, Unavailable
 from batchinfer.engine.ranks import rank_groups
 from batchinfer.engine.ranks.division import Division
 from batchinfer.engine.ranks.rank_groups import _warm_up_groups
-from batchinfer.engine.ranks.shards import check_division, rank_place, stage_spans
+from batchinfer.engine.ranks.shards import check_division, rank_shard, stage_spans
 from batchinfer.machine.spawning import Child
 from batchinfer.models.parallel.group import SingleRankGroup
 from batchinfer.models.parallel.shard import ModelShard, Portion
@@ -113,7 +113,7 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
     with pytest.raises(CannotSplit, match=r"can be divided among 1, 2"):
         check_division(spec, Division(tensor=3))
     check_division(spec, Division(tensor=2, stages=3))
-    assert rank_place(0, Division(), spec).is_whole
+    assert rank_shard(0, Division(), spec).is_whole
 
 
 def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
@@ -121,7 +121,7 @@ def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
     for count, experts in ((6, Portion(1, 2)), (5, None)):
         routed = ExpertsSpec(Routing(count, 2), 128, "silu")
         model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
-        assert rank_place(1, Division(tensor=2), model) == ModelShard(Portion(1, 2), experts)
+        assert rank_shard(1, Division(tensor=2), model) == ModelShard(Portion(1, 2), experts)
         check_division(model, Division(tensor=2))
 
 
@@ -129,7 +129,7 @@ def test_ranks_of_experts_have_as_many_each_and_all_the_rest() -> None:
     spec = llama_spec(3, 64, 128, 4, 2, 16, vocab=100)
     routed = ExpertsSpec(Routing(6, 2), 128, "silu")
     model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
-    assert rank_place(4, Division(stages=2, experts=3), model) == ModelShard(
+    assert rank_shard(4, Division(stages=2, experts=3), model) == ModelShard(
         experts=Portion(1, 3), layers=(0, 2)
     )
     check_division(model, Division(stages=3, experts=2))

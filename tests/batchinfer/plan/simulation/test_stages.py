@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.ranks.division import UNDIVIDED, Division
-from batchinfer.engine.ranks.shards import rank_place
+from batchinfer.engine.ranks.shards import rank_shard
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.machine.links import DeviceLink
 from batchinfer.models.parallel.shard_spec import rank_traffic, shard_spec
@@ -104,7 +104,7 @@ def test_a_ring_sends_each_part_twice_round() -> None:
 
 def stages_of(spec: ModelSpec, division: Division, link: DeviceLink) -> tuple[SimulatedStage, ...]:
     firsts = sorted(range(0, division.ranks, division.tensor), key=division.stage)
-    parts = [shard_spec(spec, rank_place(rank, division, spec)) for rank in firsts]
+    parts = [shard_spec(spec, rank_shard(rank, division, spec)) for rank in firsts]
     return tuple(
         SimulatedStage(
             model_cost(part, 2),
