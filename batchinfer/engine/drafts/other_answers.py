@@ -67,7 +67,7 @@ class OtherAnswers:
             open_rows = [at for at, row in enumerate(rows) if found[at] is None and len(row) >= index.size]
             if not open_rows:
                 continue
-            places = index.places([rows[at].tokens[-index.size :] for at in open_rows])
+            places = index.find_positions([rows[at].tokens[-index.size :] for at in open_rows])
             for at, own in zip(open_rows, places, strict=True):
                 found[at] = self._proposal(own, most, index.size) if own else None
         return found
@@ -125,7 +125,7 @@ class _NgramIndex:
         order = np.argsort(hashes, kind="stable")
         return cls(size, text, hashes[order], (starts + size)[order])
 
-    def places(self, ends: list[array[int]]) -> list[list[int]]:
+    def find_positions(self, ends: list[array[int]]) -> list[list[int]]:
         """Return up to 4 of the newest positions after each n-gram, in ascending order.
 
         Args:

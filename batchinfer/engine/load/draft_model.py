@@ -17,7 +17,7 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
+from batchinfer.engine.tensors.adapter_slots import AdapterSlots
 from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes, out_of_memory_errors
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.foreign.spec import ForeignSpec
@@ -119,7 +119,7 @@ class DraftModelWeights:
             sampler=Sampler(eos, same, device.type == "cpu"),
             cost=self.cost,
             device=device,
-            state=StepState(adapters=AdapterPlaces(defaultdict(int))),  # a draft model has no adapters
+            state=StepState(adapters=AdapterSlots(defaultdict(int))),  # a draft model has no adapters
         )
         return DraftModelRunner(
             runner=runner,

@@ -16,7 +16,7 @@ from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.runner.tapped_model import HeadModel, TappedModel, choose_copy
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
+from batchinfer.engine.tensors.adapter_slots import AdapterSlots
 from batchinfer.engine.tensors.device_memory import allocate_caches, block_bytes, out_of_memory_errors
 from batchinfer.engine.tensors.slot_states import SlotStates
 from batchinfer.engine.tensors.step_state import StepState
@@ -124,7 +124,7 @@ class LoadedLayer(LoadedHeads):
             sampler=Sampler(eos, model.masks, device.type == "cpu"),
             cost=self.stored.cost(dtype.itemsize),
             device=device,
-            state=StepState(adapters=AdapterPlaces(defaultdict(int))),  # draft heads have no adapters
+            state=StepState(adapters=AdapterSlots(defaultdict(int))),  # draft heads have no adapters
             kept=proposing,
         )
         proposer = DraftModelRunner(

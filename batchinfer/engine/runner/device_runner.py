@@ -374,7 +374,7 @@ class DeviceRunner(ModelRunner):
         for cache in self.caches:
             found[cache.group] |= {one.data_ptr(): one for pair in cache.copied for one in pair}
         if isinstance(self.model, TappedModel):
-            states = self.model.kept.places
+            states = self.model.kept.as_cache
             found[self.model.group][states.data_ptr()] = states
         return [[*own.values()] for own in found]
 

@@ -35,7 +35,7 @@ from batchinfer.engine.schedule.step_plan import (
     StepPlan,
     TokenScores,
 )
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
+from batchinfer.engine.tensors.adapter_slots import AdapterSlots
 from batchinfer.engine.tensors.batch import HostBatch, build_batch
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.decoder.decoder import Decoder
@@ -193,8 +193,8 @@ class ModelRunner:
             numbers: The number of each adapter by its fingerprint, 0 for an adapter that is merged into the weights.
         """
         if isinstance(self.model, Decoder):
-            places, put = self.model.adapter_slots, self.model.place_adapter
-            self.state.adapters = AdapterPlaces(numbers, places, put)
+            slots, put = self.model.adapter_slots, self.model.place_adapter
+            self.state.adapters = AdapterSlots(numbers, slots, put)
 
     def with_first_block(self, first_block: int) -> ModelRunner:
         """Return a runner for another engine that uses the blocks from `first_block` on of the same KV cache."""

@@ -163,7 +163,7 @@ class TappedModel:
         Args:
             inputs: The step's attention inputs of each cache group.
         """
-        parts, places = inputs[self.group].parts, self.kept.places
+        parts, places = inputs[self.group].parts, self.kept.as_cache
         if parts is not None:
             self.copy_parts(places, places, parts)
 
@@ -173,7 +173,7 @@ class TappedModel:
         Args:
             moves: The slots to copy from and to, [n, 2] per cache group.
         """
-        places = self.kept.places
+        places = self.kept.as_cache
         move_slots_reference(places, places, moves[self.group])
 
     def states(self, hidden: Tensor) -> Tensor:

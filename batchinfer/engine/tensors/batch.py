@@ -38,7 +38,7 @@ class HostBatch:
         awaited: The tokens that only the device knows, because the previous step samples them.
         follows: True if the previous step ran the same sequences in the same order.
         token_types: [T]. None: all are 0.
-        adapters: [T], the places of adapters on the device, 0 for none. None: no token has an adapter.
+        adapters: [T], the adapter slots of the tokens, 0 for none. None: no token has an adapter.
         tree: The keys that each token attends to. None: there are no draft trees.
     """
 
@@ -101,7 +101,7 @@ class HostBatch:
             slots: The KV cache slots, [T] per cache group.
             parts: The copies of partial blocks, [n, 4] per cache group. Empty without copies.
             token_types: The token types, [T].
-            adapters: The places of adapters, [T].
+            adapters: The adapter slots of the tokens, [T].
         """
         assert (token_types is None) == (self.token_types is None), "token types are missing"
         assert (adapters is None) == (self.adapters is None), "adapters are missing"

@@ -73,7 +73,7 @@ class SlotStates:
         self._flat[slots] = states
 
     @property
-    def places(self) -> Tensor:
+    def as_cache(self) -> Tensor:
         """A view of the states in the shape of a KV cache with one head, [blocks, 1, block size, width]."""
         return self.values[:, None]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.schedule.step_plan import Ints, Longs, SamplingPlan, StepPlan
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
+from batchinfer.engine.tensors.adapter_slots import AdapterSlots
 from batchinfer.engine.tensors.batch import HostBatch
 from batchinfer.engine.tensors.table_rows import TableRows
 from batchinfer_kernels.draft_tree import TreeMask
@@ -24,12 +24,12 @@ class StepState:
     Attributes:
         first_block: The number in the KV cache of the block that plans call 0. Earlier blocks belong to other engines.
         tables: The block tables of the running sequences.
-        adapters: The places of adapters on the device.
+        adapters: Assigns adapters to slots on the device.
     """
 
     first_block: int = 0
     tables: TableRows = field(init=False)
-    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
+    adapters: AdapterSlots = field(default_factory=AdapterSlots)
     _rows: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
     _rope_offsets: Ints | None = None
     _second_segments: Ints | None = None

@@ -33,7 +33,7 @@ from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.constraints import ConstraintMasks, Constraints
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.step_plan import PlanWants, SamplingPlan, StepPlan
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
+from batchinfer.engine.tensors.adapter_slots import AdapterSlots
 from batchinfer.engine.tensors.device_memory import allocate_caches
 from batchinfer.engine.tensors.step_state import StepState
 from batchinfer.models.adapters.stored_adapter import StoredAdapter
@@ -317,7 +317,7 @@ def make_runner(
     sampler = Sampler(frozenset(model.spec.eos_token_ids), classifier=decoder.classifier)
     cost = model_cost(model.spec, 4)
     numbers = {"": 0} | {name: number for number, name in enumerate(adapters, 1)}
-    state = StepState(adapters=AdapterPlaces(numbers, decoder.adapter_slots, decoder.place_adapter))
+    state = StepState(adapters=AdapterSlots(numbers, decoder.adapter_slots, decoder.place_adapter))
     return ModelRunner(decoder, ops, caches, layout, sampler, cost, torch.device(device), state=state)
 
 
@@ -335,7 +335,7 @@ def make_engine(
     blocks back as fast as rows grow, rows are preempted all the same.
     """
     least = 1 if limits.copying else None
-    places = getattr(getattr(runner, "state", None), "adapters", AdapterPlaces()).places
+    places = getattr(getattr(runner, "state", None), "adapters", AdapterSlots()).slots
     config = SchedulerConfig(
         limits.seqs, limits.budget, limits.caching, least_copied=least, most_adapters=places
     )

@@ -1,4 +1,4 @@
-"""The places of adapters on a device that has room for some of them."""
+"""The adapter slots of a device that has room for some of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.engine.tensors.adapter_places import AdapterPlaces
+from batchinfer.engine.tensors.adapter_slots import AdapterSlots
 
 NAMES = ("", *"abcdefg")
 NUMBERS = {name: number for number, name in enumerate(NAMES)}
@@ -27,12 +27,12 @@ def test_each_row_finds_its_adapter_and_none_is_moved_for_nothing(
         stand[place] = number
         put[0] += 1
 
-    found, recent = AdapterPlaces(NUMBERS, places, placed), list[str]()
+    found, recent = AdapterSlots(NUMBERS, places, placed), list[str]()
     for names in steps:
         needed = {*names} - {""}
         if len(needed) > places:
             with pytest.raises(
-                ValueError, match=f"have {len(needed)} adapters, but the device has {places} places"
+                ValueError, match=f"have {len(needed)} adapters, but the device has {places} slots"
             ):
                 found.of(tuple(names))
             continue
@@ -49,11 +49,11 @@ def test_each_row_finds_its_adapter_and_none_is_moved_for_nothing(
 
 
 def test_with_a_place_for_each_its_number_is_its_place() -> None:
-    found = AdapterPlaces(NUMBERS)
+    found = AdapterSlots(NUMBERS)
     rows = found.of(("b", "", "a"))
     assert rows is not None
     assert (rows.tolist(), found.any_name, found.moved) == ([2, 0, 1], "a", 0)
     assert found.of(("", "")) is None
     with pytest.raises(KeyError):
         found.of(("z",))
-    assert AdapterPlaces().any_name == ""
+    assert AdapterSlots().any_name == ""
