@@ -154,7 +154,7 @@ class BlockPool:
         return idle
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo `pin`. Blocks without references are cached if their content is reserved, else freed."""
+        """Undo `pin` for some blocks. Blocks without references are cached if their content is reserved, else freed."""
         for block in blocks:
             self._pinned.discard(block)
             if not self._references[block]:

@@ -92,8 +92,7 @@ def fit(
 ) -> Fitted:
     """Give a runner on a GPU the largest KV cache that leaves memory for its steps, and capture CUDA graphs.
 
-    The memory of the largest step is measured. If it does not fit, the limit of tokens per step is halved. All ranks
-    get the same limits and blocks, and capture the same steps.
+    The limit of tokens per step is halved until the largest step fits. All ranks get the same limits and blocks.
 
     Args:
         runner: The runner, without a cache.
@@ -107,7 +106,7 @@ def fit(
         trees: True if drafts may form trees, if the runner supports them.
 
     Raises:
-        OutOfMemory: There is no memory for a step of one token or for the longest sequence.
+        OutOfMemory: The longest sequence or a step of one token does not fit.
     """
     profile = _profile(runner, limits, room, meter, logprobs, mixed)
     meter.restart()
@@ -121,8 +120,7 @@ def fit(
     spare = runner.ops.spare_bytes(_most_rows(limits), room.longest, runner.device)
     if capture is not None and drafts:
         size = _drafted(_largest(runner, limits, room), limits)
-        most = runner.ops.spare_bytes(size.rows, room.longest, runner.device, size.queries)
-        spare = max(spare, most)
+        spare = max(spare, runner.ops.spare_bytes(size.rows, room.longest, runner.device, size.queries))
     needed += spare if capture is None else 2 * spare
     tables: GraphTables | None = None
     if capture is not None:

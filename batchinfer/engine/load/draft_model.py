@@ -79,21 +79,15 @@ class DraftModelWeights:
     ) -> DraftModelRunner:
         """Allocate the draft model's KV cache and return its runner.
 
-        Args:
-            own: The runner of the target model.
-            spec: The specification of the target model.
-            limits: The limits of the target model's steps.
-            blocks: The number of KV cache blocks of the target model. The draft model gets the same number, plus spare
-                blocks for proposed tokens.
-            longest: The number of tokens of the longest sequence.
-            masks: The masks of constraints, if any. They are used if both vocabularies have the same size.
+        The target model has the runner `own`, the specification `spec`, the step limits `limits` and `blocks` cache
+        blocks. `longest` is the number of tokens of the longest sequence. `masks`, the masks of constraints, are used
+        if both vocabularies have the same size.
 
         Raises:
             OutOfMemory: The cache does not fit.
             Unavailable: The target model has no layer with full attention, or is run by transformers.
         """
-        size, mine = own.layout.block_size, self.source.spec
-        whole = own.layout.full_group
+        size, whole, mine = own.layout.block_size, own.layout.full_group, self.source.spec
         if whole is None or isinstance(spec, ForeignSpec):
             raise Unavailable(
                 "a draft model needs a target model that batchinfer runs without transformers, and that has a layer "
