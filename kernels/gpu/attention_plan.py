@@ -214,7 +214,7 @@ class LaunchPlan:
         return self.splits[window]
 
     def with_windows(self, windows: Collection[int | None]) -> LaunchPlan:
-        """Return a plan of the same step for layers with these windows."""
+        """Return the plan of the same step with splits for layers with these sliding windows; None: full attention."""
         if windows == self.splits.keys():
             return self
         known, whole, split = self.splits, (self.lengths, self.starts), self.splitter.split

@@ -199,8 +199,8 @@ def decode_attention(
         rules: scale, window, cap, sinks and bias.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
-        rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too, whose output is not
-            written.
+        rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too. The output of
+            other rows is not written.
         prefixes: shared keys, from `plan_attention`, which are read once per group.
         chunks: (S, 2) int32, the first row of q and the number of queries of each sequence, its last tokens. All rows
             of q must be in a chunk.

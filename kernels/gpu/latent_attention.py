@@ -35,7 +35,7 @@ MERGED = 4  # heads whose parts one program merges
 
 @triton.jit
 def _rows_of(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the query and the head of each of the ROWS rows of a tile, counted within its work item."""
+    """Return the query and the head of each of the ROWS rows of tile number `tile`, counted within its work item."""
     if HEADS % ROWS == 0:  # all rows belong to one query, which takes fewer registers
         first = tile * ROWS
         return tl.full([ROWS], first // HEADS, tl.int32), first % HEADS + tl.arange(0, ROWS)

@@ -213,7 +213,7 @@ def give(
     rows, outputs, stride_y, all_lines, all_rows,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's sums (LINES, ROWS) to `parts_ptr` if sums are split, else finish them and write the result.
+    """Write a tile's sums (LINES, ROWS) to `parts_ptr` if sums are split; else finish them and write to y_ptr.
 
     `all_lines` and `all_rows` are the sizes of a part; the other arguments are as in `finish`.
     """

@@ -136,7 +136,10 @@ def _coded_matmul_kernel(
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of rows by a tile of a packed weight's outputs per program, as `matmul_kernel` does."""
+    """Multiply a tile of rows by a tile of a packed weight's outputs per program, as `matmul_kernel` does.
+
+    groups_ptr, zeros_ptr and GROUP are as in `coded_values`, the other arguments as in `matmul_kernel`.
+    """
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
