@@ -117,7 +117,7 @@ class MemoryTransport:
         self.started.append(MemoryLink(self._make(spec)))
         return self.started[-1]
 
-    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+    def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
         said = [link for link in links if isinstance(link, MemoryLink) and link.turn()]
         if not said:
             time.sleep(min(timeout_s, LOOK_S))
@@ -196,7 +196,7 @@ class FakeTransport(MemoryTransport):
             return PROCESSES.start(spec)
         return super().start(spec)
 
-    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+    def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
         if any(not isinstance(link, MemoryLink) for link in links):
-            return PROCESSES.speaking(links, timeout_s)
-        return super().speaking(links, timeout_s)
+            return PROCESSES.wait_for_messages(links, timeout_s)
+        return super().wait_for_messages(links, timeout_s)

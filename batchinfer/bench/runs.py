@@ -110,7 +110,7 @@ class InProcessHost:
         """Add requests to the engine."""
         self._engine.add(requests)
 
-    def exhausted(self) -> None:
+    def end_plan(self) -> None:
         """Do nothing: a single engine needs no notice that all requests are submitted."""
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
@@ -134,7 +134,7 @@ class _Answers:
     completions: dict[bytes, Completion] = field(default_factory=dict)
     failed: bool = False
 
-    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
+    def register(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         """Do nothing: the batch and its requests need no preparation."""
 
     def take(self, done: WorkDone) -> None:
@@ -143,7 +143,7 @@ class _Answers:
             self.completions[completion.key] = completion
             self.failed |= _failed(completion)
 
-    def enough(self) -> bool:
+    def should_stop(self) -> bool:
         return self.failed
 
     def tick(self) -> None:

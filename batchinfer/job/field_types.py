@@ -34,7 +34,7 @@ from batchinfer.core.values.token_biases import token_biases
 from batchinfer.job.deadline import TIME_FORMATS, next_moment
 from batchinfer.job.file import absolute
 from batchinfer.job.schema_file import no_schema
-from batchinfer.job.wording import Right, describe_value
+from batchinfer.job.wording import ValidValues, describe_value
 from batchinfer.job.yaml_tree import shorten
 
 MAX_BYTES = 2**50
@@ -384,21 +384,21 @@ def bounded(name: str) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Column = Annotated[Text, Right("the name of a column of the input")]
+Column = Annotated[Text, ValidValues("the name of a column of the input")]
 PathField = Annotated[
     Path,
     BeforeValidator(_to_path, json_schema_input_type=Text),
-    Right("a path, relative to the job file's folder"),
+    ValidValues("a path, relative to the job file's folder"),
 ]
 ModelPath = Annotated[
     Path,
     BeforeValidator(_to_model, json_schema_input_type=Text),
-    Right("a path, relative to the job file's folder, or a model's name, as in org/name"),
+    ValidValues("a path, relative to the job file's folder, or a model's name, as in org/name"),
 ]
 AdapterPath = Annotated[
     Path,
     BeforeValidator(_to_adapter, json_schema_input_type=Text),
-    Right("a path, relative to the job file's folder, or an adapter's name, as in org/name"),
+    ValidValues("a path, relative to the job file's folder, or an adapter's name, as in org/name"),
 ]
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]
@@ -406,29 +406,29 @@ Auto = Literal["auto"]
 DraftSource = Literal["prompt", "answers", "earlier"]
 AUTO_DRAFTS: tuple[DraftSource, ...] = get_args(DraftSource)
 DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1), BeforeValidator(_no_removed_source)]
-DRAFTS = Right(
+DRAFTS = ValidValues(
     f"auto, off, a list of any of {', '.join(get_args(DraftSource))}, or a section with the key model or heads"
 )
 Name = Annotated[
     str,
     Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$"),
-    Right("a name of 1 to 200 characters, in one line"),
+    ValidValues("a name of 1 to 200 characters, in one line"),
 ]
 DeadlineText = Annotated[
     Text,
     AfterValidator(_deadline),
-    Right(TIME_FORMATS),
+    ValidValues(TIME_FORMATS),
 ]
 OneOrMorePaths = Annotated[
     Text | Annotated[tuple[Text, ...], Field(min_length=1)],
     AfterValidator(_anchor_all),
-    Right("a path, a glob, or a list of them"),
+    ValidValues("a path, a glob, or a list of them"),
 ]
 MaxLength = Annotated[
     int | None,
     Field(ge=1, le=INT32_MAX),
     BeforeValidator(_auto_to_none, json_schema_input_type=Auto | Whole | None),
-    Right("a whole number from 1 to 2,147,483,647, or auto"),
+    ValidValues("a whole number from 1 to 2,147,483,647, or auto"),
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[
@@ -438,12 +438,12 @@ Stops = Annotated[
         _listed,
         json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_STOPS)],
     ),
-    Right(f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
+    ValidValues(f"a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
 ]
 Biases = Annotated[
     tuple[tuple[int, float], ...],
     BeforeValidator(_biases, json_schema_input_type=dict[Annotated[str, Field(pattern="^[0-9]+$")], float]),
-    Right(RIGHT_BIASES),
+    ValidValues(RIGHT_BIASES),
 ]
 Words = Annotated[
     tuple[StopText, ...],
@@ -452,42 +452,44 @@ Words = Annotated[
         _listed,
         json_schema_input_type=StopText | Annotated[tuple[StopText, ...], Field(max_length=MAX_BAD_WORDS)],
     ),
-    Right(f"a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"),
+    ValidValues(
+        f"a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_STOP_CHARS} characters, or one such text"
+    ),
 ]
 Choice = Annotated[
     tuple[Text, ...],
-    Right("a list of texts, none of them empty"),
+    ValidValues("a list of texts, none of them empty"),
 ]
 JsonSchema = Annotated[
     str,
     BeforeValidator(_schema_text, json_schema_input_type=dict[str, Any]),
-    Right("a JSON Schema: a mapping such as {type: object, properties: {…}}"),
+    ValidValues("a JSON Schema: a mapping such as {type: object, properties: {…}}"),
 ]
 KvMemory = Annotated[
     Auto | int | float,
     BeforeValidator(_memory, json_schema_input_type=Text | Annotated[float, Field(gt=0)]),
-    Right("auto, a size from 1MiB such as 4GiB, or a share of the memory above 0 and up to 1"),
+    ValidValues("auto, a size from 1MiB such as 4GiB, or a share of the memory above 0 and up to 1"),
 ]
 SqlMemory = Annotated[
     Auto | int,
     BeforeValidator(_sql_memory, json_schema_input_type=Text | Annotated[int, Field(ge=MIN_SQL_BYTES)]),
-    Right("auto, or a size from 64MiB such as 4GiB"),
+    ValidValues("auto, or a size from 64MiB such as 4GiB"),
 ]
 Bytes = Annotated[
     int,
     Field(ge=1, le=MAX_BYTES),
     BeforeValidator(_size, json_schema_input_type=Text | Annotated[int, Field(ge=1, le=MAX_BYTES)]),
-    Right("a size such as 16MiB"),
+    ValidValues("a size such as 16MiB"),
 ]
 RayAddress = Annotated[
     Text,
     BeforeValidator(_ray_address),
-    Right("auto, or HOST:PORT of the cluster's head, such as 10.0.0.1:6379"),
+    ValidValues("auto, or HOST:PORT of the cluster's head, such as 10.0.0.1:6379"),
 ]
 Labels = Annotated[
     tuple[tuple[str, str], ...],
     BeforeValidator(_label_pairs, json_schema_input_type=dict[str, Text]),
-    Right("a mapping from labels of nodes to their values, as in {ray.io/accelerator-type: H100}"),
+    ValidValues("a mapping from labels of nodes to their values, as in {ray.io/accelerator-type: H100}"),
 ]
 Engines = Annotated[int, Field(ge=1, le=256)]
 MinRows = Annotated[
@@ -497,22 +499,22 @@ MinRows = Annotated[
         json_schema_input_type=Annotated[int, Field(ge=1, le=INT32_MAX)]
         | Annotated[float, Field(gt=0, lt=1)],
     ),
-    Right("a number of rows from 1, such as 1000, or a share above 0 and below 1, such as 0.9"),
+    ValidValues("a number of rows from 1, such as 1000, or a share above 0 and below 1, such as 0.9"),
 ]
 Encoding = Annotated[
     Text,
     BeforeValidator(_encoding),
-    Right("the name of an encoding, such as utf-8, latin-1 or cp1252"),
+    ValidValues("the name of an encoding, such as utf-8, latin-1 or cp1252"),
 ]
 Delimiter = Annotated[
     Text,
     BeforeValidator(_delimiter),
-    Right("auto, tab, or one ASCII character that ends no line, such as ; or |"),
+    ValidValues("auto, tab, or one ASCII character that ends no line, such as ; or |"),
 ]
 Quote = Annotated[
     Text,
     BeforeValidator(_quote),
-    Right("none, or one ASCII character that ends no line, such as \" or '"),
+    ValidValues("none, or one ASCII character that ends no line, such as \" or '"),
 ]
 ReasoningMarks = Annotated[
     Literal["auto", "none"] | tuple[Text, Text],
@@ -520,30 +522,32 @@ ReasoningMarks = Annotated[
     BeforeValidator(
         _marks, json_schema_input_type=Literal["auto", "none"] | dict[Literal["begin", "end"], Text]
     ),
-    Right("auto, none, or the texts around the reasoning, as in {begin: <think>, end: </think>}"),
+    ValidValues("auto, none, or the texts around the reasoning, as in {begin: <think>, end: </think>}"),
 ]
 ToolCalls = Annotated[
     Literal["auto", "none"] | CallStyleName,
-    Right(f"auto, none, or one of {', '.join(CALL_STYLES)}"),
+    ValidValues(f"auto, none, or one of {', '.join(CALL_STYLES)}"),
 ]
-ToolChoice = Annotated[str, Right("auto, required, or the name of a tool"), Field(pattern=f"^{TOOL_NAME}$")]
+ToolChoice = Annotated[
+    str, ValidValues("auto, required, or the name of a tool"), Field(pattern=f"^{TOOL_NAME}$")
+]
 _NAMES = {"enum": list(_ROW_PARAMETERS)}
 _Parameters = tuple[Annotated[str, Field(json_schema_extra={**_NAMES})], ...]
 _Columns = Annotated[dict[str, Text], Field(json_schema_extra={"propertyNames": {**_NAMES}})]
 TemplateArguments = Annotated[
     str | None,
     BeforeValidator(_arguments_text, json_schema_input_type=dict[str, Any] | None),
-    Right("a mapping from arguments of the chat template to values, as in {enable_thinking: false}"),
+    ValidValues("a mapping from arguments of the chat template to values, as in {enable_thinking: false}"),
 ]
 Tools = Annotated[
     str | None,
     BeforeValidator(_tools_text, json_schema_input_type=list[dict[str, Any]] | None),
-    Right("a list of function tools, as in [{type: function, function: {name: …, parameters: {…}}}]"),
+    ValidValues("a list of function tools, as in [{type: function, function: {name: …, parameters: {…}}}]"),
 ]
 ArgumentColumns = Annotated[
     tuple[tuple[str, str], ...],
     BeforeValidator(_argument_pairs, json_schema_input_type=tuple[Text, ...] | dict[str, Text]),
-    Right(
+    ValidValues(
         "a list of arguments whose columns have the same names, as in [enable_thinking], "
         "or a mapping from arguments to columns, as in {enable_thinking: think_col}"
     ),
@@ -551,7 +555,7 @@ ArgumentColumns = Annotated[
 FromColumns = Annotated[
     tuple[tuple[str, str], ...],
     BeforeValidator(_pairs, json_schema_input_type=_Parameters | _Columns),
-    Right(
+    ValidValues(
         "a list of sampling parameters whose columns have the same names, as in [max_tokens], "
         "or a mapping from parameters to columns, as in {temperature: temp_col}"
     ),

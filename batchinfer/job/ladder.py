@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from batchinfer.core.rung import Rung, with_rung
 from batchinfer.core.sampling import BOUNDS, SamplingParams
-from batchinfer.job.wording import Right, describe_value
+from batchinfer.job.wording import ValidValues, describe_value
 from batchinfer.job.yaml_tree import Finding
 
 MOST_RUNGS = 8
@@ -65,7 +65,7 @@ _Written = Annotated[dict[str, float], Field(json_schema_extra=_SHOWN)]
 Ladder = Annotated[
     tuple[Rung, ...],
     BeforeValidator(_rungs, json_schema_input_type=tuple[_Written, ...]),
-    Right("a list of sampling parameters, as in [{temperature: 0.7, seed: 1}, {max_tokens: 4096}]"),
+    ValidValues("a list of sampling parameters, as in [{temperature: 0.7, seed: 1}, {max_tokens: 4096}]"),
 ]
 
 

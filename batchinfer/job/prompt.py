@@ -120,7 +120,7 @@ class PromptSection(Section):
         return bool(self.tool_keys()) or self.tool_calls not in ("auto", "none")
 
     @property
-    def asked_call(self) -> dict[str, Any]:
+    def forced_call(self) -> dict[str, Any]:
         """Return the field `tool_choice` of an OpenAI request, for the call that every answer must make.
 
         Empty if no call is required.

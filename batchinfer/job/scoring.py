@@ -9,7 +9,7 @@ from pydantic import Field
 from batchinfer.core.scoring import MAX_LABELS, ScoreActivation
 from batchinfer.job.field_types import Choice, Text
 from batchinfer.job.section import Section
-from batchinfer.job.wording import Right
+from batchinfer.job.wording import ValidValues
 
 DEFAULT_ANSWERS = ("yes", "no")  # answers of rerankers that say whether a document answers a query
 
@@ -42,7 +42,7 @@ class ClassifySection(Section):
         description="Whether labels are compared by the mean log-probability of their tokens; else by the sum, which "
         "favours short labels.",
     )
-    calibrate: bool | Annotated[Text, Right("a text, such as N/A")] = Field(
+    calibrate: bool | Annotated[Text, ValidValues("a text, such as N/A")] = Field(
         default=False,
         description="Whether probabilities are [divided by those after an empty "
         "prompt](scores.md#labels-that-the-model-likes-too-much), in which `N/A` replaces all values of "

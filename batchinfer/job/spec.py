@@ -62,7 +62,7 @@ from batchinfer.job.section import Section, option_text
 from batchinfer.job.tasks import TASK_SECTIONS, Task
 from batchinfer.job.template_file import read_template_file
 from batchinfer.job.variables import Variables
-from batchinfer.job.wording import Right, findings_of
+from batchinfer.job.wording import ValidValues, findings_of
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, RequestedQuantization
 
 _OUTPUT_PATH = ("output", "path")
@@ -335,12 +335,12 @@ class RaySection(Section):
     address: RayAddress = Field(
         description="`auto`: the cluster of this machine; or `HOST:PORT` of another one. `--ray` sets it."
     )
-    engines: Annotated[Engines | RayEngines | None, Right("a number of engines, or {min: 1, max: 8}")] = (
-        Field(
-            default=None,
-            description="Number of engines, or bounds `{min: 1, max: 8}`. `null`: the number that fits on the cluster "
-            "at the start.",
-        )
+    engines: Annotated[
+        Engines | RayEngines | None, ValidValues("a number of engines, or {min: 1, max: 8}")
+    ] = Field(
+        default=None,
+        description="Number of engines, or bounds `{min: 1, max: 8}`. `null`: the number that fits on the cluster "
+        "at the start.",
     )
     cpus: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,

@@ -31,7 +31,7 @@ _BOOLEAN_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", "true", "false"}
 
 
 @dataclass(frozen=True, slots=True)
-class Right:
+class ValidValues:
     """An annotation of a field's type: a description of valid values, if the type itself is not clear."""
 
     text: str
@@ -211,7 +211,7 @@ def _at(values: Mapping[str, Any], loc: Loc) -> object:
 
 def _phrase(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     flat = _flat(metadata)
-    own = next((one.text for one in flat if isinstance(one, Right)), None)
+    own = next((one.text for one in flat if isinstance(one, ValidValues)), None)
     if own is not None:
         return own
     if isinstance(annotation, types.GenericAlias) or get_origin(annotation) is tuple:

@@ -25,22 +25,31 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """The answers and folders that a cleanup removed, or would remove with `dry_run`."""
+    """What a cleanup removed, or would remove with `dry_run`.
+
+    Attributes:
+        store: Folder of the stored answers.
+        keep_days: Days for which unused answers are kept. None: forever.
+        dry_run: Whether nothing was removed.
+        answers: Counts of dropped and kept answers.
+        folders: Number of removed folders: replaced results, idle parts of the state, and expired copies of rows.
+        folder_bytes: Size of these folders.
+    """
 
     store: Path
     keep_days: int | None
     dry_run: bool
     answers: Cleaned
-    folders: int  # replaced results, idle parts of the state, and expired copies of rows
+    folders: int
     folder_bytes: int
 
     @property
     def bytes_freed(self) -> int:
-        """Return the bytes freed in the store and in folders."""
+        """Return the number of bytes that the cleanup freed in the store and in folders."""
         return self.answers.bytes_freed + self.folder_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the output of `batchinfer clean --json`."""
+        """Return the cleanup as the JSON object that `batchinfer clean --json` prints."""
         answers = asdict(self.answers) | {"bytes_freed": self.bytes_freed}
         return {
             "exit_code": 0,
@@ -52,7 +61,7 @@ class Cleanup:
         }
 
     def text(self) -> str:
-        """Return a summary of two lines for a terminal."""
+        """Return the cleanup as two lines for a terminal."""
         days = "forever" if self.keep_days is None else f"for {self.keep_days} days"
         would = "would be " if self.dry_run else ""
         about = "about " if self.dry_run else ""
@@ -66,7 +75,15 @@ class Cleanup:
 
 
 def note_use(state: StateFolder, keep: int | None, join: Join, store: CompletionStore) -> None:
-    """Record which stored answers a result uses, before it is published, so later cleanups keep them.
+    """Record which stored answers a result uses, so that later cleanups keep them.
+
+    Call it before the result is published.
+
+    Args:
+        state: The state of the job.
+        keep: Days for which answers are kept after their last use. None: forever.
+        join: The join of the job's rows with the stored answers.
+        store: The store of answers.
 
     Raises:
         StorageError: The record cannot be written.
@@ -79,15 +96,15 @@ def note_use(state: StateFolder, keep: int | None, join: Join, store: Completion
 def clean_after_run(
     state: StateFolder, keep: int | None, should_continue: Callable[[], bool], notice: Callable[[str], None]
 ) -> None:
-    """Drop unused answers if copying the others is cheap and no other run uses the store.
+    """Drop stored answers that no result uses, if this is cheap and no other run uses the store.
 
     The results are already published, so a failing disk does not fail the run.
 
     Args:
         state: The state of the job.
-        keep: Days for which unused answers are kept, or None to keep them forever.
+        keep: Days for which unused answers are kept. None: forever.
         should_continue: Returns False to stop the cleanup early.
-        notice: Receives the text of a storage error.
+        notice: Called with the text of a storage error.
     """
     try:
         clean_store(
@@ -104,7 +121,11 @@ def clean_after_run(
 
 
 def clean_job(job: Job, dry_run: bool) -> Cleanup:
-    """Clean the state of a job.
+    """Remove unused answers and old folders of a job.
+
+    Args:
+        job: The job. Its `cache.keep` says how long unused answers are kept.
+        dry_run: Whether to remove nothing, and only count the answers and folders.
 
     Raises:
         Locked: The job is running.
@@ -114,7 +135,11 @@ def clean_job(job: Job, dry_run: bool) -> Cleanup:
 
 
 def clean_result(results: Path, dry_run: bool) -> Cleanup:
-    """Clean the state of the job that published a result, with the `cache.keep` of its last run.
+    """Remove unused answers and old folders of the job that published a result.
+
+    Args:
+        results: The folder of the result. The `cache.keep` of its last run says how long unused answers are kept.
+        dry_run: Whether to remove nothing, and only count the answers and folders.
 
     Raises:
         InputMissing: There is no state folder next to the result.
@@ -147,7 +172,6 @@ def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
 
 
 def _remove_kept(state: StateFolder, kept: Iterable[Path]) -> None:
-    """Remove these folders unless a run is active, because it may be about to replace their files."""
     with state.lock_shared():
         for folder in () if state.parts_in_use() else kept:
             with storage(folder, "remove"):
@@ -155,7 +179,7 @@ def _remove_kept(state: StateFolder, kept: Iterable[Path]) -> None:
 
 
 def _expired_kept(state: StateFolder, keep: int | None) -> list[Path]:
-    """Return the folder of rows kept for the next run, if its last use is more than `keep` days ago."""
+    """Return the folder with copies of rows for the next run, if its last use is more than `keep` days ago."""
     last = last_kept(state.kept)
     if last is None or keep is None or last > time.time() - keep * _DAY_S:
         return []

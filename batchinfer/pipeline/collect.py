@@ -21,16 +21,23 @@ from batchinfer.store.results.error_budget import Budget
 
 
 class _Expected(NamedTuple):
-    """A request in flight."""
+    """A request that an engine has received and not answered yet.
 
-    tokens: int  # upper bound of the answer's tokens
+    Attributes:
+        tokens: Maximum number of tokens of the answer.
+        prompt_tokens: Tokens of the prompt.
+        users: Number of rows that receive the answer.
+        final_users: Number of rows that receive the answer even if it is invalid.
+    """
+
+    tokens: int
     prompt_tokens: int
-    users: int  # rows that receive the answer
-    final_users: int  # rows that receive the answer even if it is invalid
+    users: int
+    final_users: int
 
 
 class Collector:
-    """The sink of `run_plan`."""
+    """Receives the answers of engines, and passes them to the store, the meter and the progress display."""
 
     def __init__(
         self,
@@ -46,12 +53,12 @@ class Collector:
 
         Args:
             store: Stores the answers.
-            meter: Receives the samples of steps and requests.
+            meter: Records the samples of steps and requests.
             progress: The progress display.
             receiver: Converts answers to the form that is stored.
-            deadline: Watches the deadline of the job, or None if the job has none.
-            budget: The error budget, or None while the number of rows is unknown.
-            revised: Revises the forecast from the first answers, or None while the number of rows is unknown.
+            deadline: Watches the job's deadline. None if the job has none.
+            budget: The error budget. None while the number of rows is unknown.
+            revised: Revises the forecast from the first answers. None while the number of rows is unknown.
         """
         self._deadline, self._revised = deadline, revised
         self._store, self._meter, self._progress, self._budget = store, meter, progress, budget
@@ -62,8 +69,13 @@ class Collector:
         self.invalid = 0  # invalid answers since the last plan
         self.saved_tokens = self.saved_output_tokens = 0  # tokens that duplicates did not compute
 
-    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Register requests that are about to be submitted to an engine."""
+    def register(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
+        """Register requests that are about to be submitted to an engine.
+
+        Args:
+            batch: The rows of the plan with these requests.
+            requests: The requests.
+        """
         self._meter.record_order(requests)
         self._receiver.expect(requests)
         names = ("expected_tokens", "token_count", "users", "final_users")
@@ -73,10 +85,12 @@ class Collector:
             self._in_flight[key] = _Expected(*values)
 
     def snapshot(self, parts: Sequence[Path]) -> Snapshot:
-        """Return the requests submitted so far, which the next plan leaves out, and reset the count of invalid answers.
+        """Return the requests that engines have received so far. The next plan leaves them out.
+
+        The count of invalid answers is reset.
 
         Args:
-            parts: The parts of the store at this moment.
+            parts: The Parquet files of the store now.
         """
         self.invalid, given = 0, self._handed_out
         return Snapshot(
@@ -90,27 +104,27 @@ class Collector:
 
     @property
     def rows_in_flight(self) -> int:
-        """Return the number of rows whose requests are in flight."""
+        """Return the number of rows whose requests engines have received and not answered yet."""
         return sum(entry.users for entry in self._in_flight.values())
 
-    def given_since(self, known: Snapshot) -> frozenset[bytes]:
-        """Return the keys of the requests that were submitted after a snapshot."""
+    def submitted_since(self, known: Snapshot) -> frozenset[bytes]:
+        """Return the work keys of the requests that engines have received after a snapshot was taken."""
         if self._handed_out.keys is None:
             # a plan for further attempts is only made when the plan before it is exhausted
             assert self._handed_out.requests == known.requests, "requests of an older plan were given"
             return frozenset()
         return frozenset(self._handed_out.keys[known.requests :])
 
-    def all_known(self, budget: Budget, revised: RevisedForecast) -> None:
-        """Set the error budget and the revised forecast, once the whole input was read."""
+    def set_budget(self, budget: Budget, revised: RevisedForecast) -> None:
+        """Set the error budget and the object that revises the forecast, once the whole input was read."""
         self._budget, self._revised = budget, revised
 
-    def plans_no_rows(self) -> None:
-        """Stop recording keys of submitted requests: all later plans are for further attempts."""
+    def stop_recording_keys(self) -> None:
+        """Stop recording the work keys of submitted requests, because all later plans are for further attempts."""
         self._handed_out.keys = None
 
     def take(self, done: WorkDone) -> None:
-        """Store the answers, and count samples and rows."""
+        """Store the answers of an engine, and count its samples and rows."""
         completions = self._receiver.receive(done.completions)
         self._store.append(completions)
         for step in done.steps:
@@ -125,13 +139,13 @@ class Collector:
             self._count(completion, tokens, completion.key in cut, done.engine)
         self._store.maybe_commit()
 
-    def enough(self) -> bool:
-        """Return True if the error budget is exceeded and the job does not publish such a result."""
+    def should_stop(self) -> bool:
+        """Return True if there are too many error rows to publish a result."""
         budget = self._budget
         return budget is not None and not budget.publish and budget.exceeded(budget.already + self._errors)
 
     def tick(self) -> None:
-        """Commit answers, show progress, and check the deadline and the forecast, each if it is due."""
+        """Commit answers, update the display, and check the deadline and the forecast, each if it is due."""
         self._store.maybe_commit()
         self._progress.tick()
         if self._deadline is not None:

@@ -23,11 +23,17 @@ _INSTALL = "`pip install '.[ray]'` in the clone of batchinfer"
 
 @dataclass(frozen=True, slots=True)
 class EngineMachine:
-    """The machine of the engines: this machine, or nodes of a Ray cluster."""
+    """The machine on which engines run: this machine, or nodes of a Ray cluster.
 
-    facts: MachineFacts  # of the machine on which engines run
+    Attributes:
+        facts: The machine of an engine. On a cluster: the part of a node for one engine.
+        transport: Starts workers and exchanges messages with them.
+        reader: This machine, which reads the rows, if engines run on a cluster. Else None.
+    """
+
+    facts: MachineFacts
     transport: Transport
-    reader: MachineFacts | None = None  # this machine, which reads the rows, if engines run on a cluster
+    reader: MachineFacts | None = None
 
 
 def engine_machine(
@@ -37,13 +43,13 @@ def engine_machine(
     notice: Callable[[str], None] = lambda _: None,
     waiting: Callable[[], None] | None = None,
 ) -> EngineMachine:
-    """Return the machine of the engines of a job, after connecting to its Ray cluster if it has one.
+    """Return the machine on which the engines of a job run, after connecting to the job's Ray cluster, if any.
 
     Args:
         job: The job.
-        state: Its state folder, which stores digests of model files.
+        state: The job's state folder, which stores digests of model files.
         otherwise: The transport of a job without `ray.address`.
-        notice: Receives lines for the user.
+        notice: Called with lines for the user.
         waiting: Called while the run waits for a node; raises an error to end the wait. None: do not wait.
 
     Raises:
@@ -77,7 +83,6 @@ def engine_machine(
 
 
 def _check_ray() -> None:
-    """Raise Unavailable if ray is not installed, or if its version was not tested."""
     if importlib.util.find_spec("ray") is None:
         raise Unavailable(f"ray.address: ray is not installed; run {_INSTALL}")
     found = version("ray")
@@ -87,7 +92,6 @@ def _check_ray() -> None:
 
 
 def _check_output(job: Job) -> None:
-    """Raise JobFileError for an output in the working directory of a submitted job, because Ray deletes that folder."""
     if "runtime_resources" in job.output.path.parts:
         text = "is in the working directory of a submitted job, which Ray deletes; give an absolute path elsewhere"
         raise JobFileError(str(job.source), [Mistake("output.path", text)])

@@ -89,7 +89,19 @@ def run(
 def run_loaded(
     job: Job, options: run_options.RunOptions, progress: Progress, notice: Callable[[str], None]
 ) -> RunResult:
-    """Run a loaded job. In the main thread, signals stop the run at a safe point."""
+    """Run a job whose job file was loaded.
+
+    In the main thread, signals stop the run at a safe point.
+
+    Args:
+        job: The job.
+        options: The options of the run.
+        progress: The progress display.
+        notice: Called with lines for the user.
+
+    Raises:
+        BatchInferError: The run failed.
+    """
     check_limits()
     with job.located(), _interrupts() as interrupts, _offline(), progress:
         outcome = pipeline.run_job(job, options, progress, interrupts, notice)
@@ -111,13 +123,20 @@ def run_loaded(
 
 
 def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callable[[str], None]) -> RunResult:
-    """Run a job or a trial with `--verify`, which ignores damaged files of earlier runs."""
+    """Run a job with `--verify`, which ignores damaged files of earlier runs.
+
+    Args:
+        job: The job.
+        limit: Number of first rows to run as a trial. None: all rows.
+        progress: The progress display.
+        notice: Called with lines for the user.
+    """
     return run_loaded(job, run_options.RunOptions(limit, verify=True), progress, notice)
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Interrupts]:
-    """Handle signals if this is the main thread; Python allows signal handlers only there."""
+    """Handle signals within the block if this is the main thread. Python allows signal handlers only there."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
@@ -141,7 +160,6 @@ def _offline() -> Iterator[None]:
 
 
 def _pairs(overrides: Mapping[str, SettingValue] | None) -> list[tuple[str, str]]:
-    """Convert overrides to the pairs of texts that `--set` takes, or raise UsageError."""
     if overrides is None:
         return []
     if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
@@ -152,7 +170,6 @@ def _pairs(overrides: Mapping[str, SettingValue] | None) -> list[tuple[str, str]
 
 
 def _yaml(key: str, value: SettingValue) -> str:
-    """Return a value as YAML for `--set`, written as JSON, or raise UsageError."""
     try:
         return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -169,7 +186,6 @@ def _stop_time(text: str) -> StopTime:
 
 
 def _path(name: str, value: str | os.PathLike[str]) -> Path:
-    """Convert an argument to a path, or raise UsageError."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
         raise wrong(name, value, "a path, as a text or a pathlib.Path")

@@ -14,7 +14,7 @@ from batchinfer.pipeline.openai_file import openai_file
 from batchinfer.pipeline.operators_build import OperatorsBuild, build_in_background
 from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import RunReport
-from batchinfer.pipeline.stop_text import stop_line, stopped_early
+from batchinfer.pipeline.stop_text import stop_line, stopped_early_text
 from batchinfer.pipeline.workers.engine_entry import ENGINE
 from batchinfer.pipeline.workers.interrupts import CONTINUES, Interrupts
 from batchinfer.pipeline.workers.launch import Launch
@@ -26,36 +26,60 @@ from batchinfer.store.results.output_file import OutputFile
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run that holds the lock of its job."""
+    """A run that holds the lock of its job, with the objects that all stages share.
+
+    Attributes:
+        job: The job. In a trial, it has only the first rows.
+        full_job: The job without the limit of a trial.
+        options: The options of the run.
+        setup: The checked model, device, tokenizer and answers.
+        state: The state folder of the job.
+        openai: The file of --to-openai. None without that option.
+        operators: The background compilation of CPU operators.
+        launch: Workers that load before the plan is known.
+        report: Collects the facts of the run.
+        progress: The progress display.
+        interrupts: Handles signals and the stop time.
+        notice: Shows a line to the user.
+        now: Start of the run. The same for all stages, because a run may pass midnight.
+        at_end: Callbacks to call before the lock is released.
+    """
 
     job: Job
-    whole: Job  # the job without the limit of a trial
+    full_job: Job
     options: RunOptions
     setup: Setup
     state: StateFolder
-    openai: OutputFile | None  # the file of --to-openai
+    openai: OutputFile | None
     operators: OperatorsBuild
-    launch: Launch  # workers that load before the plan is known
+    launch: Launch
     report: RunReport
     progress: Progress
     interrupts: Interrupts
     notice: Callable[[str], None]
-    now: datetime  # the same for all stages, because a run may pass midnight
-    at_end: ExitStack  # callbacks to call before the lock is released
+    now: datetime
+    at_end: ExitStack
 
 
 @contextmanager
 def open_run(
     job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
 ) -> Iterator[OpenRun]:
-    """Check the job, and hold its lock within the block. Missing CPU operators are compiled in the background.
+    """Check a job, and hold its lock within the block. Missing CPU operators are compiled in the background.
+
+    Args:
+        job: The job.
+        options: The options of the run.
+        progress: The progress display.
+        interrupts: Handles signals and the stop time.
+        notice: Called with lines for the user.
 
     Raises:
         Locked: Another run holds the lock.
         BatchInferError: See `check_setup` and `openai_file`.
     """
     watch, stop = Stopwatch(options.already_s), options.stop_at
-    whole_state, whole = state_of(job), job
+    full_state, full_job = state_of(job), job
     if options.limit is not None:
         job = job.first_rows(options.limit)
     state = state_of(job)
@@ -65,11 +89,11 @@ def open_run(
     setup = check_setup(job, state, machine.facts, options.replace, machine.reader)
     timestamps = options.openai_timestamps
     openai = openai_file(
-        job, options.to_openai, state, whole_state, timestamps=timestamps, replace=options.replace
+        job, options.to_openai, state, full_state, timestamps=timestamps, replace=options.replace
     )
     with (
         state.lock(),
-        interrupts.stopping_at(None if stop is None else stop.at, stopped_early(job, options)),
+        interrupts.stopping_at(None if stop is None else stop.at, stopped_early_text(job, options)),
         ExitStack() as at_end,
         build_in_background(
             setup.setting.numerics, notice, options.engine == ENGINE and job.ray is None
@@ -84,7 +108,7 @@ def open_run(
         launch = Launch(options.transport, options.standby)
         yield OpenRun(
             job,
-            whole,
+            full_job,
             options,
             setup,
             state,

@@ -12,21 +12,27 @@ from batchinfer.store.results.output_file import OutputFile, ProtectedFiles
 
 
 def openai_file(
-    job: Job, path: Path | None, state: StateFolder, whole: StateFolder, *, timestamps: bool, replace: bool
+    job: Job,
+    path: Path | None,
+    state: StateFolder,
+    full_state: StateFolder,
+    *,
+    timestamps: bool,
+    replace: bool,
 ) -> OutputFile | None:
-    """Return the checked file of `--to-openai`, or None without that option.
+    """Check that a run may write the file of `--to-openai`, and return it. Returns None without that option.
 
     Args:
         job: The job.
-        path: The value of `--to-openai`.
+        path: The value of `--to-openai`, or None.
         state: The state of this run, which may be a trial.
-        whole: The state of the job without `--limit`. A trial and its job may write the same file.
+        full_state: The state of the job without `--limit`. A trial and its job may write the same file.
         timestamps: The value of `--openai-timestamps`.
         replace: The value of `--replace`.
 
     Raises:
         UsageError: The options do not fit the job.
-        OutputConflict: The file belongs to something else.
+        OutputConflict: The file exists and does not belong to the job.
         StorageError: The file cannot be written.
     """
     if path is None:
@@ -39,7 +45,11 @@ def openai_file(
             "which the option needs; leave the option out"
         )
     file = OutputFile(
-        Location.at(path), "--to-openai", ProtectedFiles.of_job(job, state, whole), state, replace=replace
+        Location.at(path),
+        "--to-openai",
+        ProtectedFiles.of_job(job, state, full_state),
+        state,
+        replace=replace,
     )
     file.check()
     return file

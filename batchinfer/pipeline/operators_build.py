@@ -15,29 +15,32 @@ COMPILING = f"{COMPILING_FIRST}, while the input is read and planned"
 
 
 class OperatorsBuild:
-    """Reports the progress and the duration of a background build."""
+    """Reports the progress and the duration of a compilation of CPU operators in the background."""
 
     def __init__(
         self, build: BackgroundBuild | None, notice: Callable[[str], None], line: str = COMPILING
     ) -> None:
-        """Watch a build.
+        """Watch a compilation.
 
         Args:
-            build: The build, or None if all operators are compiled already.
-            notice: Receives lines for the user.
-            line: The notice for a build in progress.
+            build: The compilation. None if all operators are compiled already.
+            notice: Called with lines for the user.
+            line: The notice for a compilation in progress.
         """
         self._build, self._notice, self._line = build, notice, line
         self._announced = self._announced_end = build is None
         self._needed_at: float | None = None
 
-    def needed(self) -> None:
-        """Record that the engine needs the operators from now on."""
+    def mark_needed(self) -> None:
+        """Record that an engine needs the operators from now on, to measure how long it waits for them."""
         self._needed_at = time.monotonic()
         self.look()
 
     def look(self) -> None:
-        """Notify the user once of the running build and once of its end. The engine reports a failed build."""
+        """Notify the user once that operators are being compiled, and once that they are ready.
+
+        A failed compilation causes no notice, because the engine reports it.
+        """
         if not self._announced and self._build is not None and self._build.error is None:
             self._announced = True
             self._notice(self._line)
@@ -47,7 +50,10 @@ class OperatorsBuild:
 
     @property
     def facts(self) -> dict[str, float]:
-        """Return the build and wait times in seconds by run table column; empty if nothing was compiled."""
+        """Return the seconds of compiling and of waiting, by column of the run table.
+
+        Empty if nothing was compiled.
+        """
         if self._build is None or self._build.ended is None or self._needed_at is None:
             return {}
         waited = max(0.0, self._build.ended - self._needed_at)
@@ -64,12 +70,12 @@ class OperatorsBuild:
 def build_in_background(
     numerics: Numerics, notice: Callable[[str], None], ours: bool = True
 ) -> Iterator[OperatorsBuild]:
-    """Compile missing CPU operators in the background, and stop the build at the end of the block.
+    """Compile missing CPU operators in the background. The compilation is stopped at the end of the block.
 
     Args:
-        numerics: The numerics of the run; only the device "cpu" has operators to compile.
-        notice: Receives lines for the user.
-        ours: Whether the engine runs on this machine and uses our operators.
+        numerics: The numerics of the run. Only the device "cpu" has operators to compile.
+        notice: Called with lines for the user.
+        ours: Whether the engine runs on this machine and uses our operators. If False, nothing is compiled.
     """
     build = _build_for(numerics.device, numerics.kv_cache == "int8") if ours else None
     try:
@@ -80,13 +86,11 @@ def build_in_background(
 
 
 def build_operators(device: str, notice: Callable[[str], None], codes: bool = False) -> None:
-    """Compile missing operators and wait, before a measurement that compiler processes would disturb.
-
-    Without a compiler nothing happens: the caller's use of the operators reports that.
+    """Compile missing CPU operators, and wait until they are ready. Does nothing on a GPU or without a compiler.
 
     Args:
         device: The device of the engine.
-        notice: Receives lines for the user.
+        notice: Called with lines for the user.
         codes: Whether operators for an int8 KV cache are needed.
     """
     build = _build_for(device, codes)

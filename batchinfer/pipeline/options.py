@@ -17,7 +17,27 @@ _SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options that the command line adds to a job. Raises UsageError for an invalid value."""
+    """The options that the command line adds to a job.
+
+    Attributes:
+        limit: Run a trial of that many first rows. None: all rows.
+        replace: Whether the result may replace the result of another job.
+        retry_errors: Whether error rows that may succeed are computed again.
+        verify: Whether damaged files of earlier runs are found and ignored.
+        to_openai: File for the result as OpenAI responses, or None.
+        openai_timestamps: Whether that file has the time of the run. False: it has 0.
+        engine: "module:function" that loads an engine's weights in its process.
+        price_per_hour: Price of an hour of the machine, in any currency.
+        stop_at: When the run stops, or None.
+        transport: Starts workers and exchanges messages with them.
+        standby: A standby process for the engine, or None.
+        waves_from_s: Rows run in waves if the engine would otherwise wait for the input for at least this many
+            seconds. Chosen, not measured.
+        already_s: Seconds that the command took before the run: interpreter, imports, job file.
+
+    Raises:
+        UsageError: A value is invalid.
+    """
 
     limit: int | None = None
     replace: bool = False
@@ -25,15 +45,13 @@ class RunOptions:
     verify: bool = False
     to_openai: Path | None = None
     openai_timestamps: bool = False
-    engine: str = ENGINE  # "module:function" that loads the engine's weights in its process
-    price_per_hour: float | None = None  # of the machine, in any currency
+    engine: str = ENGINE
+    price_per_hour: float | None = None
     stop_at: StopTime | None = None
-    transport: Transport = PROCESSES  # starts workers and exchanges messages with them
-    standby: EngineStandby | None = None  # a standby process for the engine
-    # Rows run in waves if the engine would otherwise wait for the input for at least this many seconds. About the time
-    # to plan the first rows; chosen, not measured.
+    transport: Transport = PROCESSES
+    standby: EngineStandby | None = None
     waves_from_s: float = 1.0
-    already_s: float = 0.0  # seconds that the command took before: interpreter, imports, job file
+    already_s: float = 0.0
 
     def __post_init__(self) -> None:
         limit, price = self.limit, self.price_per_hour
@@ -53,11 +71,11 @@ def _is_whole(value: object) -> bool:
 
 
 def wrong(name: str, value: object, right: str) -> UsageError:
-    """Return the error for an invalid argument.
+    """Return the error for an invalid argument of `batchinfer.run` or the command line.
 
     Args:
-        name: The argument, and the option of the command line.
+        name: Name of the argument, and of the option of the command line.
         value: The value that was passed.
-        right: The valid values.
+        right: A description of valid values.
     """
     return UsageError(f"{name}: found {repr(value)[:80]}; it must be {right}")

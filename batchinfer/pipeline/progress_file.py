@@ -1,4 +1,4 @@
-"""Writes `progress.json` in the state folder, from which other processes read the progress of a run."""
+"""Writes `progress.json` in the state folder, from which `batchinfer status` reads the progress of a run."""
 
 from __future__ import annotations
 
@@ -26,32 +26,40 @@ _NO_PHASE = dict.fromkeys(("phase", "tokens", "tokens_total", "share", "per_s", 
 
 
 class ProgressFile:
-    """Writes each state of the progress. A failing disk causes one notice, and does not fail the run."""
+    """Writes the progress of a run to `progress.json`.
+
+    A failing disk causes one notice, and does not fail the run.
+    """
 
     def __init__(
         self, state: StateFolder, identity: Mapping[str, str], notice: Callable[[str], None]
     ) -> None:
-        """Prepare the file of a run that holds its lock.
+        """Prepare the file of a run that holds the lock of its job.
 
         Args:
             state: The state folder of the run.
-            identity: The keys that identify the run.
-            notice: Receives the text of the first storage error.
+            identity: Keys and values that identify the run, which the file contains.
+            notice: Called with the text of the first storage error.
         """
         self._path, self._ops, self._notice = state.progress, state.ops, notice
         self._content: dict[str, Any] = {"format": PROGRESS_FORMAT, "pid": os.getpid(), **identity}
         self._notified = False
 
-    def begin(self) -> None:
-        """Write the first state."""
+    def write_start(self) -> None:
+        """Write the file for a run that has just started."""
         self._write(phase=STARTING)
 
     def __call__(self, state: ProgressState) -> None:
-        """Write a state of the progress."""
+        """Write a state of the progress to the file."""
         self._write(**asdict(state))
 
-    def ended(self, exit_code: int | None, exit_status: str | None) -> None:
-        """Write how the run ended. The last progress stays in the file unless the result was published."""
+    def write_end(self, exit_code: int | None, exit_status: str | None) -> None:
+        """Write how the run ended. The last progress stays in the file unless the result was published.
+
+        Args:
+            exit_code: Exit code of the command.
+            exit_status: `exit_status` of the run table.
+        """
         whole = exit_status is not None and is_published(exit_status)
         facts = {**_NO_PHASE, "rows": self._content.get("rows_total")} if whole else {}
         self._write(exit_code=exit_code, exit_status=exit_status, **facts)

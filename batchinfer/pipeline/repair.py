@@ -14,12 +14,12 @@ from batchinfer.store.results.made_by import MadeBy, read_made_by
 
 
 def made_by(results: Path) -> MadeBy | None:
-    """Return the command that published a result, or None if its state does not record it."""
+    """Return the command that published a result, or None if the state next to the result does not record it."""
     return read_made_by(find_state(results))
 
 
 def next_step(results: Path) -> str:
-    """Return the advice for a damaged result."""
+    """Return a sentence that tells the user how to repair a damaged result."""
     made = made_by(results)
     again = "run its job again" if made is None else f"`{made.command} --verify`"
     how = "" if made is None else f"; `batchinfer verify {results} --repair` does the same"
@@ -30,7 +30,12 @@ def next_step(results: Path) -> str:
 
 
 def repair_result(results: Path, progress: Progress, notice: Callable[[str], None]) -> None:
-    """Run the job of a result again with `--verify`, which replaces damaged files.
+    """Run the job that published a damaged result again, with `--verify`, which replaces damaged files.
+
+    Args:
+        results: The folder of the result.
+        progress: The progress display.
+        notice: Called with lines for the user.
 
     Raises:
         UsageError: The state does not record which job published the result.

@@ -60,19 +60,29 @@ MAX_OVERLAPPED_REQUESTS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended.
+
+    Attributes:
+        exit_code: The exit code of the command.
+        row: The row of the run table.
+        error: The reason for an exit code other than 0.
+        report: The file of the run table. None if the run changed nothing.
+    """
 
     exit_code: int
-    row: RunRow  # the row of the run table
-    error: str | None = None  # the reason for an exit code other than 0
-    report: Path | None = None  # the run table, or None if the run changed nothing
+    row: RunRow
+    error: str | None = None
+    report: Path | None = None
 
 
 class RunReport:
-    """The facts of one run. Call `done` or `failed` at the end of the run, then `close` to write the tables."""
+    """Collects the facts of one run, and writes the tables of its report.
+
+    Call `complete` or `complete_failed` at the end of the run, then `close` to write the tables.
+    """
 
     def __init__(self, job: Job, setting: Setting, watch: Stopwatch) -> None:
-        """Start a report.
+        """Start the report of a run.
 
         Args:
             job: The job.
@@ -84,7 +94,7 @@ class RunReport:
         self._run_id = new_run_id()
         self._started = datetime.now(UTC) - timedelta(seconds=sum(watch.read().values()))
         self._facts: dict[str, Any] = setting.facts
-        self._facts |= {} if setting.parts.beside is None else {"draft_model_runs": "beside"}
+        self._facts |= {} if setting.parts.draft_model is None else {"draft_model_runs": "beside"}
         self._meter: Meter | None = None
         self._sums: Future[Measured] | None = None  # the meter's sums, if a thread computes them
         self._measured: Measured | None = None
@@ -96,23 +106,34 @@ class RunReport:
         self._kept = True
 
     def note(self, **facts: Any) -> None:
-        """Set columns of the run's row, by column name."""
+        """Set columns of the run table's row for this run, by column name.
+
+        Raises ValueError for an unknown column.
+        """
         if unknown := facts.keys() - set(SCHEMAS[RUN].names):
             raise ValueError(f"the run table has no column {', '.join(sorted(unknown))}")
         self._facts |= facts
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """Count the time of a block for a phase. Time of a nested phase counts only for the nested phase."""
+        """Measure the time of the block for a phase of the run.
+
+        Time of a nested phase counts only for the nested phase.
+
+        Args:
+            phase: The column of the run table with the time of the phase.
+        """
         return self._watch.timed(phase)
 
-    def happened(self, process: str, activity: str, began: float, ended: float, *on: str | None) -> None:
+    def record_activity(
+        self, process: str, activity: str, began: float, ended: float, *on: str | None
+    ) -> None:
         """Add an entry to the activities table.
 
         Args:
-            process: The name of the process.
-            activity: The activity.
-            began: The start, a time of `time.perf_counter`.
-            ended: The end, a time of `time.perf_counter`.
+            process: Name of the process.
+            activity: Name of the activity.
+            began: Start of the activity, a time of `time.perf_counter`.
+            ended: End of the activity, a time of `time.perf_counter`.
             on: The node and its machine class, for a process on a cluster.
         """
         self._activities.append(
@@ -122,20 +143,20 @@ class RunReport:
             self.note(machines=len(nodes))
 
     def start_row_keys(self, index_parts: Sequence[Path], ids: str) -> RowKeysWriter:
-        """Start writing the table of rows in another thread, for a job with one attempt per row.
+        """Start to write the report's table of rows in another thread, for a job with one attempt per row.
 
         Args:
-            index_parts: The parts of the index.
+            index_parts: Parquet files of the index.
             ids: The column of the result with the ids of rows.
         """
         return RowKeysWriter(self.folder, self._run_id, index_parts, ids)
 
     def keep_keys(self, index_parts: Sequence[Path], attempts: NDArray[np.uint8], ids: str) -> None:
-        """Write the table of rows for the result that was just published.
+        """Write the report's table of rows for the result that was just published.
 
         Args:
-            index_parts: The parts of the index.
-            attempts: The number of the attempt that answered each row, from 1 on. Shape: [rows].
+            index_parts: Parquet files of the index.
+            attempts: Number of the attempt that answered each row, from 1 on. Shape: [rows].
             ids: The column of the result with the ids of rows.
 
         Raises:
@@ -144,8 +165,13 @@ class RunReport:
         columns = [attempt_columns(number)[0] for number in range(1, int(attempts.max(initial=1)) + 1)]
         write_rows(self.folder, self._run_id, index_parts, columns, attempts - 1, ids)
 
-    def planned(self, plan: Plan, seen: EngineForecast | None) -> None:
-        """Record the counts of the plan, and the forecast of the engine's time if there is one."""
+    def record_plan(self, plan: Plan, seen: EngineForecast | None) -> None:
+        """Record the counts of a plan and the forecast of its engine time in the run table.
+
+        Args:
+            plan: The plan.
+            seen: The forecast. None if there is none.
+        """
         self.note(
             distinct_requests=plan.distinct,
             duplicate_rows=plan.duplicates,
@@ -162,25 +188,25 @@ class RunReport:
                 forecast_output_tokens=seen.run.output_tokens,
                 forecast_mfu=seen.mfu,
                 forecast_mbu=seen.mbu,
-                forecast_basis=seen.times.known,
+                forecast_basis=seen.times.basis,
                 forecast_answers_from=seen.answers_from,
                 **{f"forecast_{name}": number for name, number in (seen.run.launches or {}).items()},
             )
 
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
-        """Return a new meter for samples of engines.
+        """Create the meter that records samples of steps and requests.
 
         Args:
             setting: The setting of the engines.
-            cost: The cost of the model.
+            cost: FLOPs and bytes of the model's steps.
         """
         self._setting, placement = setting, setting.placement
         self.note(replicas=placement.replicas, ranks=placement.division.ranks)
         self._meter = Meter(self.folder, self._run_id, Machine(cost, setting.peaks, placement.replicas))
         return self._meter
 
-    def began(self, infos: Sequence[EngineInfo]) -> None:
-        """Start to measure the engines that are ready. None are ready if a signal came before."""
+    def start_measuring(self, infos: Sequence[EngineInfo]) -> None:
+        """Start to measure the energy of engines that are ready. Does nothing if no engine is ready."""
         if self._meter is None or not infos:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
@@ -189,10 +215,10 @@ class RunReport:
 
     @property
     def metered(self) -> bool:
-        """Return True if this run started engines."""
+        """Return True if this run started engines and its report is not complete yet."""
         return self._meter is not None
 
-    def ran(
+    def record_engines(
         self,
         infos: Sequence[EngineInfo],
         worker_peak_rss: int | None,
@@ -204,9 +230,9 @@ class RunReport:
 
         Args:
             infos: The engines that became ready.
-            worker_peak_rss: The peak memory of all workers in bytes, or None if it is unknown.
-            other_cores: CPU cores that other processes used on average, or None if it is unknown.
-            expert_tokens: Tokens per expert, by layer.
+            worker_peak_rss: Sum of the peak memory of all workers in bytes. None if unknown.
+            other_cores: CPU cores that other processes used on average. None if unknown.
+            expert_tokens: By layer, the number of tokens of each expert.
             ranks: Usage of each rank, for engines with several ranks.
         """
         self._expert_tokens, self._ranks = expert_tokens, ranks
@@ -222,7 +248,6 @@ class RunReport:
             self.note(**_captured(infos))
 
     def _note_experts(self, plan: ExpertPlan | None) -> None:
-        """Record how experts were placed on ranks, and the measured imbalance."""
         if plan is None:
             return
         tokens = self._expert_tokens
@@ -234,14 +259,13 @@ class RunReport:
         )
 
     def _sum_up(self, meter: Meter) -> None:
-        """Complete the meter's tables in a thread, in parallel with publishing."""
         if meter.requests <= MAX_OVERLAPPED_REQUESTS:
             thread = ThreadPoolExecutor(1, "report")
             self._sums = thread.submit(meter.finish)
             thread.shutdown(wait=False)
 
-    def done(self, status: str, exit_code: int = 0, message: str | None = None) -> RunRow:
-        """Complete the row of the run table and return it.
+    def complete(self, status: str, exit_code: int = 0, message: str | None = None) -> RunRow:
+        """Complete the run table's row for this run, and return it. A second call changes only the message.
 
         Args:
             status: The `exit_status` of the run table.
@@ -253,14 +277,14 @@ class RunReport:
         self._message = message or self._message
         return self._row
 
-    def failed(self, error: BaseException) -> None:
-        """Complete the row of a run that ends with this error."""
+    def complete_failed(self, error: BaseException) -> None:
+        """Complete the run table's row for a run that ends with an error."""
         meant = classify_error(error)
         self._message = str(meant)
-        self.done(meant.status, meant.exit_code)
+        self.complete(meant.status, meant.exit_code)
 
     def close(self) -> None:
-        """Write the tables of the run, of activities, and of experts and ranks if there are any.
+        """Write the tables of the report: run, activities, and experts and ranks if there are any.
 
         Raises:
             OSError: A table cannot be written.
@@ -280,14 +304,17 @@ class RunReport:
 
     @property
     def row(self) -> RunRow:
-        """Return the row of the run table. Call `done` or `failed` first."""
-        return self.done(BatchInferError.status, BatchInferError.exit_code)
+        """Return the run table's row for this run. Call `complete` or `complete_failed` first."""
+        return self.complete(BatchInferError.status, BatchInferError.exit_code)
 
     def write_last(self, ops: FileOps) -> None:
-        """Write `last_run.json`, and replace the file of the run before.
+        """Write `last_run.json`, which replaces the file of the run before.
+
+        Args:
+            ops: The file operations.
 
         Raises:
-            OSError: The folder cannot be made.
+            OSError: The folder cannot be created.
             StorageError: The file cannot be written.
         """
         path = None if self.path is None else str(self.path)
@@ -297,7 +324,7 @@ class RunReport:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Return the columns that identify this run."""
+        """Return the columns of the run table that identify this run: its ID, job, output folder and start."""
         return {
             "run_id": self._run_id,
             "job": self._job.name,
@@ -306,12 +333,12 @@ class RunReport:
         }
 
     def discard(self) -> None:
-        """Write no tables, because the run changed nothing."""
+        """Write no tables at the end, because the run changed nothing."""
         self._kept = False
 
     @property
     def path(self) -> Path | None:
-        """Return the path of the run table, or None if it is discarded."""
+        """Return the file of the run table, or None if the report is discarded."""
         return table_path(self.folder, RUN, self._run_id) if self._kept else None
 
     def _finished_row(self, status: str, exit_code: int) -> RunRow:
@@ -337,7 +364,6 @@ class RunReport:
         return run_row(self._facts, self._setting.placement.hardware, self._measured, self._meaningless())
 
     def _meaningless(self) -> Sequence[str]:
-        """Return the columns that do not apply to this job."""
         without = OF_OUTPUT if self._job.task in WITHOUT_OUTPUT else ()
         runs_whole = self._job.engine.enable_prefix_caching and not self._setting.parts.shares_prefixes
         return [*without, *(OF_PREFIXES if runs_whole else ())]
@@ -345,7 +371,11 @@ class RunReport:
 
 @contextmanager
 def errors_as_notice(notice: Callable[[str], None]) -> Iterator[None]:
-    """Turn errors of the block into a notice, so they do not hide the error of the run."""
+    """Turn errors of the block into a notice, because they must not hide the error of the run.
+
+    Args:
+        notice: Called with the text of an error.
+    """
     try:
         yield
     except (OSError, BatchInferError, duckdb.Error, MemoryError, ArithmeticError, ValueError) as error:
@@ -353,7 +383,6 @@ def errors_as_notice(notice: Callable[[str], None]) -> Iterator[None]:
 
 
 def _captured(infos: Sequence[EngineInfo]) -> dict[str, float | None]:
-    """Return the columns with the time and memory of CUDA graph capture, for the slowest or fullest engine."""
     seconds = [info.capture_s for info in infos if info.capture_s is not None]
     graphs = [info.graph_bytes for info in infos if info.graph_bytes is not None]
     free = [info.free_bytes for info in infos if info.free_bytes is not None]

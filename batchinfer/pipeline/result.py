@@ -23,23 +23,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The result of a run that published. A count is None if it is unknown."""
+    """The result of a run that published. A count is None if it is unknown.
 
-    results: Path  # the folder of the result
-    exit_code: int  # that of `batchinfer run`: 0, or 65 for more error rows than the job allows
-    status: str  # `exit_status` of the run table
-    message: str | None  # the reason for an exit code other than 0
-    report: Path | None  # the run table, or None if the result was already published
+    Attributes:
+        results: The folder of the result.
+        exit_code: The exit code of `batchinfer run`: 0, or 65 for more error rows than the job allows.
+        status: `exit_status` of the run table.
+        message: The reason for an exit code other than 0, or None.
+        report: The file of the run table. None if the result was already published.
+        rows: Rows of the result.
+        rows_ok: Rows with an answer.
+        rows_error: Error rows.
+        error_codes: Number of error rows by error code.
+        computed: Requests that this run computed.
+        reused: Requests whose answers were already stored.
+        row: All columns of the run table.
+    """
+
+    results: Path
+    exit_code: int
+    status: str
+    message: str | None
+    report: Path | None
     rows: int | None
     rows_ok: int | None
     rows_error: int | None
     error_codes: Mapping[str, int]
-    computed: int | None  # requests that this run computed
-    reused: int | None  # requests whose answers were already stored
-    row: Mapping[str, Any] = field(repr=False)  # all columns of the run table
+    computed: int | None
+    reused: int | None
+    row: Mapping[str, Any] = field(repr=False)
 
     def files(self) -> list[Path]:
-        """Return the Parquet files of the result in the order of the input, after a check of each file.
+        """Check the Parquet files of the result, and return them in the order of the input.
 
         Raises:
             InputMissing: The result was removed.
@@ -51,7 +66,7 @@ class RunResult:
         return list(found.files)
 
     def to_arrow(self) -> pa.Table:
-        """Return the whole result as a table, in the order of the input."""
+        """Return the whole result as a pyarrow table, in the order of the input."""
         return pa.concat_tables([pq.read_table(file, partitioning=None) for file in self.files()])
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -75,9 +90,9 @@ class RunResult:
         return frame
 
     def to_duckdb(self, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyRelation:
-        """Return the result as a DuckDB relation, which is read lazily.
+        """Return the result as a DuckDB relation, which is read when it is used.
 
         Args:
-            connection: The connection of the relation, or None for a new one.
+            connection: The connection of the relation. None: a new connection.
         """
         return (connection or duckdb.connect()).sql(f"FROM {parquet(self.files())}")

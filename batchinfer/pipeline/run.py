@@ -43,14 +43,14 @@ from batchinfer.store.results.manifest import Manifest
 def run_job(
     job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
 ) -> Outcome:
-    """Run a job, or continue an earlier run of it.
+    """Run a job, or continue an earlier run of it. Returns how the run ended.
 
     Args:
         job: The job.
         options: The options of the run.
         progress: The progress display.
         interrupts: Handles signals and the stop time.
-        notice: Receives lines for the user.
+        notice: Called with lines for the user.
 
     Raises:
         BatchInferError: The run failed. Answers that were finished before are committed.
@@ -75,7 +75,6 @@ def run_job(
 
 
 def _prepare(run: OpenRun) -> None:
-    """Remove files of earlier runs, and check that the file of --to-openai is writable."""
     run.state.remember_store()
     run.state.remove_old_generations()
     run.state.remove_idle()
@@ -95,7 +94,7 @@ def _answer(run: OpenRun, index: Index, store: CompletionStore) -> Sequence[Path
     """Compute the missing answers.
 
     Returns:
-        Parts of the store without answers to new rows, see `PlannedRun.without`.
+        Parquet files of the store without answers to new rows, see `PlannedRun.without`.
     """
     with plan_run(run, index, store) as work:
         if work.plan.to_run:
@@ -148,6 +147,5 @@ def _finish(run: OpenRun, index: Index, manifest: Manifest, changed: bool) -> Ou
 
 
 def _unreported(run: OpenRun, outcome: Outcome) -> Outcome:
-    """Return the outcome without a report, for a run that changed nothing."""
     run.report.discard()
     return replace(outcome, report=None)

@@ -14,23 +14,28 @@ from batchinfer.store.results.made_by import MadeBy
 
 
 def stop_line(stop: StopTime, now: datetime) -> str:
-    """Return the notice at the start of a run with a stop time."""
+    """Return the notice that a run will stop early: at which time, and how long from now."""
     left_s = (stop.at - now).total_seconds()
     return f"the run stops at {stop.at.astimezone():%Y-%m-%d %H:%M}, in {about(left_s)} (--stop-at)"
 
 
-def stopped_early(job: Job, options: RunOptions) -> str:
-    """Return the message of a run whose stop time came before its engines ran."""
+def stopped_early_text(job: Job, options: RunOptions) -> str:
+    """Return the message of a run whose stop time came before its engines ran. "" without a stop time."""
     if options.stop_at is None:
         return ""
     return (
-        f"{stop_reached(options.stop_at)} before a row was computed; the rows that are left were not counted yet. "
-        f"{continuing(job, options)}"
+        f"{stop_reached_text(options.stop_at)} before a row was computed; the rows that are left were not counted yet. "
+        f"{continue_text(job, options)}"
     )
 
 
-def continuing(job: Job, options: RunOptions) -> str:
-    """Return a sentence with the command that continues a run."""
+def continue_text(job: Job, options: RunOptions) -> str:
+    """Return a sentence that tells the user how to continue a stopped run.
+
+    Args:
+        job: The job.
+        options: The options of the stopped run, which the command repeats.
+    """
     if not job.source.is_file():
         return "The same call continues the job."
     words = [MadeBy.of(job, options.limit).command]
@@ -51,18 +56,18 @@ def _switches(options: RunOptions) -> list[tuple[str, bool]]:
     ]
 
 
-def stop_reached(stop: StopTime) -> str:
-    """Return the beginning of the message at the stop time."""
+def stop_reached_text(stop: StopTime) -> str:
+    """Return the beginning of the message of a run that ends at its stop time."""
     return f"stopped at {stop.at.astimezone():%H:%M} (--stop-at)"
 
 
-def rows_left(progress: Progress, rows: int | None, forecast_s: float | None) -> str:
-    """Describe how many rows are left, and how long they take.
+def rows_left_text(progress: Progress, rows: int | None, forecast_s: float | None) -> str:
+    """Return a phrase that says how many rows are left in a stopped run, and how long they take.
 
     Args:
         progress: The progress of the run.
-        rows: The rows without an answer before the engines ran, or None if the input was not read to its end.
-        forecast_s: The forecast engine time for these rows in seconds, or None.
+        rows: Number of rows without an answer before the engines ran. None if the input was not read to its end.
+        forecast_s: Forecast engine time for these rows in seconds, or None.
     """
     left = rows if progress.rows_left is None else progress.rows_left
     if left is None:

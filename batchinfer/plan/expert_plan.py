@@ -1,4 +1,4 @@
-"""Assigns the experts of a mixture-of-experts model to ranks, by the loads of earlier runs. Needs no torch."""
+"""Assigns the experts of a mixture-of-experts model to ranks, by loads that earlier runs measured. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """The experts of each rank, and the expected imbalance of their loads.
+    """The assignment of a model's experts to ranks, and the expected imbalance of the ranks' loads.
 
-    An imbalance is the load of the most loaded rank divided by the mean load, over all layers.
+    An imbalance is the load of the most loaded rank divided by the mean load of a rank, over all layers.
 
     Attributes:
         ranks: Number of ranks that share the experts.
@@ -49,18 +49,22 @@ class ExpertPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the plan as a dictionary, for forecasts and reports."""
+        """Return the plan of experts as a dictionary for forecasts and reports, without the experts of each rank."""
         placed = "ranges" if self.placement is None else "loads"
         asked = ("ranks", "why", "in_ranges", "expected", "repeated")
         return {"placement": placed} | {name: getattr(self, name) for name in asked}
 
     @property
-    def times(self) -> float:
-        """Return the load of the most loaded rank relative to the mean, or 1 if unknown."""
+    def load_factor(self) -> float:
+        """Return the expected load of the most loaded rank divided by the mean load, or 1 if none was measured."""
         return self.expected or 1.0
 
     def imbalance(self, tokens: Mapping[int, Sequence[float]]) -> float:
-        """Return the imbalance for measured loads: by layer, the tokens of each expert."""
+        """Return the load of the most loaded rank divided by the mean load, with this plan and measured loads.
+
+        Args:
+            tokens: By layer index, the number of tokens of each expert.
+        """
         placed = self.placement
         return imbalance(
             [
@@ -71,13 +75,13 @@ class ExpertPlan:
 
 
 def expert_layers(spec: ModelSpec) -> dict[int, ExpertsSpec]:
-    """Return the feed-forward layers with experts, by layer index."""
+    """Return the feed-forward layers of a model that have experts, by layer index."""
     fed = {index: layer.feed_forward for index, layer in enumerate(spec.layers)}
     return {index: one for index, one in fed.items() if isinstance(one, ExpertsSpec)}
 
 
 def has_experts(spec: ModelSpec, loads: EarlierExperts) -> bool:
-    """Return True if the loads were measured on a model with the same number of experts in each layer."""
+    """Return True if the loads were measured on a model with the same number of experts in each layer as `spec`."""
     experts = {index: fed.routing.experts for index, fed in expert_layers(spec).items()}
     return experts == {index: len(tokens) for index, tokens in loads.tokens.items()}
 
@@ -85,9 +89,10 @@ def has_experts(spec: ModelSpec, loads: EarlierExperts) -> bool:
 def plan_experts(
     spec: ModelSpec, ranks: int, loads: EarlierExperts, peaks: Peaks | None, itemsize: int, spare_bytes: int
 ) -> ExpertPlan:
-    """Return the placement with the shortest expert time, or ranges if no placement saves at least LEAST_GAIN.
+    """Assign experts to ranks so that the most loaded rank takes the least time.
 
-    The times come from the roofline model, applied to the step sizes and loads of earlier runs.
+    Contiguous ranges are kept if no placement saves at least LEAST_GAIN of the time. Times come from the roofline
+    model, applied to the step sizes and expert loads of earlier runs.
 
     Args:
         spec: The whole model.
@@ -116,7 +121,6 @@ def plan_experts(
 
 
 def _longest(shares: Mapping[int, Shares], costs: Mapping[int, Floats]) -> float:
-    """Return the cost of the most loaded rank, summed over the layers."""
     return sum(max(_of_ranks(shares[index], costs[index])) for index in shares)
 
 
@@ -130,7 +134,6 @@ def _products(layer: LayerSpec) -> list[LinearSpec]:
 
 
 def _expert_bytes(layer: LayerSpec, itemsize: int) -> float:
-    """Return the bytes of the weights of one expert."""
     return sum(
         one.values / one.experts * (itemsize if one.form is None else one.form.value_bytes(itemsize))
         for one in _products(layer)
@@ -140,9 +143,11 @@ def _expert_bytes(layer: LayerSpec, itemsize: int) -> float:
 def _costs(
     layer: LayerSpec, loads: EarlierExperts, index: int, ranks: int, peaks: Peaks | None, itemsize: int
 ) -> Floats:
-    """Return the cost per rank of each expert (row) if 1, 2, … ranks hold a copy of it (column), over all steps.
+    """Return the cost per rank of each expert of a layer, for every possible number of copies of the expert.
 
-    The unit is seconds, or tokens if the peaks are unknown. The shape is (experts, ranks).
+    Returns:
+        An array of shape [experts, ranks]. Column n is the cost on each rank if n + 1 ranks hold a copy, in seconds
+        over all steps, or in tokens if the peaks are unknown.
     """
     copies, fed, tokens = np.arange(1, ranks + 1), layer.feed_forward, loads.tokens[index]
     if peaks is None or not loads.steps.any():
@@ -166,7 +171,6 @@ def _multiplies_codes(linear: LinearSpec) -> bool:
 
 
 def _sizes(steps: NDArray[Any]) -> list[tuple[float, int]]:
-    """Group steps by size (powers of two). Return the mean tokens and the number of steps of each group."""
     ran = steps[steps > 0]
     powers = np.log2(ran).astype(int)
     return [(float(ran[powers == one].mean()), int((powers == one).sum())) for one in np.unique(powers)]

@@ -101,8 +101,8 @@ def test_a_divided_model_answers_as_one_process_does(
 
 @pytest.mark.parametrize("division", [TENSOR, STAGES, EXPERTS])
 @pytest.mark.parametrize(("drafts", "reason"), [
-    ("beside", r"drafts\.runs: beside: the job's model is divided among ranks, which run the same steps"),
-    ("heads", r"drafts\.heads: a model that is divided among ranks has no heads; remove them"),
+    ("beside", r"drafts\.runs: beside: the job's model is sharded among ranks, which must all run the same steps"),
+    ("heads", r"drafts\.heads: draft heads do not work with a model that is sharded among ranks; remove them"),
 ])  # fmt: skip
 def test_drafts_from_hidden_states_or_from_a_model_beside_are_refused(
     tmp_path: Path, models: Path, division: str, drafts: str, reason: str

@@ -392,7 +392,7 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, model: Path)
 
 
 @pytest.mark.parametrize(("sections", "reason"), [
-    ({"engine": {"tensor_parallel_size": 2, "threads": 2}}, "divided among ranks"),
+    ({"engine": {"tensor_parallel_size": 2, "threads": 2}}, "sharded among ranks"),
     ({}, "every layer of the job's model has a window"),
 ])  # fmt: skip
 def test_a_model_that_cannot_be_beside_is_refused_there_and_answers_first_else(
@@ -561,7 +561,7 @@ def test_heads_that_do_not_fit_are_refused_before_anything_runs(
     ranks = {"tensor_parallel_size": 2, "threads": 2}
     for at, (base, heads, engine, reason) in enumerate((
         (model, wide, {}, ".*is of shape .52, 52., and the model's heads are of"),
-        (large, eagle, ranks, "a model that is divided among ranks has no heads"),
+        (large, eagle, ranks, "draft heads do not work with a model that is sharded among ranks"),
         (windowed(large, tmp_path / "windowed"), eagle, {}, "every layer of the job's model has a window"),
     )):  # fmt: skip
         with pytest.raises(JobFileError, match=rf"drafts\.heads: {reason}") as refused:

@@ -92,7 +92,7 @@ def test_without_a_compiler_the_engine_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     notices: list[str] = []
     with build_in_background(CPU, notices.append) as operators:
-        operators.needed()
+        operators.mark_needed()
         operators.look()
     assert not notices
     assert operators.facts == {}
@@ -101,7 +101,7 @@ def test_without_a_compiler_the_engine_says_so(monkeypatch, tmp_path):
 def test_nothing_is_compiled_for_a_gpu(nothing_compiled):
     notices: list[str] = []
     with build_in_background(replace(CPU, device="cuda"), notices.append) as operators:
-        operators.needed()
+        operators.mark_needed()
     assert not notices
     assert not nothing_compiled.exists()
 
@@ -112,7 +112,7 @@ def test_what_was_compiled_before_the_engine_needed_it_took_none_of_its_time(not
         operators.look()
         assert operators._build is not None
         operators._build._thread.join()
-        operators.needed()
+        operators.mark_needed()
         operators.look()
     assert operators.facts["operators_wait_s"] == 0 < operators.facts["operators_build_s"]
     assert notices[0] == COMPILING

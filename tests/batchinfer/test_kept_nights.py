@@ -41,7 +41,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     append = KeptIndex.append
 
     def noted(self: KeptIndex, rows: Any) -> None:
-        found.append(int((rows.prompts.counts > 0).sum()) if rows.prompts.known else 0)
+        found.append(int((rows.prompts.counts > 0).sum()) if rows.prompts.reused else 0)
         append(self, rows)
 
     monkeypatch.setattr(KeptIndex, "append", noted)

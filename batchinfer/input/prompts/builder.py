@@ -88,7 +88,7 @@ class PromptPlan:
         ladder: Further sampling parameters with which an invalid row runs again.
         reasoning: How the checkpoint marks its reasoning.
         tool_calls: The syntax of the checkpoint's tool calls.
-        asked_call: The tool call that every answer must make: `tool_choice` and `parallel_tool_calls` as in an OpenAI
+        forced_call: The tool call that every answer must make: `tool_choice` and `parallel_tool_calls` as in an OpenAI
             request.
         before: A text that is put before text prompts.
         vectors: The vectors that OpenAI requests may ask for.
@@ -124,7 +124,7 @@ class PromptPlan:
     ladder: tuple[Rung, ...] = ()
     reasoning: Reasoning | None = None
     tool_calls: CallStyle | None = None
-    asked_call: Mapping[str, Any] = field(default_factory=dict)
+    forced_call: Mapping[str, Any] = field(default_factory=dict)
     before: str = ""
     vectors: VectorRequests | None = None
     no_vectors: str = ""
@@ -352,9 +352,9 @@ class PromptBuilder:
 
     def _row_draft(self, messages: list[Message], values: Values) -> Draft:
         params, template_arguments = self._params(values), self._arguments.of_row(values)
-        if self._plan.asked_call:
+        if self._plan.forced_call:
             params = self._choice.params(
-                params, self._plan.asked_call, template_arguments.arguments.get(TOOLS)
+                params, self._plan.forced_call, template_arguments.arguments.get(TOOLS)
             )
         return self._chat_draft(messages, params, template_arguments)
 

@@ -99,7 +99,7 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
 
 
 def unpack_reply(
-    data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, known: bool = False
+    data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, reused: bool = False
 ) -> PreparedRows:
     """Return the prepared rows in a reply of a render worker, after checking it.
 
@@ -108,7 +108,7 @@ def unpack_reply(
         fields: The values that were taken from each row.
         vocab_size: The number of token ids of the model.
         rungs: The number of further attempts in the job's ladder.
-        known: True if an earlier run prepared the rows; the reply then has no tokens.
+        reused: True if an earlier run prepared the rows; the reply then has no tokens.
 
     Raises:
         BadReply: The reply is malformed.
@@ -119,7 +119,7 @@ def unpack_reply(
         head = json.loads(parts.next())
         if _FAILED in head:
             raise Unavailable(str(head[_FAILED]))
-        return _rows(head, parts, fields, vocab_size, rungs, known)
+        return _rows(head, parts, fields, vocab_size, rungs, reused)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, pa.ArrowException) as error:
         raise BadReply(str(error)) from error
 
@@ -214,7 +214,7 @@ class _ReplyParts:
 
 
 def _rows(
-    head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int, rungs: int, known: bool
+    head: dict[str, Any], parts: _ReplyParts, fields: RowFields, vocab_size: int, rungs: int, reused: bool
 ) -> PreparedRows:
     size = _whole(head["rows"])
     errors = {_row(int(at), size): _error(error) for at, error in head["errors"].items()}
@@ -231,7 +231,7 @@ def _rows(
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
     work = errors, params, params_of, max_tokens, counts, keys, tokens, openings
     prompts, facts = Prepared(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
-    prompts.known, prompts.samples = known, parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
+    prompts.reused, prompts.samples = reused, parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
     prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
     if len(tokens) != int(prompts.tokens_there().sum()):
         raise ValueError("tokens do not match the rows")

@@ -41,7 +41,12 @@ _MAKING = "making"  # the folder of incomplete weights
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Receives the progress of a calibration, and notices for the user."""
+    """Receives the progress of a calibration, and notices for the user.
+
+    Attributes:
+        progress: The progress display.
+        notice: Shows a line to the user.
+    """
 
     progress: Progress
     notice: Callable[[str], None]
@@ -50,9 +55,16 @@ class Listener:
 def calibrated_setup(
     job: Job, setup: Setup, state: StateFolder, listener: Listener, transport: Transport = PROCESSES
 ) -> Setup:
-    """Return the setup with calibrated weights, after a calibration if the state folder has none.
+    """Return a job's setup with calibrated int4 weights, after a calibration if the state folder has none.
 
     The setup is unchanged if the job does not calibrate, or has no valid row.
+
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        state: The state folder of the job, which stores the weights.
+        listener: Receives progress and notices.
+        transport: Starts the process that calibrates.
 
     Raises:
         BatchInferError: The input cannot be read, the model cannot be loaded, or the weights cannot be written.
@@ -77,14 +89,14 @@ def write_calibrated(
     group: int = INT4_GROUP,
     transport: Transport = PROCESSES,
 ) -> bool:
-    """Calibrate the model of a job and write it to a folder, which is emptied first.
+    """Calibrate the model of a job to int4, and write it to a folder, which is emptied first.
 
     Args:
         job: The job.
-        setup: Its setup.
+        setup: The setup of the job.
         folder: The folder of the calibrated weights.
         listener: Receives progress and notices.
-        group: Inputs per group of quantised values.
+        group: Number of values that share a scale.
         transport: Starts the process that calibrates.
 
     Returns:
@@ -130,7 +142,7 @@ def write_calibrated(
 
 
 def _can_answer(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
-    """Return True if the model should generate answers to the calibration prompts.
+    """Return True if the model should generate answers to the calibration prompts, as further calibration data.
 
     The job must generate text, and the int4 model must fit on the one GPU that calibrates it layer by layer.
     """
@@ -151,7 +163,7 @@ def _can_answer(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
 
 
 def loss_text(loss: Loss) -> str:
-    """Describe the loss of the quantised weights for the user."""
+    """Return a phrase for the user about the loss of quality of calibrated weights."""
     return (
         f"on rows held out, KL {loss.kl:.1e} nats a token, and the same most likely token at {loss.same:.2%} of "
         f"{loss.tokens:,}"
@@ -159,7 +171,7 @@ def loss_text(loss: Loss) -> str:
 
 
 def few_text(found: CalibrationOutcome) -> str:
-    """Describe the number of experts with few calibration tokens for the user."""
+    """Return a sentence for the user about the number of experts with few calibration tokens."""
     return (
         f"{found.few:,} of {counted(found.experts, 'expert')} had fewer than {MIN_EXPERT_TOKENS} tokens of these rows, "
         "and were calibrated on tokens of other experts, too"
@@ -167,7 +179,11 @@ def few_text(found: CalibrationOutcome) -> str:
 
 
 def layer_progress(progress: Progress) -> Callable[[int, int], None]:
-    """Return a function that shows calibrated layers as progress: (layers done, all layers), first with 0 done."""
+    """Return a function that shows calibrated layers on a progress display.
+
+    The function's arguments are the numbers of calibrated layers and of all layers. Its first call must have 0
+    calibrated layers.
+    """
 
     def show(done: int, count: int) -> None:
         if done:
@@ -179,7 +195,6 @@ def layer_progress(progress: Progress) -> Callable[[int, int], None]:
 
 
 def _keep_weights(state: StateFolder, folder: Path) -> None:
-    """Move new weights to their final folder, and remove other models' weights unless another run is active."""
     with state.lock_shared(), storage(folder, "make"):
         if state.parts_in_use() == [state.path]:
             for other in state.int4.iterdir():
@@ -191,7 +206,7 @@ def _keep_weights(state: StateFolder, folder: Path) -> None:
 
 @contextmanager
 def _calibration_lock(state: StateFolder, notice: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock that lets one run of the job calibrate at a time."""
+    """Hold a lock within the block, so that only one run of the job calibrates at a time."""
     lock = state.int4 / "lock"
     with storage(lock, "open"):
         state.ops.mkdir(state.int4, 0o700)

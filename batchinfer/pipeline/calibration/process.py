@@ -23,9 +23,13 @@ _AGAIN = "the same command starts the calibration again"
 
 
 def serve(order: CalibrationOrder, connection: Connection[Any, Any]) -> None:
-    """Calibrate, as the entry point of the child process.
+    """Calibrate a model, as the entry point of a child process.
 
     Sends pairs (layers done, all layers) and finally a CalibrationOutcome, or Failed after an error.
+
+    Args:
+        order: The model, the prompts and the folder of the checkpoint to write.
+        connection: The connection to the parent process.
     """
     try:
         from batchinfer.engine.load.int4 import calibrate_int4  # imports torch
@@ -44,13 +48,16 @@ def calibrate_in_child(
     waiting: Callable[[], None],
     transport: Transport,
 ) -> CalibrationOutcome:
-    """Write a calibrated checkpoint in another process.
+    """Calibrate a model in another process, and write the calibrated checkpoint.
 
     Args:
-        order: The model, the prompts and the folder of the checkpoint.
-        on_layer: Called with the number of calibrated layers and of all layers.
+        order: The model, the prompts and the folder of the checkpoint to write.
+        on_layer: Called with the numbers of calibrated layers and of all layers.
         waiting: Called about every 0.25 s.
         transport: Starts the process on the machine that runs engines.
+
+    Returns:
+        The loss of the calibrated weights, and the number of experts with few tokens.
 
     Raises:
         BatchInferError: The model cannot be loaded or calibrated.

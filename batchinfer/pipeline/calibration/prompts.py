@@ -17,9 +17,10 @@ from batchinfer.store.index.ingest import ingest, job_files, with_files
 
 
 def calibration_prompts(job: Job, setup: Setup) -> tuple[TokenIds, ...]:
-    """Return distinct prompts of a job, at least one if any row is valid, else at most MOST_TOKENS tokens in all.
+    """Choose different prompts of a job for a calibration, with at most MOST_TOKENS tokens in total.
 
-    The same input always gives the same prompts. Raises the errors of reading the input.
+    The first prompt is returned even if it is longer. Empty if the input has no valid row. The same input always
+    gives the same prompts. Raises the errors of reading the input.
     """
     with temporary_folder("calibration") as scratch:
         job = with_files(job, job_files(job, Path(scratch)))
@@ -42,7 +43,6 @@ def _choose(index: Index) -> tuple[TokenIds, ...]:
 
 
 def _prompts(index: Index) -> list[TokenIds]:
-    """Return the first LONGEST tokens of all valid rows."""
     found = []
     for batch in parquet_batches(index.index_parts, ROWS_READ):
         columns = (batch.column(name).to_pylist() for name in ("key", "token_offset", "token_count"))

@@ -15,7 +15,7 @@ _LOOK_S = 0.05  # interval of checks for the end of reading
 
 
 class BackgroundReading:
-    """Reads an input in a thread, and gives another thread the rows so far.
+    """Reads the rest of an input in a thread, and gives another thread the rows that were read so far.
 
     A context manager, which stops reading at its end.
     """
@@ -23,12 +23,12 @@ class BackgroundReading:
     def __init__(
         self, ingestion: Ingestion, steps: Generator[IngestProgress, None, None], at: IngestProgress
     ) -> None:
-        """Start the thread.
+        """Start the thread that reads.
 
         Args:
-            ingestion: The ingestion of the input.
+            ingestion: The object that reads the input and writes the index.
             steps: The remaining steps of the ingestion.
-            at: The progress after the last step before.
+            at: Progress of the ingestion before these steps.
         """
         self.ingestion, self._steps, self.at = ingestion, steps, at
         self._turn = threading.Condition()
@@ -52,13 +52,14 @@ class BackgroundReading:
         return self._read_all.done()
 
     def check(self) -> None:
-        """Raise the error that ended reading, if there is one."""
+        """Raise the error that ended the reading, if there is one."""
         if self.ended:
             self._read_all.result()
 
     def rows_so_far(self) -> RowsSoFar | None:
-        """Return the rows read so far, or None at the end of the input, when `finish` must be called instead.
+        """Return the rows that were read so far.
 
+        At the end of the input, return None; `finish` must be called instead.
         Only one thread may call this at a time. Raises the errors of `Ingestion.settle`.
         """
         with self._turn:
@@ -69,9 +70,9 @@ class BackgroundReading:
         return None if found is None else self.ingestion.settle(found)
 
     def finish(self) -> Index:
-        """Wait for the end of the input and return the index.
+        """Wait for the end of the input, and return the complete index.
 
-        Raises the error that ended reading, and the errors of `Ingestion.finish`.
+        Raises the error that ended the reading, and the errors of `Ingestion.finish`.
         """
         self._read_all.result()
         return self.ingestion.finish()

@@ -27,7 +27,7 @@ AddDrafts = Callable[[Batches], Batches]  # adds draft tokens to the requests of
 
 
 def without_drafts(batches: Batches) -> Batches:
-    """Return the batches unchanged."""
+    """Return batches of requests unchanged. Used if a job has no drafts."""
     return batches
 
 
@@ -36,7 +36,7 @@ def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
 
     Args:
         run: The run.
-        to_come: An upper bound of the output tokens of the run, or None if it is unknown.
+        to_come: Maximum number of output tokens of the run, which limits the number of answers. None if unknown.
 
     Returns:
         The tokens of each answer. Empty unless the job uses the draft sources "answers" and "earlier".
@@ -57,23 +57,39 @@ def _last_result(run: OpenRun) -> LastResult | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierDrafts:
-    """Takes drafts from the last result of a job."""
+    """Adds drafts to requests: the answers to the same rows in the job's last result.
+
+    Attributes:
+        run: The run.
+        result: The last result of the job.
+    """
 
     run: OpenRun
     result: LastResult
 
     @classmethod
     def of(cls, run: OpenRun) -> EarlierDrafts | None:
-        """Return the drafts of a run, or None if there is no earlier result or the job does not draft from it."""
+        """Return the drafts from a job's last result.
+
+        Returns None if there is no earlier result, the job does not use the draft source "earlier", or it asks for
+        several answers per row.
+        """
         if "earlier" not in run.setup.setting.parts.draft_sources(run.job) or run.job.has_samples:
             return None
         result = _last_result(run)
         return None if result is None else cls(run, result)
 
     def of_plan(self, plan: Plan, index_parts: Sequence[Path]) -> AddDrafts:
-        """Find the earlier answers to the rows of a plan, and return the function that adds them to its requests.
+        """Find the earlier answers to a plan's rows.
 
-        A failed search only causes a notice, because a job runs without drafts, too.
+        If the search fails, the user gets a notice and the returned function adds nothing.
+
+        Args:
+            plan: The plan.
+            index_parts: Parquet files of the index.
+
+        Returns:
+            A function that adds the answers to the plan's requests as draft tokens.
         """
         state = self.run.state
         try:
@@ -92,8 +108,8 @@ class EarlierDrafts:
     ) -> list[Request]:
         """Return the requests with their earlier answers as drafts.
 
-        The texts are encoded again. If the model had generated other tokens for a text, these tokens are rejected,
-        and the draft continues after them.
+        The texts are encoded again. If the model had generated other tokens for a text, the encoded tokens are
+        rejected, and the draft continues after them.
         """
         texts = [answer["text"] for answer in answers if answer is not None]
         encoded = iter(self.run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False))
@@ -105,19 +121,20 @@ class EarlierDrafts:
 
 
 def with_draft(request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
-    """Return the request with a draft, which is cut at the first token outside the vocabulary.
+    """Return a request with draft tokens.
+
+    They are cut at `max_tokens` and before a token outside of the vocabulary.
 
     Args:
         request: The request.
-        tokens: The draft tokens, or None to return the request unchanged.
-        vocab: The size of the model's vocabulary.
+        tokens: The draft tokens. None: return the request unchanged.
+        vocab: Size of the model's vocabulary.
     """
     draft = _below((tokens or ())[: request.params.max_tokens], vocab)
     return replace(request, draft=draft) if len(draft) else request
 
 
 def _all_below(answers: Sequence[Sequence[int]], vocab: int) -> list[TokenIds]:
-    """Cut each answer at its first token that is not below `vocab`, and drop empty answers."""
     # one array for all answers: 50,000 single arrays would take a quarter of a second
     sizes = [*map(len, answers)]
     tokens = np.fromiter(chain.from_iterable(answers), np.int32, sum(sizes))
@@ -129,7 +146,6 @@ def _all_below(answers: Sequence[Sequence[int]], vocab: int) -> list[TokenIds]:
 
 
 def _below(tokens: Sequence[int] | TokenIds, vocab: int) -> TokenIds:
-    """Return the tokens before the first one that is not below `vocab`."""
     found = np.array(tokens, np.int32)
     beyond = np.flatnonzero(found >= vocab)
     return found[: beyond[0]] if len(beyond) else found

@@ -15,12 +15,12 @@ from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.index.index import Index
 
-# The least time between two plans, in units of the time of the last plan. A plan reads the whole index.
+# Minimum time between two plans, in units of the time of the last plan. A plan reads the whole index.
 PAUSE = 10
 
 
 class FurtherAttempts:
-    """Plans further attempts when engines could run more requests.
+    """Plans further attempts at rows with invalid answers, as soon as engines could run more requests.
 
     The next attempt of a row depends only on the index and the store, as in a later run.
     """
@@ -33,13 +33,22 @@ class FurtherAttempts:
         self._not_before = 0.0
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
-        """Return True if there are invalid answers and it is time to plan further attempts."""
+        """Return True if there are invalid answers and it is time to plan further attempts.
+
+        Args:
+            exhausted: Whether engines have received all requests of the current plan.
+            idle: Whether engines have answered all requests that they received.
+        """
         if self._index.attempts == 1 or not self._collector.invalid or not exhausted:
             return False
         return idle or (time.monotonic() >= self._not_before and self._pool.has_room)
 
     def plan(self, known: Snapshot) -> Replanned | None:
-        """Plan the attempts that are due. Return None if there are none."""
+        """Plan the next attempts at rows with invalid answers. Returns None if no row has a further attempt.
+
+        Args:
+            known: The requests that engines have received so far.
+        """
         began = time.monotonic()
         plan = plan_job(
             self._index.index_parts,
@@ -56,8 +65,13 @@ class FurtherAttempts:
         self._not_before = ended + PAUSE * (ended - began)
         return Replanned(plan, self._index.tokens) if plan.to_run else None
 
-    def follows(self, found: Replanned, known: Snapshot) -> None:
-        """Add the attempts to the progress, and notify the user of the first ones."""
+    def handle_switch(self, found: Replanned, known: Snapshot) -> None:
+        """Add the attempts of a new plan to the progress display, and notify the user of the first ones.
+
+        Args:
+            found: The new plan.
+            known: The requests that engines had received when it was made.
+        """
         plan = found.plan
         self._run.progress.more(prompt_tokens=plan.prompt_tokens, expected_tokens=plan.expected_tokens)
         if not self._notified:

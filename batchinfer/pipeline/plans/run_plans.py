@@ -22,37 +22,52 @@ from batchinfer.store.answers.completion_store import CompletionStore
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """A plan of the requests that no engine has received yet."""
+    """A plan that is made while engines run. It has the requests that no engine has received yet.
+
+    Attributes:
+        plan: The plan.
+        prompts: The token store of its prompts.
+        add_drafts: Adds draft tokens to its requests.
+    """
 
     plan: Plan
     prompts: Prompts
-    add_drafts: AddDrafts = without_drafts  # adds drafts to its requests
+    add_drafts: AddDrafts = without_drafts
 
 
 class Source(Protocol):
-    """Decides when another plan is made, and makes it."""
+    """Decides when the next plan of a run is made, and makes it."""
 
     @property
     def to_come(self) -> bool:
-        """Return True if another plan will follow, whatever the answers in flight are."""
+        """Return True if the source will certainly make another plan, whatever the answers to come are."""
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
-        """Return True if a plan should be made now.
+        """Return True if the source should make a plan now.
 
         Args:
             exhausted: Whether engines have received all requests of the current plan.
-            idle: Whether no request is in flight.
+            idle: Whether engines have answered all requests that they received.
         """
 
     def plan(self, known: Snapshot) -> Replanned | None:
-        """Make a plan, in another thread. Return None if engines should keep the current plan."""
+        """Make a plan. Returns None if engines should keep the current plan. Runs in another thread.
 
-    def follows(self, found: Replanned, known: Snapshot) -> None:
-        """Handle the switch of engines to this plan."""
+        Args:
+            known: The requests that engines have received so far.
+        """
+
+    def handle_switch(self, found: Replanned, known: Snapshot) -> None:
+        """Do what is necessary when engines switch to a plan of this source.
+
+        Args:
+            found: The plan.
+            known: The requests that engines had received when it was made.
+        """
 
 
 class RunPlans:
-    """The plans of a run after the first one, see `Plans` in feed.py.
+    """Makes the plans of a run after the first one, in another thread. See `Plans` in feed.py.
 
     A context manager, which waits at its end for a plan that is being made.
     """
@@ -79,23 +94,23 @@ class RunPlans:
         self._thread.shutdown()
 
     def add(self, source: Source) -> None:
-        """Add a source of plans."""
+        """Add a source of further plans."""
         self._sources.append(source)
 
     @property
     def to_come(self) -> bool:
-        """Return True if another plan may follow, whatever the answers in flight are."""
+        """Return True if a plan is being made or will certainly be made, whatever the answers to come are."""
         return self._making is not None or any(source.to_come for source in self._sources)
 
     def next(self, exhausted: bool, idle: bool) -> Iterator[tuple[PlanBatch, list[Request]]] | None:
-        """Start to make a plan if one is due, and return the requests of a new plan when it is ready.
+        """Start to make a plan if one is due, or return the requests of a plan that is ready.
 
         Args:
             exhausted: Whether engines have received all requests of the current plan.
-            idle: Whether no request is in flight.
+            idle: Whether engines have answered all requests that they received.
 
         Returns:
-            The batches of the new plan, or None to continue with the current plan.
+            Batches of the new plan's requests. None: engines keep the current plan.
 
         Raises the error of planning.
         """
@@ -119,9 +134,9 @@ class RunPlans:
         self._making, found = None, made.result()
         if found is None:
             return None
-        given = self._collector.given_since(known)
+        given = self._collector.submitted_since(known)
         plan = found.plan
         self._pool.expect(plan.to_run - len(given))
-        source.follows(found, known)
+        source.handle_switch(found, known)
         roots = self._run.setup.roots
         return found.add_drafts(read_requests(plan, found.prompts, REQUEST_BATCH, roots, without=given))

@@ -1,4 +1,4 @@
-"""The state of a run when it starts to make another plan."""
+"""The requests that engines have received when another plan is started."""
 
 from __future__ import annotations
 
@@ -9,32 +9,48 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The requests submitted to engines so far, which later plans leave out."""
+    """The requests that engines have received when a plan is started. The plan leaves them out.
 
-    parts: Sequence[Path]  # of the store
-    in_flight: Sequence[bytes]  # keys without an answer, in the order of submission
-    begun: Sequence[bytes] = ()  # all keys submitted while the input was read
-    requests: int = 0  # number of requests submitted
-    prompt_tokens: int = 0  # of these requests
-    expected_tokens: int = 0  # upper bound of their output tokens
+    Attributes:
+        parts: Parquet files of the store.
+        in_flight: Work keys of requests without an answer, in the order of submission.
+        begun: Work keys of all requests that engines received while the input was read.
+        requests: Number of requests that engines have received.
+        prompt_tokens: Prompt tokens of these requests.
+        expected_tokens: Maximum number of output tokens of these requests.
+    """
+
+    parts: Sequence[Path]
+    in_flight: Sequence[bytes]
+    begun: Sequence[bytes] = ()
+    requests: int = 0
+    prompt_tokens: int = 0
+    expected_tokens: int = 0
 
 
 @dataclass(slots=True)
 class HandedOut:
-    """Counts the requests submitted to engines."""
+    """Counts the requests that engines have received.
+
+    Attributes:
+        requests: Number of requests.
+        prompt_tokens: Prompt tokens of the requests.
+        expected_tokens: Maximum number of output tokens of the requests.
+        keys: Work keys of the requests. None: keys are not recorded.
+    """
 
     requests: int = 0
     prompt_tokens: int = 0
     expected_tokens: int = 0
-    keys: list[bytes] | None = field(default=None)  # None: keys are not recorded
+    keys: list[bytes] | None = field(default=None)
 
     def add(self, keys: Sequence[bytes], prompts: Sequence[int], answers: Sequence[int]) -> None:
-        """Count requests that are submitted.
+        """Count requests that engines receive.
 
         Args:
-            keys: The keys of the requests.
-            prompts: The tokens of each prompt.
-            answers: An upper bound of the tokens of each answer.
+            keys: Work keys of the requests.
+            prompts: Prompt tokens of each request.
+            answers: Maximum number of output tokens of each request.
         """
         self.requests += len(keys)
         self.prompt_tokens += sum(prompts)

@@ -22,14 +22,14 @@ from batchinfer.store.results.planned_work import Announcement
 
 # A wave is planned when the engines have work left for LEAD times the time of the last plan, or for LEAD_S seconds.
 LEAD, LEAD_S = 4.0, 2.0  # chosen, not measured
-PAUSE = 5  # least time between two plans, in units of the time of the last plan; chosen, not measured
+PAUSE = 5  # minimum time between two plans, in units of the time of the last plan; chosen, not measured
 # The largest share of a job's prompt tokens that waves may compute again. If rows that share a prefix are far apart in
 # the input, several waves compute that prefix, and engines wait for the whole input instead.
 MOST_AGAIN = 0.05
 
 
 class Waves:
-    """Repeatedly plans the rows read so far, until all rows are planned.
+    """Repeatedly plans the rows that were read so far, until the whole input is planned.
 
     Each plan has the requests that no engine has received yet. The last plan therefore has the whole rest of the job.
     """
@@ -41,13 +41,14 @@ class Waves:
         announcement: Announcement,
         on_plan: Callable[[Replanned, Snapshot, Index | None], None],
     ) -> None:
-        """Plan the rows of an input.
+        """Prepare to plan the rows of an input in waves.
 
         Args:
             run: The run.
             reading: Reads the input.
             announcement: Announces plans to other runs that share the store.
-            on_plan: Called when engines switch to a plan, with the index if the plan has all rows, else with None.
+            on_plan: Called when engines switch to a plan: with the plan, the requests that engines had received when
+                it was made, and the complete index. The index is None if rows are still being read.
         """
         self._run, self._reading, self._announcement, self._on_plan = run, reading, announcement, on_plan
         self.parts: Sequence[Path] = ()  # planned parts of the index
@@ -61,13 +62,17 @@ class Waves:
 
     @property
     def to_come(self) -> bool:
-        """Return True until engines follow a plan with all rows."""
+        """Return True until engines have switched to a plan with all rows of the input."""
         return not (self._followed and self.index is not None)
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
-        """Return True if all rows are read, or if engines will soon run out of requests.
+        """Return True if the whole input was read, or if engines will soon run out of requests.
 
-        Raises the error that ended reading.
+        Raises the error that ended the reading.
+
+        Args:
+            exhausted: Whether engines have received all requests of the current plan.
+            idle: Not used.
         """
         self._reading.check()
         waits = self._waits()
@@ -79,9 +84,12 @@ class Waves:
         return exhausted if left_s is None else left_s <= max(LEAD_S, LEAD * self._took_s)
 
     def plan(self, known: Snapshot) -> Replanned | None:
-        """Plan the rows read so far. Return None if engines should wait for more rows.
+        """Plan the rows that were read so far. Returns None if engines should wait for more rows.
 
         Raises the errors of `Ingestion.finish` and `plan_job`.
+
+        Args:
+            known: The requests that engines have received so far.
         """
         began = time.monotonic()
         rows = self._reading.rows_so_far()
@@ -102,8 +110,13 @@ class Waves:
         self._announcement.add(plan.path)
         return Replanned(plan, tokens, add_drafts)
 
-    def follows(self, found: Replanned, known: Snapshot) -> None:
-        """Count the plan, and call `on_plan`."""
+    def handle_switch(self, found: Replanned, known: Snapshot) -> None:
+        """Count a plan that engines switch to, and call `on_plan`.
+
+        Args:
+            found: The plan.
+            known: The requests that engines had received when it was made.
+        """
         self.count += 1
         self._again += found.plan.again_tokens
         self._followed = True
@@ -131,14 +144,16 @@ class Waves:
         return without_drafts if drafts is None else drafts.of_plan(plan, self.parts)
 
     def _waits(self) -> bool:
-        """Return True if engines wait for all rows. The first call notifies the user of the reason."""
         if self._spread:
             self._run.notice(self._spread)
             self._spread = ""
         return self._spread is not None
 
     def _is_too_spread(self, plan: Plan, known: Snapshot) -> bool:
-        """Return True if this plan would compute too many prefix tokens again, and store the reason."""
+        """Return True if a plan would compute too many prefix tokens again.
+
+        The reason is stored for the user.
+        """
         at = self._reading.at
         if not self._run.setup.setting.parts.shares_prefixes:
             return False
@@ -148,22 +163,22 @@ class Waves:
         self._spread = (
             f"the engines wait until all rows are read: beginning with {counted(plan.to_run, 'request')} of the first "
             f"{counted(plan.rows, 'row')} would compute {percent(again)} more prompt tokens, because rows that share a "
-            "beginning lie far apart"
+            "beginning are far apart"
         )
         return True
 
 
-def waves_again(plan: Plan, begun: int, again: int, times: float) -> float:
-    """Estimate the share of a job's prompt tokens that waves compute again if engines follow this plan.
+def waves_again(plan: Plan, begun: int, again: int, ratio: float) -> float:
+    """Estimate the share of a job's prompt tokens (0 to 1) that waves compute again if engines switch to a plan.
 
     Prefix tokens of rows still to be read are only counted if rows of this plan do not have the same prefix.
 
     Args:
         plan: The plan of the rows read so far.
-        begun: The number of requests submitted before.
-        again: Tokens computed again by earlier waves.
-        times: The size of the whole input divided by the size of the part that was read.
+        begun: Number of requests that engines have received so far.
+        again: Prefix tokens that earlier waves computed again.
+        ratio: Size of the whole input divided by the size of the part that was read.
     """
-    later = (times - 1) * plan.rows * (1 - plan.recurring)
+    later = (ratio - 1) * plan.rows * (1 - plan.recurring)
     all_tokens = plan.tokens_once / max(1, plan.to_run) * (begun + plan.to_run + later)
     return (again + plan.again_tokens + plan.recurring * plan.tokens_once) / max(1.0, all_tokens)

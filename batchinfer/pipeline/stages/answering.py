@@ -20,7 +20,7 @@ from batchinfer.pipeline.plans.further_attempts import FurtherAttempts
 from batchinfer.pipeline.plans.run_plans import RunPlans
 from batchinfer.pipeline.stages.planning import PlannedRun
 from batchinfer.pipeline.stages.verdict import error_budget
-from batchinfer.pipeline.stop_text import continuing, rows_left, stop_reached
+from batchinfer.pipeline.stop_text import continue_text, rows_left_text, stop_reached_text
 from batchinfer.pipeline.workers.feed import Batches, run_plan
 from batchinfer.pipeline.workers.replica_pool import ReplicaPool
 from batchinfer.pipeline.workers.worker_specs import worker_specs
@@ -38,13 +38,21 @@ from batchinfer.store.results.error_summary import summarise_errors
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The requirements of a run for its engines."""
+    """The requirements of a run for its engines.
+
+    Attributes:
+        setting: The setting of the engines.
+        longest: Maximum number of tokens of a sequence.
+        logprobs: Maximum number of log-probabilities per token that a row requests. None: no row requests any.
+        requests: Number of requests that are planned when the engines start.
+        index_parts: Returns the Parquet files of the index with the rows that are planned.
+    """
 
     setting: Setting
-    longest: int  # upper bound of a sequence's tokens
-    logprobs: int | None  # the largest number of log-probabilities that a row requests
-    requests: int  # planned when the engines start
-    index_parts: Callable[[], Sequence[Path]]  # returns the parts of the index with planned rows
+    longest: int
+    logprobs: int | None
+    requests: int
+    index_parts: Callable[[], Sequence[Path]]
 
 
 def answer(
@@ -55,15 +63,17 @@ def answer(
     add_drafts: AddDrafts,
     failed: int,
 ) -> None:
-    """Run all requests of the plan. After a signal, running requests may finish, and all answers are committed.
+    """Start the engines, and run all requests of a plan and further attempts. All answers are committed.
+
+    After a signal, running requests may finish.
 
     Args:
         run: The run.
         planned: The plan and its forecasts.
         index: The complete index.
-        store: Receives the answers.
-        add_drafts: Adds drafts to requests.
-        failed: The number of rows that are errors already.
+        store: The store of answers.
+        add_drafts: Adds draft tokens to requests.
+        failed: Number of rows that are errors already.
 
     Raises:
         Interrupted: A signal came.
@@ -99,36 +109,45 @@ def answer(
 def raise_pending(
     run: OpenRun, store: CompletionStore, rows: int | None = None, forecast_s: float | None = None
 ) -> None:
-    """Raise Interrupted after a signal, and StopTimeReached after the stop time.
+    """Raise Interrupted if a signal came, or StopTimeReached if the stop time came. Else do nothing.
 
     Args:
         run: The run.
-        store: The store of answers.
-        rows: See `rows_left`.
-        forecast_s: See `rows_left`.
+        store: The store of answers, whose number the message tells.
+        rows: Number of rows without an answer before the engines ran. None if unknown.
+        forecast_s: Forecast engine time for these rows in seconds, or None.
     """
     stop, count = run.options.stop_at, len(store)
     if stop is not None and run.interrupts.is_stop_pending:
-        left = rows_left(run.progress, rows, forecast_s)
+        left = rows_left_text(run.progress, rows, forecast_s)
         stored = f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} stored"
-        raise StopTimeReached(f"{stop_reached(stop)}: {left}; {stored}. {continuing(run.job, run.options)}")
+        raise StopTimeReached(
+            f"{stop_reached_text(stop)}: {left}; {stored}. {continue_text(run.job, run.options)}"
+        )
     run.interrupts.raise_pending(
         f"interrupted; {count} answers are stored and the same command continues from there"
     )
 
 
 def open_meter(run: OpenRun, setting: Setting) -> Meter:
-    """Return a new meter for the samples of engines."""
+    """Create the meter that records samples of the engines' steps and requests."""
     return run.report.open_meter(setting, setting.model_cost(run.setup.checkpoint))
 
 
 @contextmanager
 def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
-    """Start the engines, and end them after the block. Within the block a signal only becomes pending."""
+    """Start the engines of a run, and end them after the block.
+
+    A signal within the block only becomes pending.
+
+    Args:
+        run: The run.
+        needs: The requirements for the engines.
+    """
     for line in (*run.setup.checkpoint.notices, *kv_memory_warnings(run.job, run.setup.models)):
         run.notice(line)
     run.progress.phase("loading model")
-    run.operators.needed()
+    run.operators.mark_needed()
     with (
         run.interrupts.deferred(),
         run.report.timed("close_s"),
@@ -138,18 +157,29 @@ def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
 
 
 def feed(run: OpenRun, batches: Batches, pool: ReplicaPool, collector: Collector, plans: RunPlans) -> None:
-    """Run these requests and the requests of later plans on the engines."""
+    """Run requests on the engines until all are answered, also the requests of later plans.
+
+    Args:
+        run: The run.
+        batches: Batches of the first plan's requests.
+        pool: The engines.
+        collector: Receives the answers.
+        plans: Makes later plans.
+    """
     with run.report.timed("engine_s"):
-        run_plan(batches, pool, collector, run.interrupts, partial(tell_draining, run), plans)
+        run_plan(batches, pool, collector, run.interrupts, partial(notify_stopping, run), plans)
     progress = run.progress
     answered = progress.knows_all_rows and progress.rows_left == 0 and not collector.rows_in_flight
-    if answered or collector.enough():
+    if answered or collector.should_stop():
         run.interrupts.ignore_stop()  # only publishing is left
 
 
 @contextmanager
 def _closing(run: OpenRun, pool: ReplicaPool) -> Iterator[ReplicaPool]:
-    """End the engines after the block. Processes that are already exiting are only waited for at the end of the run."""
+    """End the engines after the block.
+
+    Processes that are already exiting are waited for only at the end of the run.
+    """
     run.at_end.callback(_close, run, pool)
     try:
         yield pool
@@ -189,7 +219,7 @@ def _start_engines(run: OpenRun, needs: Needs) -> ReplicaPool:
 
 
 def wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
-    """Wait until all engines have loaded, or a signal comes."""
+    """Wait until all engines have loaded, or until a signal comes."""
     while pool.info is None and run.interrupts.pending is None:
         pool.receive(0.1)
         run.progress.tick()
@@ -197,7 +227,7 @@ def wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
 
 
 def _begin(run: OpenRun, plan: Plan, pool: ReplicaPool) -> None:
-    run.report.began(pool.infos)
+    run.report.start_measuring(pool.infos)
     run.progress.running(
         rows=plan.rows_to_run,
         prompt_tokens=plan.prompt_tokens,
@@ -205,8 +235,13 @@ def _begin(run: OpenRun, plan: Plan, pool: ReplicaPool) -> None:
     )
 
 
-def tell_draining(run: OpenRun, within_s: float) -> None:
-    """Notify the user that the run stops, and how long running rows may take to finish."""
+def notify_stopping(run: OpenRun, within_s: float) -> None:
+    """Notify the user that the run stops early.
+
+    Args:
+        run: The run.
+        within_s: Seconds that running rows may take to finish.
+    """
     run.progress.stopping()
     stop = run.options.stop_at if run.interrupts.is_stop_pending else None
     why, again = ("", "again ") if stop is None else (f" at {stop.at.astimezone():%H:%M} (--stop-at)", "")
@@ -217,10 +252,17 @@ def tell_draining(run: OpenRun, within_s: float) -> None:
 
 
 def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: Mapping[str, Any]) -> None:
-    """Record facts of the engines, of their use and of duplicates in the report, and these facts."""
+    """Record figures of the engines and of duplicates in the report of a run.
+
+    Args:
+        run: The run.
+        pool: The engines.
+        collector: Counts the tokens that duplicates saved.
+        facts: Further columns of the run table.
+    """
     for one in pool.activities:
-        run.report.happened(f"engine {one.engine}", one.activity, one.began, one.ended, *one.on)
-    run.report.ran(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens, pool.ranks)
+        run.report.record_activity(f"engine {one.engine}", one.activity, one.began, one.ended, *one.on)
+    run.report.record_engines(pool.infos, pool.peak_rss, pool.other_cores, pool.expert_tokens, pool.ranks)
     run.report.note(
         worker_restarts=pool.restarts,
         duplicate_saved_tokens=collector.saved_tokens,

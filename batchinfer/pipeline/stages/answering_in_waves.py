@@ -23,7 +23,7 @@ from batchinfer.pipeline.stages.answering import (
     open_meter,
     raise_pending,
 )
-from batchinfer.pipeline.stages.planning import revised_forecast, tell
+from batchinfer.pipeline.stages.planning import notify_plan, revised_forecast
 from batchinfer.pipeline.stages.reading import UnreadInput, complete
 from batchinfer.pipeline.stages.verdict import error_budget, refuse_stored_errors
 from batchinfer.pipeline.workers.feed import Batches
@@ -40,9 +40,15 @@ from batchinfer.store.results.reuse.shared_answers import saved_tokens
 
 
 def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -> Index:
-    """Read the rest of the input and run its rows in waves. Return the complete index.
+    """Read the rest of the input, and run its rows in waves.
 
-    After a signal, running requests may finish, and all answers are committed.
+    Return the complete index. All answers are committed.
+    After a signal, running requests may finish.
+
+    Args:
+        run: The run.
+        unread: The part of the input that was not read yet.
+        store: The store of answers.
 
     Raises:
         Interrupted: A signal came.
@@ -55,7 +61,7 @@ def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -
         announce_plans(store.path, (), run.state.ops) as announcement,
     ):
         answering = _Answering(run, store)
-        waves = answering.waves = Waves(run, reading, announcement, answering.follows)
+        waves = answering.waves = Waves(run, reading, announcement, answering.handle_switch)
         answering.run_all()
     raise_pending(run, store)
     index = waves.index
@@ -88,7 +94,7 @@ class _Answering:
         self._facts: dict[str, Any] = {"waves": 0, "again_tokens": 0}
 
     def run_all(self) -> None:
-        """Run the rows of all waves, or until a signal comes."""
+        """Start the engines, and run the rows of all waves, or until a signal comes."""
         run = self._run
         longest, logprobs = run.setup.setting.numerics.max_model_len, _most_logprobs(run)
         needs = Needs(run.setup.setting, longest, logprobs, 0, lambda: self.waves.parts)
@@ -107,7 +113,7 @@ class _Answering:
                 note_figures(run, pool, self._collector, self._facts | deadline | revised)
 
     def _wait_until_ready(self) -> Batches:
-        """Wait until the engines have loaded, and return the requests of the newest plan until then."""
+        """Wait until the engines have loaded, and return the requests of the newest plan so far."""
         run, pool, found = self._run, self._pool, None
         known = last_answers(run)
         while pool.info is None and run.interrupts.pending is None:
@@ -116,19 +122,19 @@ class _Answering:
             run.operators.look()
             found = self._plans.next(found is None, found is None) or found
         pool.learn(known)
-        run.report.began(pool.infos)
+        run.report.start_measuring(pool.infos)
         self._began = time.monotonic()
         if found is None:
             run.progress.phase("planning")
         self._show()
         return iter(()) if found is None else found
 
-    def follows(self, found: Replanned, known: Snapshot, index: Index | None) -> None:
-        """Handle the switch of engines to a plan.
+    def handle_switch(self, found: Replanned, known: Snapshot, index: Index | None) -> None:
+        """Update progress and report when engines switch to another plan.
 
         Args:
             found: The plan.
-            known: The requests submitted before it was made.
+            known: The requests that engines had received when it was made.
             index: The complete index if the plan has all rows, else None.
 
         Raises:
@@ -147,7 +153,6 @@ class _Answering:
             self._all_known(plan, index)
 
     def _show(self) -> None:
-        """Show the rows and tokens of the current plan, once engines run it."""
         if self._began is None or self._known is None:
             return
         if not self._shown:
@@ -155,7 +160,7 @@ class _Answering:
             self._shown = True
         plan, given = self._known.plan, self._known.given
         rows = plan.rows - plan.error_rows
-        to_run = plan.rows_to_run - plan.rows_of(self._collector.given_since(given))
+        to_run = plan.rows_to_run - plan.rows_of(self._collector.submitted_since(given))
         self._run.progress.known(
             rows=rows,
             done=rows - to_run - self._collector.rows_in_flight,
@@ -165,7 +170,6 @@ class _Answering:
         )
 
     def _count_errors(self) -> None:
-        """Add the error rows of newly planned parts to the progress."""
         new = self.waves.parts[self._counted_parts :]
         self._counted_parts += len(new)
         self._run.progress.failed(dict(summarise_errors(new).codes))
@@ -174,14 +178,14 @@ class _Answering:
         run, forecast, collector = self._run, self.waves.forecast, self._collector
         complete(run, index)
         assert self._known is not None
-        run.report.planned(self._known.own, None)
-        tell(run, self._known.own, forecast)
+        run.report.record_plan(self._known.own, None)
+        notify_plan(run, self._known.own, forecast)
         self._note_forecast(forecast)
         failed = refuse_stored_errors(run, index, self._stored)
         budget = error_budget(run, index.rows).starting_at(failed)
         self._revised = revised_forecast(run, forecast, self._began)
-        collector.all_known(budget, self._revised)
-        collector.plans_no_rows()
+        collector.set_budget(budget, self._revised)
+        collector.stop_recording_keys()
         self._plans.add(FurtherAttempts(run, index, collector, self._pool))
 
     def _note_forecast(self, forecast: RunForecast) -> None:
@@ -191,7 +195,7 @@ class _Answering:
             passed_s = 0.0 if self._began is None else time.monotonic() - self._began
             self._facts |= {
                 "forecast_s": passed_s + found.seconds,
-                "forecast_basis": found.times.known,
+                "forecast_basis": found.times.basis,
                 "forecast_answers_from": found.answers_from,
             }
         deadline = Deadline.of(run.job, run.now, found)
@@ -202,20 +206,25 @@ class _Answering:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The plan that engines follow, and the requests that they had received when it was made."""
+    """The plan whose requests engines receive now.
+
+    Attributes:
+        plan: The plan.
+        given: The requests that engines had received when the plan was made.
+        more: Whether rows of the input are still to be read.
+    """
 
     plan: Plan
     given: Snapshot
-    more: bool  # whether more rows may follow
+    more: bool
 
     @property
     def own(self) -> Plan:
-        """Return the plan with only answers of earlier runs counted as stored."""
+        """Return the plan with only the answers of earlier runs counted as stored."""
         return replace(self.plan, present=self.plan.present - self.given.requests)
 
 
 def _most_logprobs(run: OpenRun) -> int | None:
-    """Return the largest number of log-probabilities that a row may request, or None if no row can."""
     sampling = run.job.sampling
     if run.job.requests or "logprobs" in dict(sampling.from_columns):
         return MAX_LOGPROBS

@@ -12,7 +12,10 @@ from batchinfer.report.stopwatch import OTHER
 
 
 def calibrate_weights(run: OpenRun) -> OpenRun:
-    """Return the run with calibrated weights if the job calibrates. A trial uses the weights of the whole job."""
+    """Calibrate the int4 weights of a job, unless an earlier run did, and return the run with these weights.
+
+    Returns the run unchanged if the job does not calibrate. A trial uses the weights of the whole job.
+    """
     if not run.setup.setting.numerics.calibrates or run.options.engine != ENGINE:
         return run
     from batchinfer.pipeline.calibration.calibration import (  # imported late, because few jobs calibrate
@@ -23,7 +26,7 @@ def calibrate_weights(run: OpenRun) -> OpenRun:
     began, had = time.monotonic(), run.setup.setting.parts.weights
     with run.report.timed(OTHER):
         listener = Listener(run.progress, run.notice)
-        setup = calibrated_setup(run.whole, run.setup, run.state, listener, run.options.transport)
+        setup = calibrated_setup(run.full_job, run.setup, run.state, listener, run.options.transport)
     if had is None and setup.setting.parts.weights is not None:
         run.report.note(calibration_s=time.monotonic() - began)
     loss = None if setup.setting.parts.weights is None else loss_of(setup.setting.parts.weights)

@@ -23,8 +23,8 @@ from batchinfer.pipeline.plans.earlier_drafts import (
 from batchinfer.pipeline.stages.answering import (
     Needs,
     engines,
+    notify_stopping,
     raise_pending,
-    tell_draining,
     wait_until_ready,
 )
 from batchinfer.pipeline.workers.feed import run_plan
@@ -50,13 +50,22 @@ from batchinfer.store.results.reuse.given_answers import GivenAnswers
 
 
 def prepare_drafts(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) -> AddDrafts:
-    """Return a function that adds drafts to the requests of a plan, after running the draft model if there is one.
+    """Return a function that adds draft tokens to the requests of a plan.
+
+    If the job has a draft model that answers first, the draft model runs now. Otherwise drafts come from the last
+    result.
+
+    Args:
+        run: The run.
+        plan: The plan.
+        index: The complete index.
+        store: The store of answers, which also stores the answers of the draft model.
 
     Raises:
         Interrupted: A signal came.
         BatchInferError: The engines of the draft model failed.
     """
-    model = run.setup.drafts
+    model = run.setup.first_draft_model
     if model is None:
         drafts = EarlierDrafts.of(run)
         return without_drafts if drafts is None else drafts.of_plan(plan, index.index_parts)
@@ -67,7 +76,7 @@ def prepare_drafts(run: OpenRun, plan: Plan, index: Index, store: CompletionStor
 
 
 def _add_drafts(answers: GivenAnswers, vocab: int, batches: Batches) -> Batches:
-    """Add the answers of a draft model to requests."""
+    """Add the answers of a draft model to requests, as draft tokens."""
     for batch, requests in batches:
         found = zip(requests, answers.of(batch.numbers("seq")), strict=True)
         yield (
@@ -77,7 +86,7 @@ def _add_drafts(answers: GivenAnswers, vocab: int, batches: Batches) -> Batches:
 
 
 class _Drafting:
-    """Runs a draft model over a plan. Its engines end before the job's engines start."""
+    """Runs a draft model over the requests of a plan. Its engines end before the job's engines start."""
 
     def __init__(
         self, run: OpenRun, model: DraftModel, plan: Plan, index: Index, store: CompletionStore
@@ -93,7 +102,11 @@ class _Drafting:
         self._requests = DraftRequests(context, longest, model.checkpoint.spec.vocab)
 
     def answers(self) -> Path:
-        """Compute the missing answers, and return a file with the answers to all requests of the plan."""
+        """Compute the missing answers of the draft model.
+
+        Returns:
+            A file with the draft model's answers to all requests of the plan.
+        """
         ops = self._run.state.ops
         batches = ((batch.numbers("seq").tolist(), requests) for batch, requests in self._planned())
         keys = write_draft_keys(self._plan.path, batches, self._requests, ops)
@@ -106,11 +119,11 @@ class _Drafting:
         return read_requests(self._plan, self._index.tokens, REQUEST_BATCH, self._whole.setup.roots)
 
     def _answer(self, lacking: Path, count: int) -> None:
-        """Run the draft model on the missing requests.
+        """Run the draft model on the requests without a stored answer.
 
         Args:
             lacking: A file with the positions of these requests in the plan.
-            count: Their number.
+            count: Number of these requests.
         """
         run, plan = self._run, self._plan
         name = short_name(run.job.model.path)
@@ -133,7 +146,9 @@ class _Drafting:
                     expected_tokens=round(share * plan.expected_tokens),
                 )
                 with run.report.timed(OTHER):
-                    run_plan(self._lacking(lacking), pool, sink, run.interrupts, partial(tell_draining, run))
+                    run_plan(
+                        self._lacking(lacking), pool, sink, run.interrupts, partial(notify_stopping, run)
+                    )
             finally:
                 self._store.commit()
                 pool.close()  # frees the memory for the job's model
@@ -141,7 +156,10 @@ class _Drafting:
         raise_pending(run, self._store, plan.rows_to_run, None)
 
     def _lacking(self, lacking: Path) -> Batches:
-        """Yield the requests without a stored answer. `shares_next` is 0 if the next request of the plan is skipped."""
+        """Yield the requests without a stored answer.
+
+        `shares_next` is 0 if the next request of the plan is left out.
+        """
         wanted = GivenAnswers(lacking)
         for batch, requests in self._planned():
             is_wanted = [one is not None for one in wanted.of(batch.numbers("seq"))]
@@ -154,19 +172,17 @@ class _Drafting:
 
 
 class _Sink:
-    """Stores the answers of a draft model."""
+    """Receives the answers of a draft model and stores them."""
 
     def __init__(self, store: CompletionStore, progress: Progress, receiver: Receiver) -> None:
         self._store, self._progress, self._receiver = store, progress, receiver
         self._expected: dict[bytes, int] = {}
 
-    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Register requests that are about to be submitted."""
+    def register(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
         self._receiver.expect(requests)
         self._expected |= {request.key: request.params.max_tokens for request in requests}
 
     def take(self, done: WorkDone) -> None:
-        """Store the answers and show progress."""
         self._store.append(self._receiver.receive(done.completions))
         for step in done.steps:
             self._progress.step(step, done.engine)
@@ -177,11 +193,10 @@ class _Sink:
             )
         self._store.maybe_commit()
 
-    def enough(self) -> bool:
-        """Return False: errors of a draft model do not count."""
+    def should_stop(self) -> bool:
+        """Return False, because errors of a draft model do not count."""
         return False
 
     def tick(self) -> None:
-        """Commit and show progress, each if it is due."""
         self._store.maybe_commit()
         self._progress.tick()

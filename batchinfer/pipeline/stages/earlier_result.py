@@ -13,9 +13,14 @@ from batchinfer.store.results.published_inputs import read_published_inputs
 
 
 def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
-    """Return the manifest of the published result if it is complete, and neither the job nor its input has changed.
+    """Return the manifest of the published result if this run would publish the same again, else None.
 
-    Returns None for a job with a query (input.sql), because a query may return other rows each time.
+    The result must be complete, and neither the job nor its input may have changed. Returns None for a job with a
+    query (input.sql), because a query may return other rows each time.
+
+    Args:
+        run: The run.
+        context: The first part of all work keys, from `work_context`.
 
     Raises:
         TooFewRows: The result has fewer rows than the job now requires.
@@ -32,7 +37,6 @@ def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
 
 
 def _has_lost_answers(run: OpenRun) -> bool:
-    """Return True if `--verify` finds damaged answers in the store."""
     if not run.options.verify or not run.state.completions.is_dir():
         return False
     with open_store(run) as store:

@@ -15,9 +15,9 @@ _MANY = 200  # parts of a store; reading the keys of 200 parts takes 0.2 s
 
 
 class EarlyLoading:
-    """Looks for keys of the input that are missing in the store, and has the engines load when it has found enough.
+    """Has the engines load their weights while the input is read, as soon as an answer is missing in the store.
 
-    With several engines it must find one missing key per engine, because their shares of the machine depend on the
+    With several engines it waits for one missing answer per engine, because their shares of the machine depend on the
     number of engines. Nothing starts early while another run uses the same store: this run may have to wait for it.
     """
 
@@ -26,16 +26,16 @@ class EarlyLoading:
         self._lacking: MissingKeys | None = None  # set when the first keys are read
         self._can_begin: bool | None = None  # whether rows may run before all are read; None: not checked yet
         # Whether it still looks for missing keys. With a draft model it never does: that model needs the memory first.
-        self._waits = run.setup.drafts is None and not is_another_run_computing(store.path)
+        self._waits = run.setup.first_draft_model is None and not is_another_run_computing(store.path)
         if self._waits and run.setup.setting.placement.replicas == 1:
             self._open()
 
-    def read(self, keys: bytes, last: bool = False) -> None:
-        """Look for missing keys among the keys of new rows, and have the engines load once enough are found.
+    def look_for_missing(self, keys: bytes, last: bool = False) -> None:
+        """Look up the work keys of new rows in the store. Engines load once enough answers are missing.
 
         Args:
-            keys: The keys, 32 bytes each.
-            last: Whether few or no keys follow.
+            keys: The work keys, concatenated, 32 bytes each.
+            last: Whether few or no rows follow.
 
         Raises:
             BatchInferError: A worker cannot load, and no other engine can.
@@ -48,20 +48,22 @@ class EarlyLoading:
         self._run.launch.look()
 
     def _is_large(self) -> bool:
-        """Return True if planning finds missing keys as fast as reading all keys of a large store would."""
         return self._lacking is None and len(self._store.parts()) > _MANY
 
-    def found(self, index: Index) -> None:
-        """Look for missing keys in a complete index of an earlier run."""
+    def look_in_index(self, index: Index) -> None:
+        """Look up the work keys of a complete index in the store.
+
+        Engines load once enough answers are missing.
+        """
         for keys in key_batches([*index.index_parts, *index.content_free_parts]):
             if not self._waits:
                 return
-            self.read(keys)
+            self.look_for_missing(keys)
 
-    def waits_for(self, left_s: float) -> bool:
-        """Return True if engines have loaded and should run rows in waves rather than wait for the input.
+    def can_run_waves(self, left_s: float) -> bool:
+        """Return True if engines have loaded and should run rows in waves instead of waiting for the whole input.
 
-        They must be able to run any row of the job, because the longest row is not known yet.
+        They must be able to run any row that the job allows, because the longest row is not known yet.
 
         Args:
             left_s: Estimated seconds until the whole input is read.

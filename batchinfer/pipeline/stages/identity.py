@@ -15,7 +15,13 @@ from batchinfer.store.results.manifest import PublishSpec
 
 
 def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]]) -> PublishSpec:
-    """Return the identity of the result of this job and these input files."""
+    """Return the identity of a run's result, by which a later run recognises that it would publish the same.
+
+    Args:
+        run: The run.
+        context: The first part of all work keys, from `work_context`.
+        inputs: The identities of the input files.
+    """
     day = run.now.date().isoformat() if run.setup.tokenizer.tells_the_day else ""
     adapters = f" {json.dumps(dict(run.setup.adapters))}" if run.setup.adapters else ""
     rest = f"{day} {INGEST_FORMAT}{_columns(run)}{adapters}"
@@ -28,12 +34,12 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
 
 
 def _columns(run: OpenRun) -> str:
-    """Return the settings that determine the columns of the result, and the version of its output kind.
+    """Return a text with the settings that determine the result's columns, and the version of its output kind.
 
     The first version of text output adds nothing, which keeps the identity of results from before kinds existed.
     """
     setup = run.setup
-    kind, asked = setup.output, setup.asked
+    kind, asked = setup.output, setup.requested
     read = asked.reasoning, asked.tool_calls, asked.embedding, asked.scoring, asked.pairs
     version = "" if (kind.name, kind.version) == (DEFAULT_KIND, 0) else f" {kind.name} {kind.version}"
     settings = (json.dumps(one.to_json(), sort_keys=True) for one in read if one is not None)

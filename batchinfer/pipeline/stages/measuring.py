@@ -1,4 +1,4 @@
-"""The measuring stage: sums up the published answers, and compares them with expected answers if there are any."""
+"""The measuring stage: sums up the published answers, and compares them with expected answers, if any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from batchinfer.store.results.manifest import Manifest
 
 
 def measure(run: OpenRun, manifest: Manifest) -> None:
-    """Measure the published result, and write the figures to the report.
+    """Measure the published result, and record the figures in the report.
+
+    Args:
+        run: The run.
+        manifest: The manifest of the published result.
 
     Raises:
         InputCorrupt: A file of the result cannot be read.
@@ -31,8 +35,7 @@ def measure(run: OpenRun, manifest: Manifest) -> None:
 
 
 def _answers(run: OpenRun, files: Sequence[Path]) -> dict[str, Any]:
-    """Return the columns of the run table that sum up the answers."""
-    asked, figures = run.setup.asked, dict(run.setup.output.figures)
+    asked, figures = run.setup.requested, dict(run.setup.output.figures)
     if asked.scoring is not None and asked.scoring.own_labels:
         figures.pop("labels", None)  # labels are texts of rows, which reports must not contain
     found = summarise(files, figures, run.state.staging / "figures") if files else {}
@@ -71,7 +74,6 @@ def _by_field(found: Accuracy) -> list[FieldAccuracy]:
 
 
 def _by_probability(found: Reliability) -> list[ProbableRows]:
-    """Return the rows of each bin, or an empty list if no answer has a probability."""
     if not found.rows:
         return []
     return [

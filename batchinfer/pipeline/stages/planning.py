@@ -25,20 +25,33 @@ from batchinfer.store.results.planned_work import Announcement, announce_plans, 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A plan with its forecasts."""
+    """A plan with its forecasts.
+
+    Attributes:
+        plan: The plan of the missing answers.
+        deadline: Watches the job's deadline. None if the job has none.
+        revised: Revises the forecast from the first answers.
+        forecast_s: Forecast engine time in seconds. None if there is no forecast.
+        without: Parquet files of the store that have no answer to any row of this plan.
+    """
 
     plan: Plan
-    deadline: DeadlineWatch | None  # None if the job has no deadline
+    deadline: DeadlineWatch | None
     revised: RevisedForecast
-    forecast_s: float | None  # forecast engine time, or None if there is no forecast
-    without: Sequence[Path]  # parts of the store with no answers to rows that this run computes
+    forecast_s: float | None
+    without: Sequence[Path]
 
 
 @contextmanager
 def plan_run(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[PlannedRun]:
-    """Plan the missing answers, and announce the plan to other runs of the same store within the block.
+    """Plan the missing answers of a run, and announce the plan to other runs of the same store within the block.
 
-    If other runs are already computing some of these requests, wait until they have finished.
+    If other runs already compute some of these requests, wait until they have finished.
+
+    Args:
+        run: The run.
+        index: The complete index.
+        store: The store of answers.
     """
     first = _plan(run, index, store, "plan")
     with announce_plans(store.path, [first.plan.path], run.state.ops) as announcement:
@@ -48,7 +61,6 @@ def plan_run(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[Pla
 def _without_others(
     run: OpenRun, first: PlannedRun, announcement: Announcement, index: Index, store: CompletionStore
 ) -> PlannedRun:
-    """Wait for other runs that compute the same requests, then plan the rest."""
     others = announcement.others if first.plan.to_run else []
     known, same = store.parts(), find_similar_runs(first.plan.path, others, run.state.staging / "others")
     if same:
@@ -78,16 +90,16 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
             run.setup.roots,
             attempts=index.attempts,
             reused=index.reused,
-            beside=index.content_free_parts,
+            extra_prompts=index.content_free_parts,
             shares=run.setup.setting.parts.shares_prefixes,
             retry_errors=run.options.retry_errors,
             threads=usable_cpus(),
         )
         whole = run.setup.drafting is None  # otherwise a draft model runs first
         forecast = forecast_run(run.job, run.setup, plan, index.tokens, whole=whole)
-    run.report.planned(plan, forecast.engine)
+    run.report.record_plan(plan, forecast.engine)
     run.progress.close()
-    tell(run, plan, forecast)
+    notify_plan(run, plan, forecast)
     deadline = _deadline(run, plan, index, forecast.engine)
     run.report.note(**({} if deadline is None else deadline.facts))
     nothing = plan.rows_to_run == _new_rows(index) and index.attempts == 1 and not run.options.retry_errors
@@ -97,12 +109,11 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
 
 
 def _new_rows(index: Index) -> int:
-    """Return the number of valid rows that are not reused from an earlier run."""
     return index.rows - index.error_rows - (index.reused.rows - index.reused.errors)
 
 
-def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
-    """Notify the user of the plan and its forecast."""
+def notify_plan(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
+    """Notify the user of a plan and its forecast."""
     for line in (plan_line(plan), *forecast.lines):
         run.notice(line)
     if run.job.attempts > 1 and plan.to_run:
@@ -114,12 +125,14 @@ def tell(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
 
 
 def revised_forecast(run: OpenRun, forecast: RunForecast, began: float | None = None) -> RevisedForecast:
-    """Return an object that revises the forecast from the first answers.
+    """Return an object that makes a new forecast from the first answers of a run.
+
+    It makes none if the forecast of the plan is there and is not an upper bound.
 
     Args:
         run: The run.
         forecast: The forecast of the plan.
-        began: When engines started to run rows, a time of `time.monotonic`, or None if they have not.
+        began: When engines started to run rows, a time of `time.monotonic`. None if they have not.
     """
     return RevisedForecast(forecast.engine is None or forecast.engine.upper_bound, run.notice, began=began)
 
@@ -135,8 +148,7 @@ def _warn_of_no_retries(run: OpenRun, index: Index, store: CompletionStore) -> N
 def _deadline(
     run: OpenRun, plan: Plan, index: Index, forecast: EngineForecast | None
 ) -> DeadlineWatch | None:
-    """Return the watch of the job's deadline, or None if it has none. Notify the user whether it will be met."""
-    first, drafts = None, run.setup.drafts
+    first, drafts = None, run.setup.first_draft_model
     if run.job.deadline is not None and drafts is not None and run.setup.drafting is not None:
         drafting = forecast_run(drafts.job, run.setup.drafting, plan, index.tokens)
         first, forecast = drafting.engine, None if drafting.engine is None else forecast

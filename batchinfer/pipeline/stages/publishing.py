@@ -1,4 +1,4 @@
-"""The publishing stage: publishes the stored answers of all rows, and removes temporary files."""
+"""The publishing stage: joins stored answers with the rows, publishes the result, and removes temporary files."""
 
 from __future__ import annotations
 
@@ -37,10 +37,14 @@ KeepKeys = Callable[[Join], None]
 
 @contextmanager
 def row_keys_table(run: OpenRun, index: Index) -> Iterator[KeepKeys]:
-    """Start the report's table of rows in parallel with the block.
+    """Write the report's table of rows in parallel with the block.
 
-    Yields a function that completes the table; call it after publishing. It raises OSError. If it is not called, the
-    table is dropped.
+    Yields a function that completes the table; call it with the join after publishing. It raises OSError. If it is
+    not called, the table is dropped.
+
+    Args:
+        run: The run.
+        index: The complete index.
     """
     if index.attempts > 1:
         yield lambda join: run.report.keep_keys(index.index_parts, _attempts(join), index.row_ids)
@@ -60,18 +64,18 @@ def _attempts(join: Join) -> NDArray[np.uint8]:
 def publish_result(
     run: OpenRun, context: bytes, index: Index, store: CompletionStore, join: Join, keep_keys: KeepKeys
 ) -> tuple[Manifest, bool]:
-    """Publish the result.
+    """Publish the result of a run.
 
     Args:
         run: The run.
-        context: The work context of the job.
+        context: The first part of all work keys, from `work_context`.
         index: The complete index.
         store: The store of answers.
         join: The join of the index with the store.
         keep_keys: Completes the report's table of rows, see `row_keys_table`.
 
     Returns:
-        The manifest, and True if this run changed anything.
+        The manifest of the result, and True if this run changed anything.
 
     Raises the errors of `publish`.
     """
@@ -103,7 +107,7 @@ def publish_result(
 
 
 def _settle(run: OpenRun, index: Index, join: Join) -> None:
-    """Keep the data for reusing whole files in the next run. A failing disk no longer fails the run."""
+    """Keep the data with which the next run reuses whole files. A failing disk no longer fails the run."""
     try:
         record_finished(run.state.kept, index, join, run.state.ops)
     except StorageError as error:
@@ -111,15 +115,16 @@ def _settle(run: OpenRun, index: Index, join: Join) -> None:
 
 
 def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join]:
-    """Apply classify.calibrate: calibrate the labels of the index with the answer to the content-free prompt.
+    """Apply classify.calibrate: adjust the label scores with the answer to the content-free prompt.
 
     Args:
-        index: The index.
-        join: The join.
+        index: The complete index.
+        join: The join of the index with the store.
         spill: A folder for temporary files of queries.
 
     Returns:
-        The index with calibrated scoring, and the join that uses the answer; both unchanged without classify.calibrate.
+        The index with adjusted scoring, and the join that records the use of the answer. Both unchanged without
+        classify.calibrate.
 
     Raises:
         BatchInferError: The content-free prompt has no answer.
@@ -133,15 +138,23 @@ def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join
 
 
 def tidy(run: OpenRun) -> None:
-    """Delete temporary files of the run, and stored answers older than `cache.keep`. A signal stops this early."""
+    """Delete temporary files of the run, and stored answers not used for `cache.keep` days.
+
+    A signal stops this early.
+    """
     run.state.purge_scratch()
     clean_after_run(run.state, run.job.cache.keep, lambda: run.interrupts.pending is None, run.notice)
 
 
 def write_openai_file(run: OpenRun, files: Sequence[InputFile]) -> None:
-    """Write the file of --to-openai, if it was requested, from the published result.
+    """Write the file of --to-openai from the published result. Does nothing without that option.
 
-    Its error messages say that the results are published.
+    Args:
+        run: The run.
+        files: The input files.
+
+    Raises:
+        BatchInferError: The file cannot be written. The message says that the results are published.
     """
     if run.openai is None:
         return

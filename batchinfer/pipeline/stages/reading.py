@@ -28,11 +28,17 @@ _LITTLE_BYTES = 1 << 20  # of an input; reading them takes less time than readin
 
 @dataclass(frozen=True, slots=True)
 class UnreadInput:
-    """An input that was read in part, and whose rows will run in waves."""
+    """An input that was read in part, and whose rows will run in waves.
+
+    Attributes:
+        ingestion: The object that reads the input and writes the index.
+        steps: The remaining steps of the ingestion.
+        at: Progress of the ingestion before these steps.
+    """
 
     ingestion: Ingestion
-    steps: Generator[IngestProgress, None, None]  # the remaining steps
-    at: IngestProgress  # after the last step
+    steps: Generator[IngestProgress, None, None]
+    at: IngestProgress
 
 
 def check(run: OpenRun) -> Reader | None:
@@ -49,16 +55,16 @@ def check(run: OpenRun) -> Reader | None:
 def read_input(
     run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None
 ) -> Index | UnreadInput:
-    """Read the input, while engines load if the store does not have all answers.
+    """Read the input, while engines load if the store lacks answers.
 
     Args:
         run: The run.
-        context: The work context of the job.
+        context: The first part of all work keys, from `work_context`.
         store: The store of answers.
-        checked: The result of `check`.
+        checked: The reader that `check` returned.
 
     Returns:
-        The complete index, or an unread input if engines are ready and the rest takes long to read.
+        The complete index. Or an `UnreadInput` if engines are ready and the rest of the input takes long to read.
     """
     with run.report.timed("ingest_s"):
         options = replace(run.setup.ingest_options(context, run.now), checked=checked)
@@ -68,19 +74,25 @@ def read_input(
             options,
             run.state.scratch,
             run.state.ops,
-            run.report.happened,
+            run.report.record_activity,
             _keeping(run, store),
         )
         early = EarlyLoading(run, store)
         if isinstance(found, Index):
-            early.found(found)
+            early.look_in_index(found)
             return complete(run, found)
         unread = _read(run, found, early)
         return unread or complete(run, found.finish())
 
 
 def complete(run: OpenRun, index: Index) -> Index:
-    """Check a complete index, record its location, and delete temporary files of other inputs.
+    """Check a complete index, and delete temporary files of other inputs.
+
+    The locations of the model and of the answers are recorded next to the index.
+
+    Args:
+        run: The run.
+        index: The index, which is returned.
 
     Raises:
         TooFewRows: The input has fewer rows than the job requires.
@@ -101,7 +113,7 @@ def complete(run: OpenRun, index: Index) -> Index:
 
 
 def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
-    """Return the store of rows that the next run reuses, or None for a trial, which has too few rows."""
+    """Return the store of rows that the next run reuses. None for a trial, which has too few rows."""
     if run.options.limit is not None:
         return None
     state = run.state
@@ -114,15 +126,15 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:
-    """Read the input to its end and return None, or return the rest to run in waves."""
+    """Read the input to its end and return None, or return the rest of the input to run in waves."""
     steps, began = ingestion.steps(), time.monotonic()
     try:
         for at in steps:
             run.interrupts.raise_pending(CONTINUES)
             run.progress.read(at.rows, at.bytes_read, at.bytes_total)
-            early.read(at.keys, last=at.bytes_total - at.bytes_read <= _LITTLE_BYTES)
+            early.look_for_missing(at.keys, last=at.bytes_total - at.bytes_read <= _LITTLE_BYTES)
             left_s = _left_s(run, at, time.monotonic() - began)
-            if ingestion.is_final and early.waits_for(left_s):
+            if ingestion.is_final and early.can_run_waves(left_s):
                 return UnreadInput(ingestion, steps, at)
     except BaseException:
         steps.close()
@@ -131,7 +143,6 @@ def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInpu
 
 
 def _left_s(run: OpenRun, at: IngestProgress, passed_s: float) -> float:
-    """Estimate the seconds until the whole input is read, at the rate so far. Return 0 if it is unknown."""
     share, limit = at.bytes_read / max(1, at.bytes_total), run.job.input.limit
     if limit is not None:
         share = max(share, at.rows / limit)

@@ -13,13 +13,13 @@ from batchinfer.report.tables.folder import lock_for_writing
 
 @contextmanager
 def report_run(run: OpenRun) -> Iterator[None]:
-    """Write the report of a run and `last_run.json` after the block, also if it raises.
+    """Write the progress of a run during the block, and its report and `last_run.json` at the end of the block.
 
-    A signal during a DuckDB query is raised as Interrupted.
+    The report is also written if the block raises. A signal during a DuckDB query is raised as Interrupted.
     """
     record = ProgressFile(run.state, run.report.identity, run.notice)
     with lock_for_writing(run.report.folder, run.state.report_lock):
-        record.begin()
+        record.write_start()
         run.progress.recorded_by(record)
         try:
             with run.interrupts.reraised():
@@ -40,7 +40,7 @@ def _report_failure(run: OpenRun, record: ProgressFile, error: BaseException) ->
     with run.interrupts.deferred(), errors_as_notice(run.notice):
         run.interrupts.ignore_stop()
         run.progress.record()  # the progress since it was last written
-        run.report.failed(error)
+        run.report.complete_failed(error)
         try:
             run.report.close()
         finally:
@@ -48,8 +48,7 @@ def _report_failure(run: OpenRun, record: ProgressFile, error: BaseException) ->
 
 
 def _record_end(run: OpenRun, record: ProgressFile) -> None:
-    """Write the end of the run to progress.json and last_run.json, or raise OSError or StorageError."""
     row = run.report.row
-    record.ended(row["exit_code"], row["exit_status"])
+    record.write_end(row["exit_code"], row["exit_status"])
     with run.state.lock_shared():  # runs for other dates may write last_run.json at the same time
         run.report.write_last(run.state.ops)

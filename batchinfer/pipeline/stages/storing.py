@@ -1,4 +1,4 @@
-"""The completion store of a run."""
+"""Opens the store of answers of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batchinfer.store.answers.completion_store import CompletionStore
 
 
 def open_store(run: OpenRun) -> CompletionStore:
-    """Open the store of answers. A notice reports each file that is dropped as damaged."""
+    """Open the store of a job's answers. The user gets a notice for each damaged file, which is dropped."""
     with run.report.timed("plan_s"):
         store = CompletionStore(
             run.state.completions,

@@ -1,4 +1,4 @@
-"""Checks the number of error rows against the error budget, and determines the exit code."""
+"""Compares the number of error rows with the job's error budget, and determines the exit code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from batchinfer.store.results.published import open_published
 
 
 def error_budget(run: OpenRun, rows: int) -> Budget:
-    """Return the error budget of the job for `rows` rows."""
+    """Return how many error rows the job allows for `rows` rows, and whether it publishes a result with more."""
     return Budget(rows, run.job.on_error.max_error_rate, run.job.on_error.publish)
 
 
 def refuse_hopeless(run: OpenRun, index: Index) -> None:
-    """Raise ErrorBudgetExceeded if too many rows of the input are errors, before anything is computed."""
+    """Raise ErrorBudgetExceeded if too many rows of the input are errors before anything is computed.
+
+    Does nothing if the job publishes results with too many error rows.
+    """
     budget = error_budget(run, index.rows)
     if budget.exceeded(index.error_rows) and not budget.publish:
         counts = ErrorCounts(index.rows, index.error_rows, 0, 0)
@@ -32,15 +35,17 @@ def refuse_hopeless(run: OpenRun, index: Index) -> None:
 
 
 def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> int:
-    """Return the number of rows that are errors before engines run, in the input or as a stored answer.
+    """Count the rows that are errors before engines run: rows of the input, and rows with a stored error.
+
+    If the job publishes results with too many error rows, only rows of the input are counted.
 
     Args:
         run: The run.
         index: The complete index.
-        parts: Parts of the store that were committed before this run.
+        parts: Parquet files of the store that were committed before this run.
 
     Raises:
-        ErrorBudgetExceeded: These are too many errors to publish a result.
+        ErrorBudgetExceeded: There are too many errors to publish a result.
     """
     budget, spill = error_budget(run, index.rows), run.state.staging / "errors"
     if budget.publish or not has_error_completions(parts, spill):
@@ -57,7 +62,13 @@ def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> i
 
 
 def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
-    """Raise ErrorBudgetExceeded if there are too many error rows and the job does not publish such a result."""
+    """Raise ErrorBudgetExceeded if a finished run has too many error rows to publish its result.
+
+    Args:
+        run: The run.
+        index: The complete index.
+        join: The join of the index with the store.
+    """
     budget = error_budget(run, index.rows)
     if budget.exceeded(join.counts.errors) and not budget.publish:
         spill = run.state.staging / "errors"
@@ -66,7 +77,6 @@ def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
 
 
 def _too_many(run: OpenRun, counts: ErrorCounts, budget: Budget, errors: ErrorSummary) -> ErrorBudgetExceeded:
-    """Record the errors in the run table and return the exception."""
     run.report.note(rows_error=errors.rows, error_codes=dict(errors.codes))
     return ErrorBudgetExceeded(
         budget_text(counts, budget, errors, show_errors(run.state.results, partial=True))
@@ -74,7 +84,9 @@ def _too_many(run: OpenRun, counts: ErrorCounts, budget: Budget, errors: ErrorSu
 
 
 def judge_result(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
-    """Return the outcome of a published result, which is the same for later runs that find it already published.
+    """Return the outcome of a run whose result is published: exit code 0, or 65 if there are too many error rows.
+
+    Later runs that find the result already published get the same exit code.
 
     Args:
         run: The run.
@@ -89,9 +101,9 @@ def judge_result(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
     )
     budget = error_budget(run, manifest.rows)
     if not budget.exceeded(manifest.errors):
-        return Outcome(0, run.report.done(status), report=run.report.path)
+        return Outcome(0, run.report.complete(status), report=run.report.path)
     counts = ErrorCounts(manifest.rows, manifest.errors, 0, errors.retryable)
     command = show_errors(run.state.results, partial=False)
     text = f"the results are {status}, but {budget_text(counts, budget, errors, command)}"
     code = ErrorBudgetExceeded.exit_code
-    return Outcome(code, run.report.done(over_budget(status), code, text), text, run.report.path)
+    return Outcome(code, run.report.complete(over_budget(status), code, text), text, run.report.path)

@@ -9,17 +9,20 @@ from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 
 
 class Agreement:
-    """Lets the first engine that asks choose, and passes its choice to all others, also to those started later.
+    """Makes the engines of a run share one choice of kernels.
 
-    If that engine dies before it has chosen, all engines use NOTHING: a kernel that it tried may have killed it.
+    The first engine that asks makes the choice. It is sent to all others, also to engines that start later. If that
+    engine dies before it has chosen, all engines use NO_CHOICE: a kernel that it tried may have killed it.
     """
 
     def __init__(self) -> None:
         self.chosen: str | None = None
         self._chooser: WorkerHandle | None = None  # the worker that chooses
 
-    def settle(self, engines: Iterable[WorkerHandle]) -> None:
-        """Store a choice that was made, and answer workers that wait for it.
+    def answer_waiting(self, engines: Iterable[WorkerHandle]) -> None:
+        """Store the choice if it was made, and send it to the workers that wait for it.
+
+        Without a choice, the first worker that waits is asked to make one.
 
         Args:
             engines: The workers that are alive.

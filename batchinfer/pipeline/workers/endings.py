@@ -8,29 +8,35 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from batchinfer.core.errors import BatchInferError, OutOfMemory, lacks_memory
-from batchinfer.pipeline.workers.messages import EnginePlace, Failed
+from batchinfer.pipeline.workers.messages import EngineResources, Failed
 
 # Ends an engine with an exit status, after all messages to the driver were sent
 Leave = Callable[[int], NoReturn]
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, without the slow cleanup of torch and CUDA; the system frees all resources."""
+    """End this process at once, without the slow cleanup of torch and CUDA. The system frees all resources.
+
+    Args:
+        status: The exit status.
+    """
     os._exit(status)
 
 
-def settle(place: EnginePlace) -> None:
-    """Restrict this process to its cores or GPU. Call it before an import that starts threads or initialises CUDA.
+def restrict_process(resources: EngineResources) -> None:
+    """Restrict this process to the cores or the GPU of its worker.
+
+    Call it before an import that starts threads or initialises CUDA.
 
     Raises:
         OSError: The cores cannot be used.
     """
-    if place.cores:
-        os.sched_setaffinity(0, place.cores)
-    if place.gpu is not None:
+    if resources.cores:
+        os.sched_setaffinity(0, resources.cores)
+    if resources.gpu is not None:
         if "CUDA_VISIBLE_DEVICES" not in os.environ:  # otherwise the user's numbers are in CUDA's own order
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
+        os.environ["CUDA_VISIBLE_DEVICES"] = resources.gpu
 
 
 def failure(
@@ -38,12 +44,12 @@ def failure(
     where: str = "the engine",
     remedy: str = "lower engine.kv_memory or engine.max_num_batched_tokens",
 ) -> Failed:
-    """Return the message to the driver for an error that ends the process.
+    """Return the message that tells the driver about an error that ends this process.
 
     Args:
         error: The error.
-        where: The place that an out-of-memory message names.
-        remedy: The advice of an out-of-memory message.
+        where: What ran out of memory, for the message of such an error.
+        remedy: The advice of such a message.
     """
     detail = traceback.format_exc()
     if isinstance(error, BatchInferError):

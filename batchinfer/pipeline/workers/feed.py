@@ -18,75 +18,83 @@ LATE_S = 3.0  # a worker only reads messages between steps, and a step may be lo
 
 
 class Engines(Protocol):
-    """The engines of a run, for the feeder. See ReplicaPool for the methods."""
+    """The engines of a run, as `run_plan` uses them. ReplicaPool implements them."""
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return an engine that is ready, or None."""
+        """Return the description of an engine that is ready for requests, or None."""
 
     @property
     def left(self) -> bool:
-        """Return True if all engines have left."""
+        """Return True if all engines have ended as planned or were closed."""
 
     @property
     def wants_more(self) -> bool:
-        """Return True if the next batch should be submitted."""
+        """Return True if the next batch of requests should be submitted now."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue the next requests of the plan."""
 
-    def exhausted(self) -> None:
-        """Handle the end of the plan."""
+    def end_plan(self) -> None:
+        """Record that all requests of the current plan were submitted."""
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Return the results that have arrived, after waiting for at most `timeout_s` if there are none."""
+        """Return the results of engines that have arrived.
+
+        If there are none, wait for at most `timeout_s` seconds.
+        """
 
     def finish(self, within_s: float) -> None:
-        """Let the engines finish running requests within `within_s` seconds, and leave."""
+        """Let the engines drop waiting requests, finish running ones within `within_s` seconds, and end."""
 
 
 class Sink(Protocol):
     """Receives the answers of engines."""
 
-    def planned(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Register the requests of a batch, which are submitted next in this order."""
+    def register(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
+        """Register requests that are submitted next, in this order.
+
+        Args:
+            batch: The rows of the plan with these requests.
+            requests: The requests.
+        """
 
     def take(self, done: WorkDone) -> None:
-        """Take completions and samples of an engine."""
+        """Receive completions and samples of an engine."""
 
-    def enough(self) -> bool:
-        """Return True to stop early, because the rest of the plan cannot change the outcome."""
+    def should_stop(self) -> bool:
+        """Return True if the run should stop early, because the remaining requests cannot change the outcome."""
 
     def tick(self) -> None:
-        """Do periodic work that is due."""
+        """Do periodic work, such as committing answers, that is due. Called about ten times a second."""
 
 
 Batches = Iterator[tuple[PlanBatch, list[Request]]]
 
 
 class Plans(Protocol):
-    """The plans that follow the first one."""
+    """The plans of a run after its first plan."""
 
     @property
     def to_come(self) -> bool:
-        """Return True if another plan may follow, whatever the answers in flight are."""
+        """Return True if another plan will certainly follow, whatever the answers to come are."""
 
     def next(self, exhausted: bool, idle: bool) -> Batches | None:
-        """Return the batches that replace the rest of the current plan, or None to continue with it.
+        """Return batches of requests that replace the rest of the current plan, or None to keep the current plan.
 
         Args:
             exhausted: Whether all requests of the current plan were submitted.
-            idle: Whether, in addition, no request is in flight.
+            idle: Whether, in addition, all submitted requests are answered.
         """
 
 
 class OnePlan:
-    """The plans of a run that only has its first plan."""
+    """The plans of a run that has only its first plan."""
 
     to_come = False
 
     def next(self, exhausted: bool, idle: bool) -> None:
-        """Continue with the current plan."""
+        """Return None, because no other plan follows."""
 
 
 def run_plan(
@@ -97,17 +105,18 @@ def run_plan(
     draining: Callable[[float], None],
     plans: Plans | None = None,
 ) -> None:
-    """Run the requests of a plan and of later plans, until all are answered, `sink` has enough, or a signal comes.
+    """Run the requests of a plan and of later plans on engines.
 
-    After a signal, or when `sink` has enough, running requests have DRAIN_S seconds to finish.
+    Ends when all requests are answered, when `sink.should_stop()` returns True, or after a signal. In the last two
+    cases, running requests have DRAIN_S seconds to finish.
 
     Args:
-        batches: The batches of the first plan in order.
+        batches: Batches of the first plan's requests, in order.
         engines: The engines.
         sink: Receives the answers.
         interrupts: The signals of the run.
-        draining: Called after a signal with the seconds that running requests may take.
-        plans: The plans that follow the first one.
+        draining: Called after a signal with the number of seconds that running requests may take.
+        plans: The plans after the first one. None: there are none.
 
     Raises the error that ended the last engine.
     """
@@ -119,16 +128,16 @@ def run_plan(
                 draining(DRAIN_S)
                 _drain(engines, sink)
             return
-        if sink.enough():
+        if sink.should_stop():
             break  # running requests are drained and stored for a later run
         while more and engines.wants_more:
             read = next(batches, None)
             if read is None:
                 more = False
-                engines.exhausted()
+                engines.end_plan()
                 break
             batch, requests = read
-            sink.planned(batch, requests)
+            sink.register(batch, requests)
             engines.submit(requests)
             in_flight += len(requests)
         for done in engines.receive(POLL_S):
@@ -141,7 +150,10 @@ def run_plan(
 
 
 def _drain(engines: Engines, sink: Sink) -> None:
-    """Let the engines finish running requests and leave. Engines that do not leave in time end when they are closed."""
+    """Let the engines finish running requests and end.
+
+    Engines that do not end in time are ended by their owner.
+    """
     engines.finish(DRAIN_S)
     give_up = time.monotonic() + DRAIN_S + LATE_S
     while not engines.left and time.monotonic() < give_up:

@@ -1,4 +1,4 @@
-"""The heartbeat of a process that loads a model, by which the watchdog detects a process that hangs."""
+"""The heartbeat of a process that loads a model. Without it, the watchdog ends the process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STARTING_S = 600.0
 
 
 class Heartbeat:
-    """Calls a function every BEAT_S seconds in a thread, within its context or until the function raises OSError."""
+    """Calls a function every BEAT_S seconds in a thread, within the block or until the function raises OSError."""
 
     def __init__(self, beat: Callable[[], None], most_s: float = float("inf")) -> None:
-        """Prepare the thread.
+        """Prepare the thread, which starts with the block.
 
         Args:
             beat: The function to call.
-            most_s: Seconds after which the calls end.
+            most_s: Seconds after which the calls end, even within the block.
         """
         self._beat, self._until = beat, time.monotonic() + most_s
         self._over = threading.Event()
@@ -36,7 +36,7 @@ class Heartbeat:
         self.stop()
 
     def stop(self) -> None:
-        """Stop the calls. May be called twice."""
+        """Stop the calls and wait for the thread. May be called twice."""
         self._over.set()
         self._thread.join()
 

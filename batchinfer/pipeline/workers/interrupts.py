@@ -1,4 +1,4 @@
-"""Handles SIGINT, SIGTERM, SIGHUP and the stop time of a run, at once or at the next safe point."""
+"""Handles SIGINT, SIGTERM, SIGHUP and the stop time of a run, immediately or at the next safe point."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def _now() -> datetime:
 
 
 class Interrupts:
-    """Turns signals into `Interrupted`, and the stop time into `StopTimeReached`.
+    """Raises `Interrupted` for a signal, and `StopTimeReached` at the stop time.
 
-    Within `deferred`, the first signal only sets `pending` to its number, and the next one raises. The stop time counts
-    as SIGTERM.
+    Within `deferred`, the first signal only sets `pending` to its number, and the next one raises. The stop time
+    counts as SIGTERM.
     """
 
     def __init__(self, message: str = CONTINUES, clock: Callable[[], datetime] = _now) -> None:
@@ -40,7 +40,10 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
-        """Handle signals within the block, which must run in the main thread. SIGHUP stays ignored under `nohup`."""
+        """Handle signals within the block, which must run in the main thread.
+
+        SIGHUP stays ignored under `nohup`.
+        """
         handled = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             handled.append(signal.SIGHUP)
@@ -55,7 +58,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[Interrupts]:
-        """Do not raise at the first signal within the block; the caller checks `pending`."""
+        """Do not raise at the first signal within the block, but set `pending`, which the caller must check."""
         self._deferred = True
         try:
             yield self
@@ -64,12 +67,12 @@ class Interrupts:
 
     @contextmanager
     def stopping_at(self, at: datetime | None, message: str = "") -> Iterator[None]:
-        """Treat the time `at` like a SIGTERM within the block, but raise StopTimeReached.
+        """Raise StopTimeReached within the block at a given time. Like a signal, it may be deferred.
 
-        Without installed handlers, which only the main thread can have, the stop time only becomes `pending`.
+        Without installed handlers, which only the main thread can have, the stop time only sets `pending`.
 
         Args:
-            at: The stop time, or None.
+            at: The stop time. None: there is none.
             message: The message of StopTimeReached.
         """
         if at is None:
@@ -85,7 +88,7 @@ class Interrupts:
             self.ignore_stop()
 
     def ignore_stop(self) -> None:
-        """Ignore the stop time from now on, even if it is pending."""
+        """Ignore the stop time from now on, even if it is pending already."""
         if self._stop_watch is None:
             return
         before, self._deferred = self._deferred, True  # the time may come right now
@@ -99,7 +102,7 @@ class Interrupts:
 
     @property
     def is_stop_pending(self) -> bool:
-        """Return True if the stop time is pending, and not a signal."""
+        """Return True if the stop time has come and was deferred. False for a deferred signal."""
         return self.pending is not None and self._is_stop
 
     @contextmanager
@@ -113,7 +116,13 @@ class Interrupts:
             raise self._error(self._message) from error
 
     def raise_pending(self, message: str) -> None:
-        """Raise Interrupted with this message if a signal is pending, or StopTimeReached for the stop time."""
+        """Raise Interrupted if a signal is pending, or StopTimeReached if the stop time is pending.
+
+        Else do nothing.
+
+        Args:
+            message: The message of Interrupted.
+        """
         if self.pending is not None:
             raise self._error(message)
 
@@ -124,7 +133,6 @@ class Interrupts:
         return Interrupted(self.pending, message)
 
     def _watch(self, at: datetime) -> None:
-        """Wait for the stop time, or until it is ignored."""
         while (left_s := (at - self._clock()).total_seconds()) > 0:
             if self._over.wait(min(left_s, LOOK_S)):
                 return

@@ -1,4 +1,4 @@
-"""Starts workers before the plan is known, so they import libraries and load weights while the input is read."""
+"""Starts workers before the plan is known, to import libraries and load weights while the input is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer.pipeline.workers.worker_handle import SINGLE_ENGINE_CODES, Worke
 
 
 class Launch:
-    """Starts workers and has them load weights.
+    """Starts the workers of a run early, and has them load weights.
 
     A context manager, which ends the workers, also if a pool uses them. A single worker may be the standby process.
     """
@@ -32,7 +32,9 @@ class Launch:
         self.end()
 
     def open(self, specs: Sequence[WorkerSpec]) -> None:
-        """Start a worker for each specification, unless workers are already running. They import libraries and wait.
+        """Start a worker for each specification, unless workers were started before.
+
+        They import libraries and wait.
 
         Raises:
             OSError: A process cannot be started.
@@ -42,7 +44,6 @@ class Launch:
                 self._workers.append(self._from_standby(spec) or WorkerHandle(spec, self._transport))
 
     def _from_standby(self, spec: WorkerSpec) -> WorkerHandle | None:
-        """Return the standby process as a worker, or None if there is none or the transport cannot use it."""
         standby = self._standby
         if standby is None or spec.factory != standby.factory:
             return None
@@ -56,26 +57,27 @@ class Launch:
         return WorkerHandle(spec, self._transport, ProcessLink(child), standby.began)
 
     def load(self) -> None:
-        """Have the workers load their weights."""
+        """Have the started workers load their weights."""
         self._loads = True
         for worker in self._workers:
             worker.load()
 
     @property
     def loaded(self) -> bool:
-        """Return True if there are workers and all have loaded their weights."""
+        """Return True if workers were started and all of them have loaded their weights."""
         return bool(self._workers) and all(worker.loaded for worker in self._workers)
 
     def look(self) -> None:
-        """Receive messages of workers that load.
+        """Receive messages of the workers while they load.
 
         Raises:
-            BatchInferError: A worker cannot load, and no other engine can. The pool handles all other ends of workers.
+            BatchInferError: A worker cannot load, and no other engine can. The pool handles all other ends of
+                workers.
         """
         if not self._loads:
             return
         living = {worker.link: worker for worker in self._workers if not worker.ended and not worker.crash}
-        for link in self._transport.speaking([*living], 0) if living else ():
+        for link in self._transport.wait_for_messages([*living], 0) if living else ():
             try:
                 living[link].receive(0)
             except BatchInferError as error:
@@ -84,13 +86,16 @@ class Launch:
                     raise
 
     def workers_for(self, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
-        """Return the workers if they have these specifications. Otherwise end them and return an empty list."""
+        """Return the started workers if they have exactly these specifications.
+
+        Otherwise end them and return an empty list.
+        """
         if [worker.spec for worker in self._workers] != [*specs]:
             self.end()
         return [*self._workers]
 
     def end(self) -> None:
-        """End the workers and the standby process."""
+        """End the started workers and the standby process."""
         if self._standby is not None:
             self._standby.close()
         while self._workers:

@@ -1,4 +1,4 @@
-"""Loads the engine of a worker: first the weights, then, when the plan is known, everything else."""
+"""Loads the engine of a worker in two steps: first the weights, then, once the plan is known, all other parts."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ from batchinfer.pipeline.workers.messages import (
     Pulse,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.meeting import Parent
+from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
 
 T = TypeVar("T")
 
 
 class EngineLoading:
-    """Loads an engine in two steps, each after a message from the driver, which is passed on to the other ranks."""
+    """Loads the engine of a worker in two steps: weights, then the engine itself.
 
-    def __init__(self, spec: WorkerSpec, parent: Parent, ranks: OtherRanks) -> None:
+    Each step starts with a message from the driver, which is also sent to the other ranks.
+    """
+
+    def __init__(self, spec: WorkerSpec, parent: ParentConnection, ranks: OtherRanks) -> None:
         self._spec, self._connection, self._ranks, self._untimed_blocks = spec, parent, ranks, 0
 
     def engine(self) -> Any:
-        """Load the engine.
+        """Load and return the engine.
 
         Raises:
             EOFError: The driver is gone, or does not need the engine.
         """
-        load_weights = imported(self._spec.factory)
+        load_weights = import_function(self._spec.factory)
         self._received(Load)
         with Heartbeat(self._beat):
             return self._loaded(load_weights)
@@ -66,10 +69,13 @@ class EngineLoading:
         self._connection.send(Pulse(self._untimed_blocks > 0, self._ranks.silent_rank()))
 
     def _received(self, kind: type[T]) -> T:
-        return received(self._connection.recv, kind)
+        return receive_message(self._connection.recv, kind)
 
     def _agreed(self, choose: Callable[[], str]) -> str:
-        """Return the choice that all engines of this run share. The first engine that asks makes it."""
+        """Return the choice of kernels that all engines of the run share.
+
+        The first engine that asks makes it.
+        """
         self._connection.send(Ask())
         chosen = self._received(Answer).chosen
         if chosen is None:
@@ -80,7 +86,10 @@ class EngineLoading:
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Suspend the watchdog within the block. Blocks may be nested, for example compilation during graph capture."""
+        """Suspend the watchdog within the block.
+
+        Blocks may be nested, as for compilation during graph capture.
+        """
         self._untimed_blocks += 1
         self._connection.send(Pulse(untimed=True))
         try:
@@ -91,19 +100,19 @@ class EngineLoading:
 
 
 class RankLoading:
-    """Loads the shard of a rank other than rank 0, in the same two steps."""
+    """Loads the shard of a rank other than rank 0, in the same two steps as rank 0."""
 
-    def __init__(self, spec: WorkerSpec, rank_config: RankConfig, connection: Parent) -> None:
+    def __init__(self, spec: WorkerSpec, rank_config: RankConfig, connection: ParentConnection) -> None:
         self._spec, self._rank_config, self._connection = spec, rank_config, connection
 
     def follower(self) -> Any:
-        """Load the follower, which runs steps of this rank.
+        """Load and return the object that runs the steps of this rank.
 
         Raises:
             EOFError: Rank 0 is gone.
         """
-        load_weights = imported(self._spec.factory)
-        received(self._connection.recv, Load)
+        load_weights = import_function(self._spec.factory)
+        receive_message(self._connection.recv, Load)
         with Heartbeat(lambda: self._connection.send(Pulse())):
             found = self._loaded(load_weights)
         self._connection.send(Pulse(untimed=True))  # from now on the driver watches the engine as a whole
@@ -113,28 +122,32 @@ class RankLoading:
         recv = self._connection.recv
         weights = load_weights(self._spec.load, rank_config=self._rank_config)
         self._connection.send(Loaded(time.perf_counter()))
-        config = replace(received(recv, Configure).config, load=self._spec.load)
+        config = replace(receive_message(recv, Configure).config, load=self._spec.load)
         return weights.follower(config, self._agreed)
 
     def _agreed(self, choose: Callable[[], str]) -> str:
-        """Return the choice of rank 0."""
-        chosen = received(self._connection.recv, Answer).chosen
+        """Return the choice of kernels that rank 0 sends."""
+        chosen = receive_message(self._connection.recv, Answer).chosen
         assert chosen is not None, "rank 0 has chosen"
         return chosen
 
 
-def imported(factory: str) -> Callable[..., Any]:
-    """Import the function with the name "module:function"."""
+def import_function(factory: str) -> Callable[..., Any]:
+    """Import a function by its name, "module:function"."""
     module, _, name = factory.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 
 
-def received(recv: Callable[[], object], kind: type[T]) -> T:
-    """Return the next message.
+def receive_message(recv: Callable[[], object], kind: type[T]) -> T:
+    """Receive the next message and return it.
+
+    Args:
+        recv: Receives a message.
+        kind: The class that the message must have.
 
     Raises:
-        EOFError: The sender is gone, or the message is of another kind.
+        EOFError: The sender is gone, or the message has another class.
     """
     with receiving():
         message = recv()
@@ -144,7 +157,10 @@ def received(recv: Callable[[], object], kind: type[T]) -> T:
 
 
 def _tokenizer_parts(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
-    """Return the functions of the engine that need a tokenizer, or None for each without a tokenizer."""
+    """Return the two functions that an engine needs for stop strings and for constraints.
+
+    Each is None without a tokenizer.
+    """
     if spec.tokenizer is None:
         return None, None
     from batchinfer.input.constraints.constrained import grammar_constraints

@@ -17,28 +17,47 @@ from batchinfer.pipeline.workers.engine_entry import ENGINE
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
-    """The cores or the GPU of a worker that shares its machine with other workers."""
+class EngineResources:
+    """The part of a machine that one rank of an engine may use, if several ranks share the machine.
 
-    cores: tuple[int, ...] = ()  # empty: all cores of this process
-    gpu: str | None = None  # as in CUDA_VISIBLE_DEVICES; None: all GPUs of this process
+    Attributes:
+        cores: CPU cores. Empty: all cores of this process.
+        gpu: A GPU, as in CUDA_VISIBLE_DEVICES. None: all GPUs of this process.
+    """
+
+    cores: tuple[int, ...] = ()
+    gpu: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The part of a worker's configuration that is known before the plan."""
+    """The part of a worker's configuration that is known before the plan.
+
+    Attributes:
+        load: How the engine loads its weights.
+        tokenizer: Folder of the tokenizer for stop strings and constraints. None: the engine supports neither.
+        factory: "module:function" of a function like `load_weights`, which loads the weights.
+        resources: The cores or GPU of the worker.
+        division: How the model is sharded.
+        others: The specifications of the engine's other ranks, from rank 1 on.
+    """
 
     load: LoadConfig
-    tokenizer: Path | None  # the folder of the tokenizer for stop strings and constraints
-    factory: str = ENGINE  # "module:function" of a function like `load_weights`
-    place: EnginePlace = EnginePlace()
+    tokenizer: Path | None
+    factory: str = ENGINE
+    resources: EngineResources = EngineResources()
     division: Division = UNDIVIDED
-    others: tuple[WorkerSpec, ...] = ()  # the other ranks of the engine, from rank 1 on
+    others: tuple[WorkerSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Message from a worker on a cluster: the machine on which it runs."""
+    """Message from a worker on a cluster: it runs on this machine.
+
+    Attributes:
+        node: Address of the machine.
+        machine_class: Machines of the same class compute the same bits.
+    """
 
     node: str
     machine_class: str
@@ -46,26 +65,38 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Message to a worker: load the weights."""
+    """Message to a worker or rank: load the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Message from a worker or rank: its weights are loaded."""
+    """Message from a worker or rank: its weights are loaded.
 
-    at: float  # a time of `time.perf_counter`, which all processes of a machine share
+    Attributes:
+        at: When they were loaded, a time of `time.perf_counter`, which all processes of a machine share.
+    """
+
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Message to a worker: build the engine with this configuration, once the weights are loaded."""
+    """Message to a worker or rank: build the engine with this configuration, once the weights are loaded.
+
+    Attributes:
+        config: The configuration.
+    """
 
     config: EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Message to a worker: queue these requests."""
+    """Message to a worker: queue these requests.
+
+    Attributes:
+        requests: The requests.
+    """
 
     requests: Sequence[Request]
 
@@ -74,91 +105,139 @@ class Add:
 class Learn:
     """Message to a worker: answers of other workers, from which it may draft.
 
-    They are sent as one array, because sending 50,000 arrays would take a tenth of a second.
+    The answers are sent as one array, because sending 50,000 arrays would take a tenth of a second.
+
+    Attributes:
+        tokens: Tokens of all answers, concatenated.
+        sizes: Number of tokens of each answer.
     """
 
-    tokens: TokenIds  # of all answers, concatenated
-    sizes: Sequence[int]  # tokens of each answer
+    tokens: TokenIds
+    sizes: Sequence[int]
 
     @classmethod
     def of(cls, answers: Sequence[TokenIds]) -> Learn:
-        """Return the message with these answers."""
+        """Return the message for answers, each given as an array of tokens."""
         return cls(np.concatenate([np.empty(0, np.int32), *answers]), [*map(len, answers)])
 
     @property
     def answers(self) -> list[TokenIds]:
-        """Return the answers."""
+        """Return the answers of the message, each as an array of tokens."""
         ends = accumulate(self.sizes, initial=0)
         return [self.tokens[start:end] for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Message to a worker: drop waiting requests, finish running ones, and leave."""
+    """Message to a worker or rank: drop waiting requests, finish running ones, and end.
 
-    within_s: float  # seconds that running requests may take
+    Attributes:
+        within_s: Seconds that running requests may take.
+    """
+
+    within_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Message from a loading worker: it waits for `Answer` with the choice that all engines of the run share."""
+    """Message from a loading worker: it waits for `Answer` with the choice of kernels for all engines of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Message to a worker: the choice of another engine, or None if this worker must choose and send `Chosen`."""
+    """Message to a worker that sent `Ask`.
+
+    Attributes:
+        chosen: The choice of kernels of another engine. None: this worker must choose, and send `Chosen`.
+    """
 
     chosen: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Message from a worker: its choice for all engines."""
+    """Message from a worker: its choice of kernels for all engines of the run.
+
+    Attributes:
+        chosen: The choice.
+    """
 
     chosen: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Message from a worker: its engine is ready for requests."""
+    """Message from a worker: its engine is ready for requests.
+
+    Attributes:
+        info: Description of the engine.
+    """
 
     info: EngineInfo
 
 
 @dataclass(slots=True)
 class WorkDone:
-    """Message from a worker: finished requests, and samples of steps."""
+    """Message from a worker: finished requests, and samples of steps.
+
+    Attributes:
+        completions: Answers and errors.
+        requests: Counts and times of the finished requests.
+        steps: Counts and times of steps.
+        engine: Number of the engine in the order of starts. Set by the driver.
+        replica: Number of the replica. Set by the driver.
+    """
 
     completions: list[Completion] = field(default_factory=list)
     requests: list[RequestSample] = field(default_factory=list)
     steps: list[StepSample] = field(default_factory=list)
-    engine: int = 0  # set by the pool: the number of the engine in the order of starts
-    replica: int = 0  # set by the pool: the number of the replica
+    engine: int = 0
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Heartbeat of a worker or rank."""
+    """Message from a worker or rank: it is still running (a heartbeat).
 
-    untimed: bool = False  # the watchdog waits without limit for the next message
-    waits_for: str = ""  # the name of a rank that has sent nothing for a while, for which the engine waits
+    Attributes:
+        untimed: Whether the watchdog must wait without limit for the next message.
+        waits_for: Name of a rank that has sent nothing for a while, and for which the engine waits. "" if there is
+            none.
+    """
+
+    untimed: bool = False
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Message from a worker or rank: it failed and ends."""
+    """Message from a worker or rank: it failed and ends.
 
-    exit_code: int  # of the exception in core/errors.py
+    Attributes:
+        exit_code: Exit code of the exception in core/errors.py.
+        message: Text of the error.
+        detail: The traceback.
+        died: Whether the process of another rank of the engine died.
+    """
+
+    exit_code: int
     message: str
-    detail: str  # the traceback
-    died: bool = False  # a process of one of its ranks died
+    detail: str
+    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Last message from a worker or rank that ends as planned."""
+    """Last message from a worker or rank that ends as planned.
 
-    peak_rss: int  # peak memory in bytes
-    other_cores: float | None = None  # CPU cores that other processes used on average, or None if unknown
-    expert_tokens: ExpertTokens = field(default_factory=dict)  # by layer with experts
-    ranks: tuple[RankUse, ...] = ()  # usage of each rank; empty for an engine with one rank
+    Attributes:
+        peak_rss: Peak memory in bytes.
+        other_cores: CPU cores that other processes used on average. None if unknown.
+        expert_tokens: For each layer with experts, the number of tokens of each expert.
+        ranks: Usage of each rank. Empty for an engine with one rank.
+    """
+
+    peak_rss: int
+    other_cores: float | None = None
+    expert_tokens: ExpertTokens = field(default_factory=dict)
+    ranks: tuple[RankUse, ...] = ()

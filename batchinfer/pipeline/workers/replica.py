@@ -37,29 +37,47 @@ CHOOSING_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The state of an engine when its process died."""
+    """The state of an engine when its process died.
+
+    Attributes:
+        in_work: Requests that may have been running.
+        waiting: Requests that were queued after the requests in work.
+        isolated: The group of suspects that ran without other rows, if any.
+        fresh: Whether the process had finished no row.
+        loaded: Whether the engine was ready for requests.
+        restarts: Number of earlier processes of the same replica that died.
+        fruitless: Number of deaths in a row with little work between them, this one included.
+    """
 
     in_work: list[Request]
-    waiting: list[Request]  # queued after the requests in work
-    isolated: RowGroup | None  # the group of suspects that ran, if any
-    fresh: bool  # the process had finished no row
-    loaded: bool  # the engine was ready
-    restarts: int  # earlier processes of the same replica that died
-    fruitless: int  # deaths in a row with little work between them, this one included
+    waiting: list[Request]
+    isolated: RowGroup | None
+    fresh: bool
+    loaded: bool
+    restarts: int
+    fruitless: int
 
 
 class WorkerActivity(NamedTuple):
-    """An activity of an engine's process, between two times of `time.perf_counter`."""
+    """An activity of an engine's process. Times are times of `time.perf_counter`.
 
-    engine: int  # number of the engine in the run
+    Attributes:
+        engine: Number of the engine's process in the run.
+        activity: Name of the activity, such as "loading".
+        began: Start of the activity.
+        ended: End of the activity.
+        on: The node and its machine class, on a cluster. Else empty.
+    """
+
+    engine: int
     activity: str
     began: float
     ended: float
-    on: tuple[str, str] | tuple[()] = ()  # the node and its machine class, on a cluster
+    on: tuple[str, str] | tuple[()] = ()
 
 
 class Replica:
-    """One of the engines of a run. If its worker dies, another worker may replace it."""
+    """One of the engines of a run, as the driver sees it. If its worker dies, another worker may replace it."""
 
     def __init__(
         self,
@@ -69,12 +87,12 @@ class Replica:
         transport: Transport,
         early: WorkerHandle | None = None,
     ) -> None:
-        """Configure a worker.
+        """Configure the worker of a replica, and start it unless `early` is given.
 
         Args:
-            number: The number of the replica.
-            spec: The specification of its worker.
-            config: The configuration of its engine.
+            number: Number of the replica.
+            spec: Specification of the worker.
+            config: Configuration of the engine.
             transport: Starts the worker.
             early: The worker, if it was started before the plan was known.
         """
@@ -99,38 +117,44 @@ class Replica:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return the engine of the current process, or None while it loads."""
+        """Return the description of the replica's engine, or None while it loads."""
         return self.worker.info
 
     @property
     def loads_first(self) -> bool:
-        """Return True if the first process of this replica is still loading."""
+        """Return True if the first process of this replica is still loading.
+
+        False for a process that replaces another one.
+        """
         return self.info is None and not self.gone and not self.restarts and not self.waits
 
     @property
     def waits(self) -> bool:
-        """Return True if the worker waits for resources of a cluster."""
+        """Return True if the replica's worker waits for resources of a cluster."""
         return not self.gone and not self.worker.placed
 
     @property
     def is_ready(self) -> bool:
-        """Return True if the engine can run requests."""
+        """Return True if the replica can run requests."""
         return self.info is not None and not self.gone
 
     @property
     def concurrent_rows(self) -> int:
-        """Return the number of rows that run concurrently: `max_num_seqs`, or fewer if the KV cache is full."""
+        """Return how many rows the replica runs at a time: `max_num_seqs`, or fewer if its KV cache is full."""
         assert self.info is not None
         return self._running if self._waiting else self.info.max_num_seqs
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Send these requests to the worker."""
+        """Send requests to the replica's worker."""
         self.unfinished.update((request.key, request) for request in requests)
         self.load += sum(map(tokens_of, requests))
         self.worker.submit(requests)
 
     def receive(self) -> list[WorkDone]:
-        """Return the results that have arrived, or raise the error that ended the process."""
+        """Return the results of the replica's worker that have arrived.
+
+        Raises the error that ended its process.
+        """
         results = self.worker.receive(0)
         if not self.worker.waits_for:
             self._silence.reset()
@@ -154,10 +178,12 @@ class Replica:
         return results
 
     def check_silence(self, longest_step_s: Callable[[], float]) -> None:
-        """End a process that has work or loads, and has sent no message for too long. Call it when none has arrived.
+        """End the process of the replica if it loads or has work, and has sent no message for too long.
+
+        Call it when no message has arrived.
 
         Args:
-            longest_step_s: Returns the forecast duration of the longest step.
+            longest_step_s: Returns the forecast duration of the longest step in seconds.
         """
         loads = self.info is None
         if self.waits:
@@ -185,12 +211,12 @@ class Replica:
         return SILENT_S
 
     def run_isolated(self, group: RowGroup) -> None:
-        """Run suspects without other rows. The replica must have no unfinished requests."""
+        """Run a group of suspects without other rows. The replica must have no unfinished requests."""
         self.isolated = group
         self.submit(group.requests)
 
-    def died(self) -> Death:
-        """Reset the replica after the death of its process, and return its unfinished requests.
+    def reset_after_death(self) -> Death:
+        """Forget the unfinished requests of the replica after its process has died, and return them in a `Death`.
 
         Engines admit requests in order, so the requests in work are among the first unfinished ones.
         """
@@ -211,33 +237,33 @@ class Replica:
 
     @property
     def activities(self) -> list[WorkerActivity]:
-        """Return the activities of all its processes."""
+        """Return the activities of all processes that the replica has had."""
         worker, placed = self.worker, self.worker.placement
         on = () if placed is None else (placed.node, placed.machine_class)
         return [*self._past, *(WorkerActivity(self._engine, *one, on) for one in worker.activities)]
 
     @property
     def ranks(self) -> list[EngineRank]:
-        """Return the usage of its ranks, once the current process has left."""
+        """Return the usage of each rank of the replica's engine, once its current process has ended."""
         return [EngineRank(self._engine, self.number, use) for use in self.worker.ranks]
 
     @property
     def can_restart(self) -> bool:
-        """Return True if it has not died too often to try another process."""
+        """Return True if the replica has not died too often to start another process."""
         return self.fruitless < (FRUITLESS if self.info is not None else FRUITLESS_LOADING)
 
     @property
     def is_doubted(self) -> bool:
-        """Return True if the engine and not a row may be the cause of its deaths."""
+        """Return True if the engine itself, and not a row, may be the cause of the replica's deaths."""
         return self.fruitless >= DOUBTED and not self.has_finished_rows
 
     @property
     def has_finished_rows(self) -> bool:
-        """Return True if the current process has finished rows."""
+        """Return True if the current process of the replica has finished rows."""
         return self._finished > 0
 
     def fail_accused(self) -> WorkDone:
-        """Return the rows that killed the engine as error rows."""
+        """Return error rows for the rows that killed the replica's engine when they ran alone."""
         text = "the engine's process died while it computed this row, with other rows and again with this row alone"
         error = RowError(CODE, "engine", text, retryable=True)
         rows, self.accused = self.accused, []
@@ -245,12 +271,12 @@ class Replica:
         return WorkDone(found, engine=self._engine, replica=self.number)
 
     def restart(self, engine: int) -> None:
-        """Start another process.
+        """Start another process for the replica.
 
         If ranks ran out of memory, the new engine uses smaller steps, because a rank cannot split a step on its own.
 
         Args:
-            engine: The number of the process in the run's order of starts.
+            engine: Number of the process in the run's order of starts.
         """
         crash = self.worker.crash
         if self.spec.others and crash is not None and crash.kind is OutOfMemory:
@@ -265,21 +291,21 @@ class Replica:
         self._silence.reset()
 
     def forget_deaths(self) -> None:
-        """Reset the count of deaths, after a death that the engine did not cause."""
+        """Reset the count of the replica's deaths, after a death that its engine did not cause."""
         self.fruitless = 0
 
     def close(self) -> None:
-        """End the process."""
+        """End the process of the replica."""
         self.gone = True
         self.worker.close()
 
 
 def smaller(config: EngineConfig, info: EngineInfo | None) -> EngineConfig:
-    """Return the configuration with half the tokens and rows per step.
+    """Return an engine configuration with half the tokens and rows per step.
 
     Args:
         config: The configuration.
-        info: The engine that was built from it, or None to return the configuration unchanged.
+        info: The engine that was built from it. None: return the configuration unchanged.
     """
     if info is None:
         return config

@@ -33,13 +33,14 @@ MOST_ISOLATED = 24
 
 
 class ReplicaPool:
-    """All engines of a run, which the feeder uses like a single engine.
+    """All engines of a run, which `run_plan` uses like a single engine.
 
-    An engine that dies is restarted, unless it has died repeatedly with little work in between; then the other engines
-    go on, and the death of the last one is an error. Each answer is received exactly once.
+    An engine that dies is restarted, unless it has died repeatedly with little work in between; then the other
+    engines go on, and the death of the last one is an error. Each answer is received exactly once.
 
-    Requests that waited in a dead engine are submitted again first. Its requests in work are suspects: they run at the
-    end of the plan, in groups without other rows, until the rows that kill engines are found. These become error rows.
+    Requests that waited in a dead engine are submitted again first. Its requests in work are suspects: they run at
+    the end of the plan, in groups without other rows, until the rows that kill engines are found. These become error
+    rows.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class ReplicaPool:
         """Start all engines.
 
         Args:
-            specs: The specification of each engine's worker.
-            config: The configuration of all engines.
-            rows: The number of requests in the plan.
+            specs: Specification of each engine's worker.
+            config: Configuration of all engines.
+            rows: Number of requests in the plan.
             interrupts: The signals of the run. No process is started after a signal.
-            name_rows: Describes the rows of keys for the user.
-            notice: Receives lines for the user about deaths.
+            name_rows: Returns a text that names the rows with these work keys for the user.
+            notice: Called with lines for the user about deaths of engines.
             death_log: Stores the tracebacks of deaths.
-            loading: Measures the time in which no engine is ready.
+            loading: Returns a context that measures the time in which no engine is ready.
             longest_step_s: Forecasts the longest step of an engine in seconds, for the watchdog.
             transport: Starts workers.
             early: Workers that were started before, in the order of `specs`.
@@ -104,7 +105,7 @@ class ReplicaPool:
         self.close()
 
     def close(self) -> None:
-        """End all processes, even if an error occurs while one ends."""
+        """End the processes of all engines, even if an error occurs while one ends."""
         with ExitStack() as stack:
             for replica in self._replicas:
                 stack.callback(replica.close)
@@ -113,26 +114,30 @@ class ReplicaPool:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return an engine that is ready, or None while some engine loads for the first time or no engine is ready."""
+        """Return the description of an engine that is ready.
+
+        Returns None while any engine loads for the first time, or if no engine is ready.
+        """
         if any(replica.loads_first for replica in self._replicas):
             return None
         return next((replica.info for replica in self._replicas if replica.is_ready), None)
 
     @property
     def infos(self) -> list[EngineInfo]:
-        """Return the engines of all current processes that became ready."""
+        """Return the descriptions of all engines whose current process became ready."""
         return [replica.info for replica in self._replicas if replica.info is not None]
 
     @property
     def left(self) -> bool:
-        """Return True if the worker of each engine was closed or has sent its last message."""
+        """Return True if each engine was closed, or its worker has sent its last message."""
         return all(replica.gone or replica.worker.left for replica in self._replicas)
 
     @property
     def wants_more(self) -> bool:
-        """Return True if an engine can take more rows.
+        """Return True if an engine can take more requests.
 
-        Also True if no rows are left, so the feeder finds the end of the plan even if all engines are gone.
+        Also True if no requests of the plan are left, so that the caller finds the end of the plan even without
+        engines.
         """
         if not self._left:
             return True
@@ -140,32 +145,37 @@ class ReplicaPool:
 
     @property
     def has_room(self) -> bool:
-        """Return True if an engine could run more rows than it has."""
+        """Return True if an engine could run more requests than it has."""
         return self.info is not None and self._next() is not None
 
     def learn(self, answers: Sequence[TokenIds]) -> None:
-        """Send answers to all ready engines if these may draft from other answers."""
+        """Send answers to all engines that are ready, if engines may draft from other answers.
+
+        Args:
+            answers: Tokens of each answer.
+        """
         if self._shares_answers and answers:
             for replica in self._live:
                 if replica.is_ready:
                     replica.worker.learn(answers)
 
     def expect(self, rows: int) -> None:
-        """Set the number of rows that will still be submitted."""
+        """Set the number of requests that will still be submitted."""
         self._left = len(self._backlog) + max(0, rows)
 
-    def exhausted(self) -> None:
-        """Set the number of rows that will still be submitted to zero."""
+    def end_plan(self) -> None:
+        """Record that the current plan has no further requests."""
         self._left = len(self._backlog)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the next rows of the plan."""
+        """Queue the next requests of the plan, and send them to engines with room."""
         self._backlog.append(requests)
         self._hand_out()
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Return the results that have arrived, after waiting for at most `timeout_s` if there are none.
+        """Return the results of engines that have arrived.
 
+        If there are none, wait for at most `timeout_s` seconds.
         Raises the error that ended the last engine.
         """
         self._restart_for_new_rows()
@@ -173,9 +183,11 @@ class ReplicaPool:
         self._vacancies.look(all_wait=bool(live) and all(replica.waits for replica in live))
         with self._loading() if self.info is None else nullcontext():
             results = [
-                done for replica in self._speaking(timeout_s) for done in self._receive_and_share(replica)
+                done
+                for replica in self._with_messages(timeout_s)
+                for done in self._receive_and_share(replica)
             ]
-        self._agreement.settle(replica.worker for replica in self._live)
+        self._agreement.answer_waiting(replica.worker for replica in self._live)
         results += self._fail_accused()
         if self._ready_at is None and self.info is not None:
             self._ready_at = time.monotonic(), time.process_time()
@@ -183,7 +195,7 @@ class ReplicaPool:
         return results
 
     def finish(self, within_s: float) -> None:
-        """Let all engines drop waiting requests, finish running ones within `within_s` seconds, and leave."""
+        """Let all engines drop waiting requests, finish running ones within `within_s` seconds, and end."""
         self._finishing = True
         self._backlog.take_all()
         for replica in self._live:
@@ -196,13 +208,16 @@ class ReplicaPool:
 
     @property
     def peak_rss(self) -> int | None:
-        """Return the sum of the peak memory of all engines in bytes, or None while none has left."""
+        """Return the sum of the peak memory of all engines in bytes, or None while no engine has ended."""
         known = [r.worker.peak_rss for r in self._replicas if r.worker.peak_rss is not None]
         return sum(known) if known else None
 
     @property
     def other_cores(self) -> float | None:
-        """Return the CPU cores that other processes used on average, or None if unknown. Excludes this process."""
+        """Return the CPU cores that other processes used on average, or None if unknown.
+
+        Excludes engines and this process.
+        """
         known = [r.worker.other_cores for r in self._replicas if r.worker.other_cores is not None]
         if not known or self._ready_at is None:
             return None
@@ -213,12 +228,12 @@ class ReplicaPool:
 
     @property
     def ranks(self) -> list[EngineRank]:
-        """Return the usage of each rank, for engines with several ranks that have left."""
+        """Return the usage of each rank, for engines with several ranks that have ended."""
         return [rank for replica in self._replicas for rank in replica.ranks]
 
     @property
     def expert_tokens(self) -> ExpertTokens:
-        """Return the tokens per expert by layer, summed over engines.
+        """Return the number of tokens of each expert by layer, summed over engines that have ended.
 
         The counts of processes that died are lost, because regular messages would make steps wait for the device.
         """
@@ -231,7 +246,7 @@ class ReplicaPool:
 
     @property
     def activities(self) -> list[WorkerActivity]:
-        """Return the activities of all engines."""
+        """Return the activities of all processes of all engines."""
         return [activity for replica in self._replicas for activity in replica.activities]
 
     # Distribution
@@ -242,12 +257,10 @@ class ReplicaPool:
 
     @property
     def _divisible(self) -> bool:
-        """Return True if the backlog is long enough, or complete, to cut off a piece at a good point."""
         return len(self._backlog) >= 2 * self._piece or len(self._backlog) >= self._left > 0
 
     @property
     def _piece(self) -> int:
-        """Return the number of rows to submit at once."""
         return piece_rows(self._left, len(self._live))
 
     def _hand_out(self) -> None:
@@ -261,7 +274,6 @@ class ReplicaPool:
             self._run_isolated()
 
     def _run_isolated(self) -> None:
-        """Run suspects on idle engines, at the end of the plan."""
         for replica in self._live:
             if replica.is_ready and not replica.unfinished and self._suspects:
                 group = self._group_for(replica)
@@ -269,9 +281,9 @@ class ReplicaPool:
                     replica.run_isolated(group)
 
     def _group_for(self, replica: Replica) -> RowGroup | None:
-        """Return the suspects that an engine runs next.
+        """Return the suspects that an engine runs next, or None.
 
-        A doubted engine first runs a row that was answered before, so suspects that kill it do not end its use.
+        A doubted engine first runs a row that was answered before, because suspects that kill it would end its use.
         """
         answered = next((one.answered for one in self._replicas if one.answered is not None), None)
         if replica.is_doubted and answered is not None:
@@ -286,13 +298,11 @@ class ReplicaPool:
             replica.submit(requests)
 
     def _next(self) -> Replica | None:
-        """Return the ready engine with the least work that can take more rows, or None."""
         free = [replica for replica in self._live if replica.is_ready and replica.isolated is None]
         able = [replica for replica in free if len(replica.unfinished) < self._most(replica)]
         return min(able, key=lambda replica: replica.load, default=None)
 
     def _most(self, replica: Replica) -> int:
-        """Return how many unfinished rows an engine may have."""
         assert replica.info is not None
         engines, most = len(self._live), max_queued_requests(replica.info.max_num_seqs)
         if engines == 1:
@@ -301,25 +311,24 @@ class ReplicaPool:
 
     # Messages
 
-    def _speaking(self, timeout_s: float) -> Iterator[Replica]:
-        """Yield the engines with messages, and check the silence of the others."""
+    def _with_messages(self, timeout_s: float) -> Iterator[Replica]:
+        """Yield the engines with messages, and check the silence of all other engines."""
         running = [replica for replica in self._live if not replica.worker.left]
         failed = [replica for replica in running if replica.worker.ended]
         if failed:
             yield from failed
             return
-        links = self._transport.speaking([replica.worker.link for replica in running], timeout_s)
-        speaking = [replica for link in links for replica in running if replica.worker.link is link]
+        links = self._transport.wait_for_messages([replica.worker.link for replica in running], timeout_s)
+        with_messages = [replica for link in links for replica in running if replica.worker.link is link]
         for replica in running:
-            if replica not in speaking:
+            if replica not in with_messages:
                 replica.check_silence(partial(self._longest_of, replica))
-        yield from speaking
+        yield from with_messages
 
     def _longest_of(self, replica: Replica) -> float:
         return 0.0 if replica.info is None else self._longest_step_s(replica.info)
 
     def _receive_and_share(self, replica: Replica) -> list[WorkDone]:
-        """Receive from an engine, and send its answers to the other engines if these may draft from them."""
         results = self._receive_from(replica)
         others = [other for other in self._live if other is not replica and other.is_ready]
         if self._shares_answers and others and not self._finishing:
@@ -336,12 +345,15 @@ class ReplicaPool:
             self._handle_end(replica, error)
             return []
         if replica.isolated is not None and not replica.unfinished:
-            self._suspects.finished(replica.isolated)
+            self._suspects.record_finish(replica.isolated)
             replica.isolated = None
         return results
 
     def _fail_accused(self) -> list[WorkDone]:
-        """Return error rows for single rows that killed an engine, once it has finished others or no work is left."""
+        """Return error rows for single rows that killed an engine.
+
+        An engine must first have finished other rows, unless no work is left.
+        """
         found = []
         for replica in self._replicas:
             if replica.accused and (replica.has_finished_rows or not self._has_work):
@@ -368,7 +380,7 @@ class ReplicaPool:
         if crash is not None and self._finishing and not replica.unfinished:
             replica.close()  # it had no requests, so nothing is lost
             return
-        death = replica.died()
+        death = replica.reset_after_death()
         lost = crash is not None and replica.worker.link.lost
         if lost:
             replica.forget_deaths()
@@ -379,13 +391,16 @@ class ReplicaPool:
             raise crash.error(self._describe(death)) from error
         what = self._log_death(replica, error, death)
         if crash is not None and crash.silent:
-            self._take_back_silent(replica, death)
+            self._requeue_silent(replica, death)
         else:
-            self._take_back(replica, death, blamed=crash is not None and not lost)
+            self._requeue(replica, death, blamed=crash is not None and not lost)
         self._go_on(replica, what, again)
 
     def _log_death(self, replica: Replica, error: BatchInferError, death: Death) -> str:
-        """Write the traceback to the death log if the error does not explain itself. Return a text for the user."""
+        """Write a traceback to the death log if the error does not explain itself.
+
+        Return a text for the user.
+        """
         crash, traceback = replica.worker.crash, replica.worker.traceback
         what = str(error).removesuffix(f"\n{traceback}") if crash is None else crash.what
         details = [] if crash is None else [self._describe(death)]
@@ -393,26 +408,29 @@ class ReplicaPool:
             details.append(self._death_log.add(f"{self._prefix(replica)}{what}", traceback))
         return "; ".join([what, *details])
 
-    def _take_back_silent(self, replica: Replica, death: Death) -> None:
-        """Take back the rows of an engine that the watchdog ended. Rows in work become suspects the second time."""
+    def _requeue_silent(self, replica: Replica, death: Death) -> None:
+        """Queue the rows of an engine that the watchdog ended.
+
+        Rows in work become suspects only the second time.
+        """
         again = [request for request in death.in_work if request.key in self._silent]
         first = [request for request in death.in_work if request.key not in self._silent]
         self._silent.update(request.key for request in first)
         if death.isolated is None:
             rest = replace(death, in_work=again, waiting=[*first, *death.waiting])
-            self._take_back(replica, rest, blamed=True)
+            self._requeue(replica, rest, blamed=True)
         elif again or death.isolated.is_probe:
-            self._take_back(replica, death, blamed=True)
+            self._requeue(replica, death, blamed=True)
         else:
             self._suspects.add(first)
 
-    def _take_back(self, replica: Replica, death: Death, blamed: bool) -> None:
-        """Take back the rows of a dead engine. Waiting rows are submitted again first.
+    def _requeue(self, replica: Replica, death: Death, blamed: bool) -> None:
+        """Queue the rows of a dead engine again. Rows that were waiting come first.
 
         Args:
             replica: The engine.
-            death: Its state when it died.
-            blamed: Whether rows in work become suspects.
+            death: The state of the engine when it died.
+            blamed: Whether the rows in work become suspects.
         """
         if death.isolated is not None and death.isolated.is_probe:
             return
@@ -425,7 +443,7 @@ class ReplicaPool:
             if len(death.in_work) == 1 and self._is_certain(death):
                 replica.accused += death.in_work
             else:
-                self._suspects.died(death.in_work, replica.number)
+                self._suspects.record_death(death.in_work, replica.number)
 
     def _is_certain(self, death: Death) -> bool:
         """Return True if a single row certainly killed its engine.
@@ -446,7 +464,6 @@ class ReplicaPool:
         self._restart(replica)
 
     def _restart_for_new_rows(self) -> None:
-        """Restart the engines that died between two plans, now that there are rows again."""
         if self._idle_deaths and self._has_work and not self._finishing:
             replicas, self._idle_deaths = self._idle_deaths, []
             for replica in replicas:
@@ -466,20 +483,17 @@ class ReplicaPool:
 
     @property
     def _may_start(self) -> bool:
-        """Return True if dead processes may be replaced at all."""
         if self._interrupts.pending is not None or self._finishing:
             return False
         return self._isolated_deaths < MOST_ISOLATED
 
     def _describe_rows(self, death: Death) -> str:
-        """Return a text that names the rows in work."""
         if death.isolated is not None and death.isolated.is_probe:
             return "it was computing one row alone, which had been answered before"
         how = "it was computing only" if death.isolated else "it was computing"
         return f"{how} {self._name_rows([request.key for request in death.in_work])}"
 
     def _describe(self, death: Death) -> str:
-        """Return a text with the activity of the engine when it died."""
         if not death.loaded:
             return "it was loading the model" + (" again, after a restart" if death.restarts else "")
         if not death.in_work:

@@ -1,4 +1,4 @@
-"""Adapts the engine's threads to the load of other processes on the same cores."""
+"""Adapts how long an engine's threads spin to the load of other processes on the same cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CROWDED, FREE = 0.25, 0.1
 
 
 class SharedCores:
-    """Measures the load of other processes, and lets waiting threads spin only shortly while the cores are crowded."""
+    """Measures the CPU load of other processes, and shortens the spinning of an engine's threads on crowded cores."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class SharedCores:
 
     @property
     def other_cores(self) -> float | None:
-        """Return the CPU cores that other processes used on average, or None if unknown."""
+        """Return the number of CPU cores that other processes used on average, or None if unknown."""
         return self._used / self._known_s if self._known_s else None
 
     def tick(self) -> None:
-        """Measure the load if LOOK_EVERY_S seconds have passed."""
+        """Measure the load of other processes, if LOOK_EVERY_S seconds have passed since the last time."""
         now = self._clock()
         elapsed = now - self._looked_at
         if elapsed < LOOK_EVERY_S:

@@ -13,14 +13,14 @@ from batchinfer.pipeline.workers.engine_entry import ENGINE, WORKER
 
 
 class EngineStandby:
-    """Starts a process that imports torch, which takes longer than all other work before the first row.
+    """A standby process, which imports the libraries of an engine before the job is known.
 
-    No process is started on a single core, which it would have to share with the command. A context manager, which ends
-    the process unless it was taken.
+    No process is started on a single core, which it would have to share with the command. A context manager, which
+    ends the process unless `take` was called.
     """
 
     def __init__(self, factory: str = ENGINE) -> None:
-        """Start the process.
+        """Start the standby process.
 
         Args:
             factory: "module:function" of the function that loads the engine, see WorkerSpec.
@@ -42,12 +42,12 @@ class EngineStandby:
         self.close()
 
     def take(self) -> Child | None:
-        """Return the process, which the caller must end from now on, or None if there is none."""
+        """Return the standby process, or None if there is none. The caller must end it from now on."""
         child, self._child = self._child, None
         return child
 
     def close(self) -> None:
-        """End the process unless it was taken. May be called twice."""
+        """End the standby process unless `take` was called. May be called twice."""
         if self._child is not None:
             self._child.close()
             self._child = None

@@ -1,4 +1,4 @@
-"""Suspects: rows that were in work when an engine died. A binary search finds the rows that kill engines."""
+"""Suspects: rows that were running when an engine died. A binary search finds the rows that kill engines."""
 
 from __future__ import annotations
 
@@ -11,45 +11,52 @@ from batchinfer.core.request import Request
 
 @dataclass(slots=True, eq=False)
 class RowGroup:
-    """Rows that an engine runs without other rows."""
+    """Rows that an engine runs without other rows, to find out whether they kill it.
+
+    Attributes:
+        requests: The rows.
+        twin: The other half of a group that killed its engine, or None.
+        died_in: Number of the replica that this single row killed, or None.
+        is_probe: Whether it is a row that was answered before, which tests whether an engine works.
+    """
 
     requests: list[Request]
-    twin: RowGroup | None = None  # the other half of a group that died
-    died_in: int | None = None  # the replica that a group of one row killed
-    is_probe: bool = False  # a row that was answered before, which tests whether an engine works
+    twin: RowGroup | None = None
+    died_in: int | None = None
+    is_probe: bool = False
 
 
 def probe_of(answered: Request) -> RowGroup:
-    """Return a copy of an answered row with another key, to test whether an engine works."""
+    """Return a copy of an answered row with another work key, to test whether an engine works."""
     key = sha256(b"proof" + answered.key).digest()
     return RowGroup([replace(answered, key=key, shares_next=0)], is_probe=True)
 
 
 class Suspects:
-    """Groups of suspects that wait to run.
+    """Groups of suspect rows that wait to run.
 
-    A group that kills its engine is halved. If one half finishes, the cause is in the other half, which is halved again
-    before it runs. So one bad row among n is found after log2(n) groups, and about half of them die.
+    A group that kills its engine is halved. If one half finishes, the cause is in the other half, which is halved
+    again before it runs. So one bad row among n is found after log2(n) groups, and about half of them die.
     """
 
     def __init__(self) -> None:
         self._waiting: list[RowGroup] = []  # a stack: the last group runs next
 
     def __len__(self) -> int:
-        """Return the number of waiting groups."""
+        """Return the number of groups that wait to run."""
         return len(self._waiting)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add rows that were in work when an engine died."""
+        """Add rows that were running when an engine died, as one group."""
         if requests:
             self._waiting.append(RowGroup([replace(request, shares_next=0) for request in requests]))
 
     def take(self, one: bool = False, not_of: int | None = None) -> RowGroup | None:
-        """Remove and return the next group, or None if there is none.
+        """Remove and return the group of suspects to run next, or None if there is none.
 
         Args:
-            one: Return a single row, preferably not one that already killed an engine.
-            not_of: Skip single rows that killed this replica.
+            one: Whether to return a single row, preferably one that has not killed an engine yet.
+            not_of: Number of a replica. Single rows that killed it are skipped.
         """
         fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
         if not fit:
@@ -61,15 +68,23 @@ class Suspects:
             return RowGroup(group.requests[:1])
         return group
 
-    def died(self, requests: Sequence[Request], engine: int) -> None:
-        """Add the unfinished rows of a group that killed its engine: a single row as it is, others as two halves."""
+    def record_death(self, requests: Sequence[Request], engine: int) -> None:
+        """Add the unfinished rows of a group that killed its engine: one row unchanged, several rows as two halves.
+
+        Args:
+            requests: The unfinished rows.
+            engine: Number of the replica that they killed.
+        """
         if len(requests) == 1:
             self._waiting.append(RowGroup(list(requests), died_in=engine))
         else:
             self._halve(requests)
 
-    def finished(self, group: RowGroup) -> None:
-        """Handle the end of a group without a death: its twin has the cause, and is halved."""
+    def record_finish(self, group: RowGroup) -> None:
+        """Record that a group has finished without a death.
+
+        Its other half must have the cause, and is halved.
+        """
         twin = group.twin
         if twin in self._waiting and twin is not None and len(twin.requests) > 1:
             self._waiting.remove(twin)

@@ -10,7 +10,7 @@ from typing import Protocol
 from batchinfer.engine.config import LoadConfig
 from batchinfer.machine.spawning import Child, receiving
 from batchinfer.pipeline.workers.engine_entry import WORKER
-from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
+from batchinfer.pipeline.workers.messages import EngineResources, WorkerSpec
 
 
 class WorkerEnd(Protocol):
@@ -18,18 +18,21 @@ class WorkerEnd(Protocol):
 
     @property
     def out_of_cpu_time(self) -> bool:
-        """Return True if a limit on CPU time ended it."""
+        """Return True if a limit on CPU time ended the worker."""
 
     @property
     def out_of_memory(self) -> bool:
-        """Return True if it was killed because memory ran out."""
+        """Return True if the worker was killed because memory ran out."""
 
 
 class Link(Protocol):
     """The driver's end of the connection to one worker. Closing the link ends the worker."""
 
     def send(self, message: object) -> None:
-        """Send a message. Raises nothing if the worker is gone, because its last messages can still be received."""
+        """Send a message to the worker.
+
+        Raises nothing if the worker is gone, because its last messages can still be received.
+        """
 
     def poll(self, timeout_s: float) -> bool:
         """Return True if `receive` would not block, after waiting for at most `timeout_s` seconds."""
@@ -63,38 +66,43 @@ class Transport(Protocol):
     """Starts workers, and waits for their messages."""
 
     def start(self, spec: WorkerSpec) -> Link:
-        """Start a worker.
+        """Start a worker, and return the connection to it.
 
         Raises:
-            OSError: It cannot be started.
+            OSError: The worker cannot be started.
         """
 
     def call(self, target: str, argument: object, load: LoadConfig) -> Link:
-        """Start a process that calls a function.
+        """Start a process that calls a function, and return the connection to it.
 
         Args:
-            target: The function "module:function". It gets the argument and its end of a connection.
-            argument: The function's first argument.
+            target: The function, "module:function". Its arguments are `argument` and its end of the connection.
+            argument: The first argument of the function.
             load: The model that the function reads.
         """
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return True if the standby process can become this worker."""
+        """Return True if the standby process can become the worker with this specification."""
 
-    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Return the links with messages, after waiting for at most `timeout_s` seconds for the first one."""
+    def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """Wait until a worker has sent a message, and return the links of all workers with messages.
+
+        Args:
+            links: The links of the workers.
+            timeout_s: Maximum number of seconds to wait. Then the result is empty.
+        """
 
     @property
     def wanted(self) -> str:
-        """Return the resources that a worker waits for, like "node of the Ray cluster with 8 free CPUs"."""
+        """Return a phrase with the resources for which a worker waits, such as "node with 8 free CPUs"."""
 
     @property
     def wait_s(self) -> float:
-        """Return the seconds that a run without a running worker waits for resources."""
+        """Return how many seconds a run waits for resources while none of its workers has any."""
 
 
 class ProcessLink:
-    """A pipe to a worker process."""
+    """The driver's end of a pipe to a worker process."""
 
     placed, lost = True, False
 
@@ -105,12 +113,12 @@ class ProcessLink:
         self.kill, self.close = child.kill, child.close
 
     def send(self, message: object) -> None:
-        """Send a message unless the process has ended."""
+        """Send a message to the process unless it has ended."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def receive(self) -> object:
-        """Return the next message, or raise EOFError."""
+        """Return the next message of the process. Raises EOFError after the last one."""
         with receiving():
             return self.connection.recv()
 
@@ -121,21 +129,29 @@ class ProcessTransport:
     wait_s, wanted = 0.0, ""  # a process never waits for resources
 
     def start(self, spec: WorkerSpec) -> Link:
-        """Start a process."""
+        """Start a worker as a process on this machine."""
         return ProcessLink(Child(WORKER, spec))
 
-    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Return the links with messages or a closed pipe."""
+    def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """Wait until a worker has sent a message or has ended, and return the links of all such workers.
+
+        Args:
+            links: The links of the workers.
+            timeout_s: Maximum number of seconds to wait. Then the result is empty.
+        """
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
 
     def call(self, target: str, argument: object, load: LoadConfig) -> Link:
-        """Start a process on this machine."""
+        """Start a process on this machine that calls the function `target`, "module:function", with `argument`."""
         return ProcessLink(Child(target, argument))
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return True if the worker has no place, which would have to be set before the imports."""
-        return spec.place == EnginePlace()
+        """Return True if the worker may use the whole machine.
+
+        Otherwise it must be restricted before its imports.
+        """
+        return spec.resources == EngineResources()
 
 
 PROCESSES = ProcessTransport()

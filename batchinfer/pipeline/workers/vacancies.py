@@ -1,4 +1,4 @@
-"""Limits the time that a run waits for resources of a cluster."""
+"""Limits the time that a run waits for resources of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TELL_S = 60.0  # seconds between two notices
 
 
 class Vacancies:
-    """Watches the time in which no engine of a run has resources, and notifies the user once per minute."""
+    """Measures how long no engine of a run has had resources, and notifies the user once per minute."""
 
     def __init__(self, transport: Transport, notice: Callable[[str], None]) -> None:
         self._transport, self._notice = transport, notice
         self._waited, self._tell_at_s = WaitTimer(), FIRST_S
 
     def look(self, all_wait: bool) -> None:
-        """Update the waiting time.
+        """Update the waiting time. Call it regularly.
 
         Args:
             all_wait: Whether all engines wait for resources now.

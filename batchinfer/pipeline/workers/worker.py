@@ -15,7 +15,7 @@ from batchinfer.engine.config import EngineInfo
 from batchinfer.machine.garbage import freeze_existing_objects
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
-from batchinfer.pipeline.workers.endings import Leave, failure, leave, settle
+from batchinfer.pipeline.workers.endings import Leave, failure, leave, restrict_process
 from batchinfer.pipeline.workers.loading import EngineLoading
 from batchinfer.pipeline.workers.messages import (
     Add,
@@ -27,7 +27,7 @@ from batchinfer.pipeline.workers.messages import (
     WorkDone,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.meeting import Parent
+from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
 from batchinfer.pipeline.workers.shared_cores import SharedCores
 from batchinfer_kernels.cpu.spinning import SpinControl
@@ -39,24 +39,29 @@ PULSE_S = 5.0  # interval of heartbeats while constraints of new requests are co
 
 
 def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
-    """Run a worker, as the entry point of its process."""
-    run_engine(spec, Parent(connection), leave)
+    """Run a worker, as the entry point of its process.
+
+    Args:
+        spec: Specification of the worker.
+        connection: The connection to the driver.
+    """
+    run_engine(spec, ParentConnection(connection), leave)
     leave(0)
 
 
-def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
-    """Run an engine until the driver no longer needs it.
+def run_engine(spec: WorkerSpec, parent: ParentConnection, leave: Leave) -> None:
+    """Load an engine, and run it until the driver no longer needs it.
 
     Args:
-        spec: The engine.
+        spec: Specification of the worker.
         parent: The connection to the driver.
-        leave: Ends the engine at once, from any thread.
+        leave: Ends the engine immediately, from any thread.
 
     Raises:
         SystemExit: The engine failed, and the driver was sent the error.
     """
     try:
-        settle(spec.place)
+        restrict_process(spec.resources)
         _work(spec, parent, leave)
     except (BrokenPipeError, EOFError):
         return  # the driver is gone, or needs no engine
@@ -65,8 +70,7 @@ def run_engine(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
         raise SystemExit(1) from None
 
 
-def _work(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
-    """Load the engine with its other ranks, and run it until the driver ends it."""
+def _work(spec: WorkerSpec, parent: ParentConnection, leave: Leave) -> None:
     ranks = OtherRanks(spec, parent, leave)
     with ranks.waiting_for_cause():
         built = EngineLoading(spec, parent, ranks).engine()
@@ -76,7 +80,6 @@ def _work(spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
 
 
 def _shared_cores(info: EngineInfo) -> SharedCores | None:
-    """Return the load watcher of an engine on a CPU, or None on another device."""
     if info.device != "cpu":
         return None
     return SharedCores(info.threads, SpinControl())
@@ -85,8 +88,8 @@ def _shared_cores(info: EngineInfo) -> SharedCores | None:
 class _Worker:
     """Runs an engine. A thread reads messages, so the worker and the driver never both block on sending."""
 
-    def __init__(self, built: Any, parent: Parent, ranks: OtherRanks) -> None:
-        """Send Ready to the driver.
+    def __init__(self, built: Any, parent: ParentConnection, ranks: OtherRanks) -> None:
+        """Prepare to run an engine that is built, and send Ready to the driver.
 
         Args:
             built: A BuiltEngine, or a test's replacement for it.
@@ -104,7 +107,10 @@ class _Worker:
         parent.send(Ready(info))
 
     def run(self) -> None:
-        """Run until a Finish message arrives or the driver is gone. Before an error, finished results are sent."""
+        """Run the engine until a Finish message arrives or the driver is gone.
+
+        Before an error, finished results are sent.
+        """
         try:
             self._work()
         finally:
@@ -138,7 +144,6 @@ class _Worker:
                 return
 
     def _take_messages(self) -> None:
-        """Handle all messages in the inbox, and wait for one if the engine has no requests."""
         block = not self._engine.unfinished
         while block or not self._inbox.empty():
             self._handle(self._inbox.get())
@@ -156,7 +161,6 @@ class _Worker:
             raise EOFError("the driver closed the connection")
 
     def _add(self, requests: Sequence[Request]) -> None:
-        """Add requests to the engine, with heartbeats in between if constraints must be compiled."""
         if all(request.params.constraint is None for request in requests):
             self._engine.add(requests)
             return

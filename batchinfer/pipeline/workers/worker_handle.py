@@ -1,4 +1,4 @@
-"""The driver's handle of a worker."""
+"""The driver's handle of a worker: starts it, exchanges messages with it, and ends it."""
 
 from __future__ import annotations
 
@@ -54,38 +54,45 @@ _RESTART_CODES = (BatchInferError.exit_code, OutOfMemory.exit_code)
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """An end of a worker after which another worker may succeed: it was killed, or failed while it ran requests."""
+    """An end of a worker after which another worker may succeed: it was killed, or failed while it ran requests.
+
+    Attributes:
+        kind: Class of the error to raise.
+        what: What happened.
+        advice: A remedy for the user.
+        detail: The traceback, or "".
+        silent: Whether the watchdog killed the worker.
+    """
 
     kind: type[BatchInferError]
     what: str
     advice: str
-    detail: str = ""  # the traceback
-    silent: bool = False  # the watchdog killed it
+    detail: str = ""
+    silent: bool = False
 
     def error(self, *more: str) -> BatchInferError:
-        """Return the error for the user, with the texts `more` before the advice."""
+        """Return the error to raise for the crash. The texts `more` are put before the advice."""
         return self.kind(
             "; ".join([self.what, *more, self.advice]) + (f"\n{self.detail}" if self.detail else "")
         )
 
 
 class WorkerHandle:
-    """Starts a worker and exchanges messages with it.
+    """The driver's handle of a worker. A context manager, which ends the worker.
 
     The worker loads its engine in two steps, `load` and `configure`; only the second one needs the plan. After the
-    death of the worker, the methods that send do nothing, and the next `receive` raises. A context manager, which ends
-    the worker.
+    death of the worker, the methods that send do nothing, and the next `receive` raises.
     """
 
     def __init__(
         self, spec: WorkerSpec, transport: Transport, link: Link | None = None, began: float | None = None
     ) -> None:
-        """Start the worker unless `link` is given.
+        """Start a worker, or use the running worker of `link`.
 
         Args:
-            spec: The specification of the worker.
+            spec: Specification of the worker.
             transport: Starts the worker.
-            link: The link to a worker that is already running.
+            link: The connection to a worker that is already running, or None.
             began: When that worker was started, a time of `time.perf_counter`.
         """
         self.spec = spec
@@ -122,7 +129,7 @@ class WorkerHandle:
         self.close()
 
     def load(self) -> None:
-        """Let the worker load its weights, once."""
+        """Let the worker load its weights. A second call does nothing."""
         if not self._loads:
             self._loads = True
             self._begins("loading")
@@ -134,7 +141,7 @@ class WorkerHandle:
         return self.link.placed
 
     def configure(self, config: EngineConfig) -> None:
-        """Let the worker build its engine with this configuration."""
+        """Let the worker load its weights, if it has not yet, and build its engine with this configuration."""
         self.load()
         self._configured = True
         if self.loaded:
@@ -142,26 +149,34 @@ class WorkerHandle:
         self.link.send(Configure(config))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Send requests to the worker."""
+        """Send requests to the worker, which queues them."""
         self.link.send(Add(requests))
 
     def learn(self, answers: Sequence[TokenIds]) -> None:
-        """Send the worker answers of other workers, from which it may draft."""
+        """Send the worker answers of other workers, from which it may draft.
+
+        Args:
+            answers: Tokens of each answer.
+        """
         self.link.send(Learn.of(answers))
 
     def finish(self, within_s: float) -> None:
-        """Let the worker drop waiting requests, finish running ones within `within_s` seconds, and leave."""
+        """Let the worker drop waiting requests, finish running ones within `within_s` seconds, and end."""
         self.link.send(Finish(within_s))
 
     def answer(self, chosen: str | None) -> None:
-        """Send the choice of kernels that all engines share, or None to let this worker choose."""
+        """Send the worker the choice of kernels that all engines of the run share.
+
+        None lets this worker choose.
+        """
         self.asks, self.decides = False, chosen is None
         self._tried |= self.decides
         self.link.send(Answer(chosen))
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Return the results that have arrived, after waiting for at most `timeout_s` if there are none.
+        """Return the results of the worker that have arrived.
 
+        If there are none, wait for at most `timeout_s` seconds.
         Raises the error that ended the worker, once all its results were received.
         """
         results: list[WorkDone] = []
@@ -182,18 +197,21 @@ class WorkerHandle:
         return results
 
     def _begins(self, activity: str | None, at: float | None = None) -> None:
-        """Record the worker's current activity.
+        """Record the current activity of the worker.
 
         Args:
-            activity: The activity, or None when the worker has ended.
-            at: Its start, if that was earlier than now, a time of `time.perf_counter`.
+            activity: The activity. None: the worker has ended.
+            at: Start of the activity, a time of `time.perf_counter`. None: now.
         """
         now = time.perf_counter()
         self._moments.append((activity, now if at is None else min(now, max(at, self._moments[-1][1]))))
 
     @property
     def activities(self) -> Iterator[tuple[str, float, float]]:
-        """Yield the activities so far with their start and end, times of `time.perf_counter`."""
+        """Yield each activity of the worker so far: its name, start and end.
+
+        The times are times of `time.perf_counter`.
+        """
         ends = [moment for _, moment in self._moments[1:]] + [time.perf_counter()]
         for (activity, began), ended in zip(self._moments, ends, strict=True):
             if activity is not None:
@@ -201,11 +219,14 @@ class WorkerHandle:
 
     @property
     def ended(self) -> bool:
-        """Return True if its link is no longer read. `receive` may still raise the error that ended the worker."""
+        """Return True if the messages of the worker are no longer read.
+
+        `receive` may still raise the error that ended the worker.
+        """
         return self.left or self._failed is not None
 
     def give_up(self, silent_s: float) -> None:
-        """End a worker that has sent no message for `silent_s` seconds. The next `receive` raises."""
+        """Kill the worker, because it has sent no message for `silent_s` seconds. The next `receive` raises."""
         self._silent_s = silent_s
         self.link.kill()
 
@@ -258,11 +279,13 @@ class WorkerHandle:
 
     @property
     def _may_do_better(self) -> bool:
-        """Return True if another worker may succeed: this one was ready, or compared kernels, which others will not."""
+        """Return True if another worker may succeed.
+
+        That is so if this one was ready, or died while it compared kernels, which others will not compare.
+        """
         return self.info is not None or self._tried
 
     def _crash(self) -> Crash:
-        """Return the crash of a worker that ended without a message."""
         if self._silent_s is not None:
             who = self.waits_for or "it"
             what = (
@@ -278,7 +301,6 @@ class WorkerHandle:
         return Crash(Unavailable, what, CONTINUES)
 
     def _final_failure(self) -> Failed | None:
-        """Return the message with the error that ended the worker, if it sent one."""
         if self._failed is not None:
             return self._failed
         deadline = time.monotonic() + 1.0
@@ -293,11 +315,11 @@ class WorkerHandle:
 
 
 def error_of(failed: Failed, model: str) -> BatchInferError:
-    """Return the error of a Failed message, in the class of its exit code.
+    """Return the error to raise for a Failed message, in the class of its exit code.
 
     Args:
         failed: The message.
-        model: The path of the model, for mistakes in its files.
+        model: Path of the model, for errors about its files.
     """
     if failed.exit_code == JobFileError.exit_code:
         return JobFileError(model, _mistakes(failed.message))
@@ -308,7 +330,6 @@ def error_of(failed: Failed, model: str) -> BatchInferError:
 
 
 def _crash_of(failed: Failed) -> Crash:
-    """Return the crash of a worker that sent an error, with the traceback of an unexpected one."""
     kind = _BY_CODE.get(failed.exit_code)
     if kind is not None:
         return Crash(kind, failed.message, CONTINUES)

@@ -1,4 +1,4 @@
-"""The specifications of a run's workers, with the share of the machine of each."""
+"""The specifications of a run's workers, each with its part of the machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from dataclasses import replace
 
 from batchinfer.job import Job
 from batchinfer.machine.cpus import split_cores
-from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
+from batchinfer.pipeline.workers.messages import EngineResources, WorkerSpec
 from batchinfer.plan.setup.placement import Placement
 from batchinfer.plan.setup.setting import Setting
 
 
 def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
-    """Return a specification for each engine."""
+    """Return the specification of each engine's worker.
+
+    Args:
+        job: The job.
+        setting: The setting of the job.
+        factory: "module:function" of the function that loads the weights.
+    """
     placement = setting.placement
     ranks, processes = placement.division.ranks, _processes(job, setting, factory)
     if placement.dedicated:
@@ -27,21 +33,21 @@ def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
 
 
 def _processes(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
-    """Return the specification of each process on one machine. A single process may use the whole machine."""
     load, placement = setting.load_config(job), setting.placement
     if placement.processes_here == 1:
         return [WorkerSpec(load, job.model.path, factory)]
     threads_set = None if job.engine.threads == "auto" else job.engine.threads
     return [
-        WorkerSpec(replace(load, threads=threads), job.model.path, factory, place)
-        for threads, place in zip(placement.thread_shares(threads_set), _places(placement), strict=True)
+        WorkerSpec(replace(load, threads=threads), job.model.path, factory, resources)
+        for threads, resources in zip(
+            placement.thread_shares(threads_set), _resources(placement), strict=True
+        )
     ]
 
 
-def _places(placement: Placement) -> Sequence[EnginePlace]:
-    """Return the place of each rank of each engine on this machine, in the order of engines."""
+def _resources(placement: Placement) -> Sequence[EngineResources]:
     if placement.dedicated:
-        return [EnginePlace()] * placement.processes_here  # the cluster assigns cores and GPUs
+        return [EngineResources()] * placement.processes_here  # the cluster assigns cores and GPUs
     if placement.machine.device == "cuda":
-        return [EnginePlace(gpu=gpu) for gpu in placement.gpus]
-    return [EnginePlace(cores) for cores in split_cores(placement.processes_here)]
+        return [EngineResources(gpu=gpu) for gpu in placement.gpus]
+    return [EngineResources(cores) for cores in split_cores(placement.processes_here)]

@@ -33,7 +33,13 @@ _NO_GPU = "none has been timed on a GPU yet"
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSample:
-    """The size of a calibration sample: rows, prompt tokens, and the maximum tokens of each answer."""
+    """The size of the sample of prompts with which int4 weights are calibrated.
+
+    Attributes:
+        rows: Number of prompts.
+        tokens: Tokens of all prompts.
+        answer_tokens: Maximum number of answer tokens per prompt.
+    """
 
     rows: int
     tokens: int
@@ -41,18 +47,25 @@ class CalibrationSample:
 
     @property
     def length(self) -> int:
-        """Return the mean number of tokens per row, answer included."""
+        """Return the mean number of tokens per row of the sample, prompt and answer."""
         return self.tokens // max(1, self.rows) + self.answer_tokens
 
     @property
     def whole(self) -> int:
-        """Return the number of tokens of all rows, answers included."""
+        """Return the number of tokens of all rows of the sample, prompts and answers."""
         return self.rows * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationForecast:
-    """The rows, prompt tokens and seconds of a calibration. `why` says why `seconds` is None."""
+    """The forecast of an int4 calibration.
+
+    Attributes:
+        rows: Number of prompts of the sample.
+        tokens: Tokens of these prompts.
+        seconds: Duration of the calibration. None if unknown.
+        why: Why `seconds` is None, for people.
+    """
 
     rows: int
     tokens: int
@@ -61,7 +74,7 @@ class CalibrationForecast:
 
     @property
     def text(self) -> str:
-        """Return the forecast as a sentence."""
+        """Return the forecast of the calibration as a sentence."""
         sample = f"{counted(self.rows, 'row')} with {count(self.tokens)} tokens"
         if self.seconds is None:
             return f"once, on about {sample}, before the engine's time; how long it takes is not known: {self.why}"
@@ -71,9 +84,13 @@ class CalibrationForecast:
 def forecast_job_calibration(
     job: Job, setup: Setup, plan: Plan, multiple: float = 1.0
 ) -> CalibrationForecast | None:
-    """Forecast the calibration at the start of a run, or return None if the run does not calibrate.
+    """Forecast the calibration at the start of a job's first run. Returns None if the run does not calibrate.
 
-    The job has `multiple` times as many rows as the plan, which may cover a sample only.
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        plan: The plan, which may cover only a sample of the job's rows.
+        multiple: Rows of the job per row of the plan.
     """
     if not setup.setting.numerics.calibrates or setup.setting.parts.weights is not None or not plan.to_run:
         return None
@@ -87,7 +104,13 @@ def forecast_job_calibration(
 def calibration_forecast(
     setup: Setup, sample: CalibrationSample, group: int = INT4_GROUP
 ) -> CalibrationForecast:
-    """Forecast the time to calibrate the job's model on a sample."""
+    """Forecast the time to calibrate int4 weights of a job's model.
+
+    Args:
+        setup: The setup of the job.
+        sample: The size of the sample of prompts.
+        group: Number of values that share a scale.
+    """
     setting, checkpoint = setup.setting.with_placement(replicas=1), setup.checkpoint
     assert isinstance(checkpoint, Checkpoint), "no other model is calibrated"
     peak = setting.placement.hardware.peak_flops.get("float32")
@@ -105,7 +128,12 @@ def calibration_forecast(
 
 
 def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
-    """Return the seconds of a calibration without forward passes. `flops_per_s` is the float32 peak."""
+    """Return the seconds of a calibration's own arithmetic, without the forward passes of the model.
+
+    Args:
+        work: Numbers of operations.
+        flops_per_s: Peak of float32 products.
+    """
     at_peak = work.products / PRODUCTS_EFFICIENCY + 2 * work.factors / FACTORS_EFFICIENCY
     at_peak += work.scaled * SCALED_OPS + work.made_up * MADE_UP_OPS
     at_peak += work.sorted * SORTED_OPS + work.weights * WEIGHT_OPS
@@ -113,7 +141,6 @@ def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
 
 
 def _engine(setting: Setting, checkpoint: Checkpoint, codes: Quantization) -> tuple[ModelCost, StepTime]:
-    """Return the model's cost and step times for this quantisation, without measurements of earlier runs."""
     setting = setting.with_numerics(quantization=codes)
     cost = setting.model_cost(checkpoint.for_quantization(codes))
     return cost, step_times(setting, cost, None).time
@@ -122,7 +149,6 @@ def _engine(setting: Setting, checkpoint: Checkpoint, codes: Quantization) -> tu
 def _passing_s(
     setting: Setting, checkpoint: Checkpoint, sample: CalibrationSample, codes: Quantization
 ) -> float:
-    """Return the seconds of passing all rows through all layers. Only held-out answers need the output head."""
     cost, time = _engine(setting, checkpoint, codes)
     rows = max(1, min(sample.rows, STEP_TOKENS // max(1, sample.length)))
     asked = rows * sample.answer_tokens // HELD_OUT_OF
@@ -133,7 +159,6 @@ def _passing_s(
 
 
 def _answering_s(setting: Setting, checkpoint: Checkpoint, sample: CalibrationSample) -> float:
-    """Return the seconds of generating an answer of maximum length for each row."""
     if not sample.answer_tokens:
         return 0.0
     cost, time = _engine(setting, checkpoint, "int4")

@@ -30,13 +30,21 @@ def now() -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The time by which results are needed, compared with the forecast engine time."""
+    """The deadline of a job, compared with the forecast engine time of its run.
+
+    Attributes:
+        at: The deadline.
+        left_s: Seconds from now to the deadline. Negative if it is past.
+        engine_s: Forecast seconds of the engines, a draft model and a calibration. None if unknown.
+        upper_bound: Whether `engine_s` assumes that every answer has max_tokens.
+        uncounted: Whether `engine_s` lacks a calibration of unknown duration.
+    """
 
     at: datetime
-    left_s: float  # from now to the deadline
-    engine_s: float | None  # forecast time of the engines and a calibration; None if unknown
-    upper_bound: bool = False  # answers may be shorter than forecast
-    uncounted: bool = False  # engine_s omits a calibration of unknown length
+    left_s: float
+    engine_s: float | None
+    upper_bound: bool = False
+    uncounted: bool = False
 
     @classmethod
     def of(
@@ -48,7 +56,7 @@ class Deadline:
         first: EngineForecast | None = None,
         calibration: CalibrationForecast | None = None,
     ) -> Deadline | None:
-        """Return the first deadline after the start of the run, which may already be past, or None without one.
+        """Return the first deadline after the start of the run, which may be past, or None if the job has none.
 
         Args:
             job: The job.
@@ -73,12 +81,15 @@ class Deadline:
 
     @property
     def spare_s(self) -> float | None:
-        """Return the seconds between the forecast end and the deadline, negative if late, or None if unknown."""
+        """Return the seconds between the forecast end of the engines and the deadline.
+
+        Negative if the engines end after the deadline. None if their time is unknown.
+        """
         return None if self.engine_s is None else self.left_s - self.engine_s
 
     @property
     def text(self) -> str:
-        """Return the deadline and whether it will be met, as a sentence."""
+        """Return a sentence that says when the deadline is and whether it will be met."""
         uncounted = "; how long the calibration before it takes is not known, and not counted"
         return self._text + (uncounted if self.uncounted and self.spare_s is not None else "")
 
@@ -103,12 +114,15 @@ class Deadline:
 
     @property
     def is_missed(self) -> bool:
-        """Return True if the deadline will be missed. An upper bound on the time is not enough."""
+        """Return True if the forecast says that the deadline will be missed.
+
+        False if the forecast is only an upper bound on the time.
+        """
         return self.spare_s is not None and self.spare_s < 0 and not self.upper_bound
 
 
 class DeadlineWatch:
-    """Counts answers until the deadline, and warns once if the deadline will be missed."""
+    """Counts the rows that are done by the deadline, and warns once if a run will miss the deadline."""
 
     def __init__(self, deadline: Deadline, notice: Callable[[str], None], clock: Clock = now) -> None:
         self._at, self._notice, self._clock = deadline.at, notice, clock
@@ -126,19 +140,25 @@ class DeadlineWatch:
         }
 
     def forecast(self, deadline: Deadline) -> None:
-        """Suppress the warning if a forecast made during the run already reports a missed deadline."""
+        """Suppress the warning if a forecast made during the run already says that the deadline will be missed."""
         self._told |= deadline.is_missed
 
     def answered(self, rows: int, output_tokens: int) -> None:
-        """Count an answer that serves `rows` rows, unless the deadline is past."""
+        """Count an answer, unless the deadline is past.
+
+        Args:
+            rows: Number of rows with this answer.
+            output_tokens: Tokens of the answer.
+        """
         if self._clock() <= self._at:
             self.rows += rows
             self.output_tokens += output_tokens
 
     def look(self, left_s: float | None) -> None:
-        """Warn once if the deadline will be missed.
+        """Warn if the deadline will be missed, unless a warning was given before.
 
-        `left_s` is the remaining engine time at the current rate in seconds, or None if unknown.
+        Args:
+            left_s: Remaining engine time at the current rate, in seconds. None if unknown.
         """
         if self._told:
             return
@@ -155,17 +175,23 @@ class DeadlineWatch:
 
 @dataclass(frozen=True, slots=True)
 class StopForecast:
-    """Forecasts how many rows are done when a run that starts now is stopped.
+    """Forecasts how many rows are done when a run is stopped. A steady rate of tokens in plan order is assumed.
 
-    The forecast assumes a steady rate of tokens in plan order.
+    Attributes:
+        at: When the run stops.
+        left_s: Seconds from the start of the run to `at`.
+        takes_s: Seconds for all rows of the job. None if unknown.
+        rows: Rows of the job, error rows included.
+        rows_done: Rows that are done at `at`. None if unknown.
+        upper_bound: Whether `takes_s` is an upper bound.
     """
 
     at: datetime
-    left_s: float  # from now to `at`
-    takes_s: float | None  # for all rows; None if unknown
-    rows: int  # all rows of the job, error rows included
-    rows_done: int | None  # rows done at `at`; None if unknown
-    upper_bound: bool = False  # takes_s is an upper bound
+    left_s: float
+    takes_s: float | None
+    rows: int
+    rows_done: int | None
+    upper_bound: bool = False
 
     @classmethod
     def of(
@@ -177,13 +203,13 @@ class StopForecast:
         engine_s: float | None,
         upper_bound: bool,
     ) -> StopForecast:
-        """Return the forecast for a plan with rows to run.
+        """Return the forecast for a run of a plan that has requests to run.
 
         Args:
             at: When the run stops.
             now: When the run starts.
             plan: The plan of all requests.
-            before_s: Seconds until the engines start.
+            before_s: Seconds from the start of the run to the start of the engines.
             engine_s: Engine seconds for the whole plan. None if unknown.
             upper_bound: Whether `engine_s` is an upper bound.
         """
@@ -195,18 +221,18 @@ class StopForecast:
         return cls(at, left_s, before_s + engine_s, plan.rows, done, upper_bound)
 
     def scaled(self, rows: int) -> StopForecast:
-        """Return the forecast for a job of `rows` rows, of which this forecast covers a sample."""
+        """Return the forecast scaled from a sample to a job of `rows` rows."""
         done = None if self.rows_done is None else round(self.rows_done * rows / max(1, self.rows))
         return StopForecast(self.at, self.left_s, self.takes_s, rows, done, self.upper_bound)
 
     @property
     def share(self) -> float | None:
-        """Return the share of the rows done by then (0 to 1), or None if unknown."""
+        """Return the share of the job's rows that are done when the run stops (0 to 1), or None if unknown."""
         return None if self.rows_done is None else self.rows_done / max(1, self.rows)
 
     @property
     def text(self) -> str:
-        """Return the forecast as a sentence."""
+        """Return a sentence that says how many rows are done when the run stops."""
         when = f"{self.at.astimezone():%Y-%m-%d %H:%M}, in {about(self.left_s)}"
         if self.takes_s is None or self.share is None:
             return f"{when}: how many rows will be done by then is not known without a forecast of the engine's time"
@@ -218,7 +244,11 @@ class StopForecast:
         return f"{when}: {least}{done} will be done by then, and {most}{about(self.takes_s - self.left_s)} are left"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the forecast as a JSON object."""
+        """Return the forecast as a JSON object.
+
+        Its keys: `at` (stop time), `share` (of the rows, 0 to 1), `rows_done`, and `left_s` (seconds of work that
+        remain after the stop).
+        """
         takes_s = self.takes_s
         return {
             "at": self.at.isoformat(),
@@ -229,7 +259,6 @@ class StopForecast:
 
 
 def _rows_within(plan: Plan, share: float) -> int:
-    """Return the number of rows served by the first requests of a plan that hold this share of its tokens."""
     if share >= 1:
         return plan.rows_to_run
     most, rows, tokens = share * (plan.prompt_tokens + plan.expected_tokens), 0, 0

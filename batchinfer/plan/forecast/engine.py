@@ -44,7 +44,7 @@ T = TypeVar("T")
 ROW_S, OUTPUT_TOKEN_S, STEP_S = 150e-6, 5e-6, 100e-6
 PLAN_MOST_S = 5.0  # time limit of the simulation in `plan`
 RUN_SHARE, RUN_LEAST_S = 0.01, 0.3  # time limit in a run: a share of its time, and a floor
-STRETCHES, LEAST_STRETCH = 16, 16  # number of segments of the simulated requests; requests per segment
+SEGMENTS, LEAST_SEGMENT = 16, 16  # number of segments of the simulated requests; minimum requests per segment
 TWO_PARTS = 1.5  # an extrapolation simulates a part, and half of it
 # Limits on the rows and prompt tokens of a simulation, which are in memory. They may be exceeded by a factor of two.
 MOST_ROWS, MOST_TOKENS = 1 << 16, 1 << 25
@@ -53,26 +53,51 @@ FULL_BATCHES = 4  # least full batches in a part. Rows must have to wait even in
 
 @dataclass(frozen=True, slots=True)
 class EngineForecast:
-    """The forecast of an engine's run. Seconds are None if the peaks of the machine are unknown."""
+    """The forecast of the engines of a run. Seconds are None if the peaks of the machine are unknown.
 
-    run: Simulated  # scaled from the simulated rows to all rows
-    simulated: float  # share of the rows that were simulated, 0 to 1
-    answers_from: int  # earlier runs that give answer lengths; 0: max_tokens is assumed
-    upper_bound: bool  # answers were simulated at max_tokens and may be shorter
-    times: StepTimes  # step times and their origin
+    Attributes:
+        run: Counts and time of the run, scaled from the simulated rows to all rows.
+        simulated: Share of the rows that were simulated, 0 to 1.
+        answers_from: Number of earlier runs that give the answer lengths. 0: every answer has max_tokens.
+        upper_bound: Whether answers may be shorter than simulated.
+        times: Step times and their origin.
+        seconds: Engine time.
+        within: Range of the time. None if `seconds` is None.
+        waits: Mean share of time (0 to 1) that a pipeline stage is idle. None without stages.
+        mfu: Share of the peak FLOP/s, 0 to 1.
+        mbu: Share of the peak bandwidth, 0 to 1.
+        energy_j: Energy in joules. None if no earlier run measured power.
+        proposals: Draft tokens of the last run. The forecast ignores them. None if the job has no drafts.
+    """
+
+    run: Simulated
+    simulated: float
+    answers_from: int
+    upper_bound: bool
+    times: StepTimes
     seconds: float | None = None
-    within: TimeRange | None = None  # None if `seconds` is None
-    waits: float | None = None  # mean share of time that a stage is idle; None without stages
+    within: TimeRange | None = None
+    waits: float | None = None
     mfu: float | None = None
     mbu: float | None = None
-    energy_j: float | None = None  # None if no earlier run measured power
-    # Drafts of the last run, which the forecast ignores; None if the job has no drafts
+    energy_j: float | None = None
     proposals: EarlierProposals | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastEngine:
-    """A simulated engine together with the job and plan that it runs."""
+    """A simulated engine together with the job and plan that it runs.
+
+    Attributes:
+        job: The job.
+        setup: The setup of the job.
+        plan: The plan, which may cover only a sample of the job's rows.
+        machine: The simulated engine.
+        times: Step times and their origin.
+        lengths: Forecast answer lengths.
+        answers_from: Number of earlier runs that give `lengths`.
+        multiple: Rows of the job per row of the plan.
+    """
 
     job: Job
     setup: Setup
@@ -80,24 +105,23 @@ class ForecastEngine:
     machine: SimulatedEngine
     times: StepTimes
     lengths: AnswerLengths
-    answers_from: int  # earlier runs that give `lengths`
-    # Rows of the job per row of the plan. More than 1 if the plan covers a sample.
+    answers_from: int
     multiple: float = 1.0
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Return the bytes of the engine's KV cache, draft models and heads included."""
+        """Return the bytes of the KV cache of one engine, including the caches of a draft model or draft heads."""
         layout = self.machine.layout
-        beside = draft_block_bytes(self.setup, layout.block_size)
-        return self.machine.blocks * (block_bytes(layout, self.machine.cost) + beside)
+        of_drafts = draft_block_bytes(self.setup, layout.block_size)
+        return self.machine.blocks * (block_bytes(layout, self.machine.cost) + of_drafts)
 
     @property
     def weight_bytes(self) -> int:
-        """Return the weight bytes of an engine, including adapters and a draft model in the same engine."""
+        """Return the bytes of all weights of one engine, including adapters and a draft model."""
         return engine_weights(self.setup.models)
 
     def least_s(self) -> float | None:
-        """Return the roofline time of the run in seconds, without attention, or None if peaks are unknown."""
+        """Return the roofline time of the plan in seconds, without attention, or None if the peaks are unknown."""
         setting = self.setup.setting
         if setting.peaks is None:
             return None
@@ -107,11 +131,16 @@ class ForecastEngine:
         return roofline_seconds(step, setting.peaks) / setting.placement.replicas
 
     def run_budget_s(self) -> float:
-        """Return the time limit of the simulation at the start of a run: a small share of the run, in seconds."""
+        """Return how many seconds the simulation at the start of a run may take: a small share of the run."""
         return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
-        """Simulate the plan, or as many batches of a large plan as fit into about `budget_s` seconds."""
+        """Simulate the plan, or a part of a large plan, and return the forecast for all rows.
+
+        Args:
+            prompts: The token store.
+            budget_s: Approximate number of seconds that the simulation may take.
+        """
         batches = self._batches(prompts, self.every(budget_s))
         guessed = any(not request.params.has_known_length for batch in batches for request in batch)
         whole = self._whole(batches, self.lengths)
@@ -127,10 +156,9 @@ class ForecastEngine:
         return found if peaks is None or not whole.seconds else self._timed(found, peaks)
 
     def _timed(self, found: EngineForecast, peaks: Peaks) -> EngineForecast:
-        """Return the forecast with its seconds, and the figures derived from them."""
         whole, setting = found.run, self.setup.setting
         expected_s = whole.seconds
-        if self.times.known == "limit":
+        if self.times.basis == "limit":
             expected_s = unmeasured_s(whole.seconds, whole.steps, self.machine.cost.layers)
         spent_s = expected_s * setting.placement.replicas
         mfu = whole.flops / spent_s / peaks.fastest
@@ -141,7 +169,7 @@ class ForecastEngine:
         waits = whole.waited_s / whole.seconds if len(self.machine.stages) > 1 else None
         earlier = earlier_overhead(folder)
         within = TimeRange(
-            engine_range(expected_s, self.times.known, found.upper_bound, setting.device),
+            engine_range(expected_s, self.times.basis, found.upper_bound, setting.device),
             other_range(earlier, self.weight_bytes, setting.device),
             0 if earlier is None else earlier[1],
         )
@@ -150,7 +178,6 @@ class ForecastEngine:
         )
 
     def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
-        """Return the run of all replicas. If a part was simulated, extrapolate from that part and half of it."""
         engines = self.setup.setting.placement.replicas
         requests = share_of([request for batch in batches for request in batch], engines)
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
@@ -167,18 +194,24 @@ class ForecastEngine:
 
     @property
     def simulating_s(self) -> float:
-        """Return the approximate time in seconds to simulate the whole plan on one replica."""
+        """Return the approximate number of seconds that simulating the whole plan on one replica takes."""
         token_s = OUTPUT_TOKEN_S + STEP_S / self.machine.scheduler.max_num_seqs
         return self.plan.to_run * ROW_S + self.plan.expected_tokens * token_s
 
     def simulation_s(self, every: int) -> float:
-        """Return the approximate time in seconds to simulate every n-th batch, and half of these."""
+        """Return the approximate number of seconds that a simulation of every n-th batch takes.
+
+        If n > 1, half of these batches are simulated too, to extrapolate.
+
+        Args:
+            every: The number n.
+        """
         return self.simulating_s if every == 1 else self.simulating_s / every * TWO_PARTS
 
     def every(self, budget_s: float) -> int:
-        """Return n such that simulating every n-th batch takes about `budget_s` seconds."""
+        """Return the number n for which a simulation of every n-th batch takes about `budget_s` seconds."""
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
-        engines = self.setup.setting.placement.replicas  # only one of them is simulated
+        engines = self.setup.setting.placement.replicas  # only one engine is simulated
         within = int(batches * budget_s * engines / self.simulating_s / TWO_PARTS)
         least = max(
             2, math.ceil(FULL_BATCHES * engines * self.machine.scheduler.max_num_seqs / REQUEST_BATCH)
@@ -194,24 +227,35 @@ class ForecastEngine:
 
 
 def half_of(requests: Sequence[T]) -> list[T]:
-    """Return every second segment of the requests.
+    """Divide requests into consecutive segments, and return the requests of every second segment.
 
-    Segments are short, to cover all of the plan, but long enough to keep most rows with a shared prefix together.
+    Segments are short, to cover all of the plan, but long enough that rows with a shared prefix mostly stay together.
     """
-    stretch = max(1, min(REQUEST_BATCH, max(LEAST_STRETCH, len(requests) // STRETCHES), len(requests) // 2))
-    return [request for at, request in enumerate(requests) if at // stretch % 2 == 0]
+    segment = max(1, min(REQUEST_BATCH, max(LEAST_SEGMENT, len(requests) // SEGMENTS), len(requests) // 2))
+    return [request for at, request in enumerate(requests) if at // segment % 2 == 0]
 
 
 def forecast_engine(
     job: Job, setup: Setup, plan: Plan, devices: Devices | None = None, learns: bool = True
 ) -> ForecastEngine:
-    """Return the engine for a plan that is not empty. See `simulated_engine` for the arguments."""
+    """Return a simulated engine with the job and plan that it runs.
+
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        plan: The plan, which must have requests to run.
+        devices: Devices of the engines. None: the devices of this machine.
+        learns: Whether to use step times of earlier runs.
+
+    Raises:
+        OutOfMemory: The longest sequence does not fit into memory.
+        CannotSplit: The model cannot be sharded.
+    """
     machine, times = simulated_engine(job, setup, plan.longest, devices, learns)
     return ForecastEngine(job, setup, plan, machine, times, *_lengths(job))
 
 
 def _lengths(job: Job) -> tuple[AnswerLengths, int]:
-    """Return the forecast of answer lengths, and the number of earlier runs it is based on."""
     earlier = earlier_lengths(report_folder(job.results_root))
     if earlier is None:
         return AnswerLengths.unknown(), 0
@@ -222,14 +266,18 @@ def _lengths(job: Job) -> tuple[AnswerLengths, int]:
 def simulated_engine(
     job: Job, setup: Setup, longest: int, devices: Devices | None = None, learns: bool = True
 ) -> tuple[SimulatedEngine, StepTimes]:
-    """Return a simulated engine and the origin of its step times. Raises OutOfMemory or CannotSplit.
+    """Return a simulated engine, and its step times with their origin.
 
     Args:
         job: The job.
-        setup: Its setup.
-        longest: Maximum tokens of a sequence.
-        devices: Devices of the engines. None: those of this machine.
+        setup: The setup of the job.
+        longest: Maximum number of tokens of a sequence.
+        devices: Devices of the engines. None: the devices of this machine.
         learns: Whether to use step times of earlier runs.
+
+    Raises:
+        OutOfMemory: The longest sequence does not fit into memory.
+        CannotSplit: The model cannot be sharded.
     """
     setting, room = setup.setting, engine_room(job, setup, longest)
     cost = setting.model_cost(setup.checkpoint)
@@ -237,14 +285,14 @@ def simulated_engine(
     times = step_times(setting, cost, earlier)
     captures = captures_of(setup, cost, room.limits, longest) if setting.device == "cuda" else None
     ranks, stages = 1, tuple[SimulatedStage, ...]()
-    if room.sharded is not None and times.known != "runs":
+    if room.sharded is not None and times.basis != "runs":
         ranks = setting.placement.division.ranks
         on = devices or devices_of(setting.placement.hardware, ranks * setting.placement.replicas)
         stages = room.sharded.stages(on, setting.numerics.itemsize, needs_all_logits(job))
         times = replace(times, time=replace(times.time, peaks=times.time.peaks.part(ranks)))
     elif room.sharded is not None and setting.placement.division.stages > 1:
         stages = measured_stages(cost, setting.placement.division.stages)
-    alone = room.sharded is None and setting.parts.beside is None and setting.parts.heads is None
+    alone = room.sharded is None and setting.parts.draft_model is None and setting.parts.heads is None
     machine = SimulatedEngine(
         cost=cost,
         layout=room.layout,

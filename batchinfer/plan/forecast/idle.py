@@ -11,24 +11,40 @@ from batchinfer.report.tables.folder import report_folder
 
 @dataclass(frozen=True, slots=True)
 class IdleForecast:
-    """Seconds in which a run's devices are idle. None if no earlier run of the job measured them."""
+    """Forecast seconds of a run in which its devices are idle, by cause. None: no earlier run measured them.
 
-    input_s: float  # measured now, while reading the input
-    plan_s: float  # measured now, while planning
-    load_s: float | None  # median of `runs` earlier runs
-    tail_s: float | None  # median: waiting for the last rows of other replicas
-    publish_s: float | None  # from the earlier time per row
+    Attributes:
+        input_s: Reading the input. Measured now.
+        plan_s: Planning. Measured now.
+        load_s: Loading the model. Median of earlier runs.
+        tail_s: Waiting for the last rows of other replicas. Median of earlier runs.
+        publish_s: Publishing the result. From the time per row in earlier runs.
+        runs: Number of earlier runs.
+    """
+
+    input_s: float
+    plan_s: float
+    load_s: float | None
+    tail_s: float | None
+    publish_s: float | None
     runs: int
 
     @property
     def total_s(self) -> float:
-        """Return the sum of the known times."""
+        """Return the sum of all idle times that are known, in seconds."""
         known = (self.load_s, self.tail_s, self.publish_s)
         return self.input_s + self.plan_s + sum(seconds for seconds in known if seconds is not None)
 
 
 def idle_forecast(job: Job, rows: int, input_s: float, plan_s: float) -> IdleForecast:
-    """Forecast the idle time of a job of `rows` rows."""
+    """Forecast how long the devices are idle in a run of the job.
+
+    Args:
+        job: The job.
+        rows: Rows of the job.
+        input_s: Measured seconds of reading the input.
+        plan_s: Measured seconds of planning.
+    """
     runs = earlier_idle(report_folder(job.results_root))
     if runs is None:
         return IdleForecast(input_s, plan_s, None, None, None, 0)

@@ -41,17 +41,31 @@ PREFIXES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Prompt lengths of the requests to run, in tokens."""
+    """The prompt lengths of the requests to run, in tokens.
+
+    Attributes:
+        shortest: The shortest prompt.
+        median: The median prompt.
+        longest: The longest prompt.
+        buckets: Pairs of an upper bound, which is a power of two, and the number of prompts in its range.
+    """
 
     shortest: int
     median: int
     longest: int
-    buckets: tuple[tuple[int, int], ...]  # (upper bound, a power of two; number of prompts)
+    buckets: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of all engines of the run, as a lower bound."""
+    """The memory of all engines of a run, as a lower bound.
+
+    Attributes:
+        weights: Bytes of weights.
+        kv_cache: Bytes of KV caches.
+        blocks: Number of KV-cache blocks.
+        block_size: Tokens per block.
+    """
 
     weights: int
     kv_cache: int
@@ -61,34 +75,57 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class JobForecast:
-    """Everything that is known about a job before it runs."""
+    """Everything that is known about a job before it runs.
+
+    Attributes:
+        job: Name of the job.
+        plan: Counts of rows, requests and tokens.
+        error_codes: Number of error rows by error code.
+        setting: Arithmetic and device, for people.
+        lengths: Prompt lengths. None if no request must run.
+        memory: Memory of the engines. None if no request must run or the job does not fit.
+        forecast: Forecast of the engines, or None.
+        drafting: Forecast of a draft model that answers all rows first. None without one.
+        draft_model: Where a draft model runs (`runs`: "first" or "beside"), and `why`. None without one.
+        context: Maximum number of tokens of a row.
+        rows_over: Rows that exceed `context` and become error rows. None if prompts are truncated instead.
+        prefixes: The shared prefixes that save the largest number of tokens, and their ancestors.
+        misfit: Why the job does not fit into memory, or None.
+        calibration: Forecast of the int4 calibration. None if the run does not calibrate.
+        deadline: The job's deadline, if the engine starts now. None without one.
+        stop: Forecast of a run that is stopped early. None if it is not.
+        idle: Idle time of devices. None if no request must run, or for another machine.
+        findings: Suggestions for sharing more work between rows.
+        quantizations: Forecasts for all possible quantisations of the weights.
+        devices: Devices of the engines. None if no request must run.
+        layouts: Forecasts for all possible layouts on several devices.
+        experts: The plan of experts as a dictionary (`ExpertPlan.facts`). None without expert parallelism.
+        sample: The sample of rows that was read. None if every row was read.
+    """
 
     job: str
     plan: Plan
     error_codes: dict[str, int]
-    setting: str  # arithmetic and device, as text
-    lengths: Lengths | None = None  # None if nothing is to run
-    memory: Memory | None = None  # None if nothing is to run or the job does not fit
+    setting: str
+    lengths: Lengths | None = None
+    memory: Memory | None = None
     forecast: EngineForecast | None = None
-    drafting: EngineForecast | None = None  # draft model that answers all rows first; None without one
-    # Where the draft model runs (first, or in the job's engine), and `why`. None without one.
+    drafting: EngineForecast | None = None
     draft_model: dict[str, str] | None = None
-    context: int = 0  # maximum tokens of a row
-    # Rows that exceed `context` and become error rows. None if they are truncated instead.
+    context: int = 0
     rows_over: int | None = None
-    # Prefixes that save most, and their ancestors
     prefixes: list[PlannedPrefix] = field(default_factory=list)
-    misfit: str | None = None  # why the job does not fit into memory, or None
-    calibration: CalibrationForecast | None = None  # None if the run does not calibrate
-    deadline: Deadline | None = None  # assuming that the engine starts now; None without one
-    stop: StopForecast | None = None  # assuming that the run starts now; None if it does not stop
-    idle: IdleForecast | None = None  # None if nothing is to run, or on another machine
-    findings: tuple[LintFinding, ...] = ()  # suggestions for sharing more work between rows
-    quantizations: tuple[QuantizedForecast, ...] = ()  # possible quantisations, the job's own included
-    devices: Devices | None = None  # None if nothing is to run
-    layouts: tuple[LayoutForecast, ...] = ()  # possible layouts on several devices
-    experts: dict[str, Any] | None = None  # ExpertPlan.facts; None without expert parallelism
-    sample: SampledRows | None = None  # None if every row was read
+    misfit: str | None = None
+    calibration: CalibrationForecast | None = None
+    deadline: Deadline | None = None
+    stop: StopForecast | None = None
+    idle: IdleForecast | None = None
+    findings: tuple[LintFinding, ...] = ()
+    quantizations: tuple[QuantizedForecast, ...] = ()
+    devices: Devices | None = None
+    layouts: tuple[LayoutForecast, ...] = ()
+    experts: dict[str, Any] | None = None
+    sample: SampledRows | None = None
 
 
 def forecast_job(
@@ -100,16 +137,16 @@ def forecast_job(
     stop_at: datetime | None = None,
     cluster: MachineFacts | None = None,
 ) -> JobForecast:
-    """Read, render and tokenise every row, then plan and simulate the job. The job's state is not changed.
+    """Read and tokenise a job's rows, plan its requests, and simulate the engines. The job's state is not changed.
 
     Raises the errors that `run` raises before it computes, except OutOfMemory, which becomes part of the forecast.
 
     Args:
         job: The job.
-        reading: Receives progress while rows are read.
-        notice: Receives warnings about quantisation and the input.
+        reading: Called with the progress while rows are read.
+        notice: Called with each warning about quantisation and the input.
         devices: Devices of another machine. None: this machine.
-        sample: Approximate number of rows to read instead of all.
+        sample: Approximate number of rows to read instead of all. None: all rows.
         stop_at: When the run stops. None: when it is done.
         cluster: Resources of an engine on a Ray cluster. None without Ray.
     """
@@ -131,7 +168,7 @@ def forecast_job(
             return found
         if devices is None:
             found = replace(found, idle=idle_forecast(job, found.plan.rows, known.input_s, known.plan_s))
-        times = 1.0 if known.drawn is None else known.drawn.times
+        times = 1.0 if known.drawn is None else known.drawn.factor
         others = quantized_forecasts(known.job, setup, known.plan, known.index.tokens, times)
         on = devices or devices_of(machine.hardware, machine.devices)
         layouts = layout_forecasts(known.job, setup, known.plan, known.index.tokens, times, on)
@@ -144,7 +181,6 @@ def forecast_job(
 
 
 def _stopping(plan: Plan, found: JobForecast, at: datetime) -> StopForecast:
-    """Forecast how much of a plan is done by `at`, from the engine times in `found`."""
     idle, first = found.idle, (found.drafting, found.calibration)
     before_s = 0.0 if idle is None else idle.input_s + idle.plan_s + (idle.load_s or 0.0)
     before_s += sum(one.seconds or 0.0 for one in first if one is not None)
@@ -156,12 +192,21 @@ def _stopping(plan: Plan, found: JobForecast, at: datetime) -> StopForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A job whose rows were read and planned, with the time that both take for all rows."""
+    """A job whose rows were read and planned.
+
+    Attributes:
+        job: The job.
+        index: The index of the rows that were read.
+        plan: The plan of their requests.
+        drawn: The sample of rows that was read. None if every row was read.
+        input_s: Seconds of reading all rows, scaled from the sample.
+        plan_s: Seconds of planning all rows, scaled from the sample.
+    """
 
     job: Job
     index: Index
     plan: Plan
-    drawn: SampledRows | None  # None if every row was read
+    drawn: SampledRows | None
     input_s: float
     plan_s: float
 
@@ -195,21 +240,20 @@ def _planned(
         folder,
         setup.roots,
         attempts=attempts,
-        beside=index.content_free_parts,
+        extra_prompts=index.content_free_parts,
         shares=setup.setting.parts.shares_prefixes,
         threads=cores,
     )
     planned = time.perf_counter()
     drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
-    times = 1.0 if drawn is None else drawn.times
+    times = 1.0 if drawn is None else drawn.factor
     return _Planned(job, index, plan, drawn, (read - began) * times, (planned - read) * times)
 
 
 def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Path) -> JobForecast:
-    """Add the results of simulating the engine. Raises OutOfMemory if the job does not fit."""
     engine = forecast_engine(known.job, setup, known.plan)
     if known.drawn is not None:
-        engine = replace(engine, multiple=known.drawn.times)
+        engine = replace(engine, multiple=known.drawn.factor)
     machine = engine.machine
     engines, size = setup.setting.placement.replicas, machine.layout.block_size
     weights = engine.weight_bytes * engines
@@ -217,7 +261,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     memory = Memory(weights, engine.kv_cache_bytes * engines, blocks, size)
     forecast = engine.forecast(known.index.tokens, PLAN_MOST_S)
     drafting = _of_drafts(known, setup)
-    times = 1.0 if known.drawn is None else known.drawn.times
+    times = 1.0 if known.drawn is None else known.drawn.factor
     calibration = forecast_job_calibration(known.job, setup, known.plan, times)
     deadline = Deadline.of(known.job, now(), forecast, first=drafting, calibration=calibration)
     # Not on a sample: the savings would cover the sample's tokens only
@@ -234,20 +278,18 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
 
 
 def _of_drafts(known: _Planned, setup: Setup) -> EngineForecast | None:
-    """Forecast the draft model that answers all rows first. Raises OutOfMemory if it does not fit."""
-    if setup.drafting is None or setup.drafts is None:
+    if setup.drafting is None or setup.first_draft_model is None:
         return None
-    engine = forecast_engine(setup.drafts.job, setup.drafting, known.plan)
+    engine = forecast_engine(setup.first_draft_model.job, setup.drafting, known.plan)
     if known.drawn is not None:
-        engine = replace(engine, multiple=known.drawn.times)
+        engine = replace(engine, multiple=known.drawn.factor)
     return engine.forecast(known.index.tokens, PLAN_MOST_S)
 
 
 def _counted(job: Job, setup: Setup, plan: Plan, index: Index, drawn: SampledRows | None) -> JobForecast:
-    """Return the part of the forecast that needs no engine, scaled to all rows."""
-    times = 1.0 if drawn is None else drawn.times
+    times = 1.0 if drawn is None else drawn.factor
     codes = {code: round(rows * times) for code, rows in summarise_errors(index.index_parts).codes.items()}
-    drafts = setup.beside or setup.drafts
+    drafts = setup.engine_draft_model or setup.first_draft_model
     found = JobForecast(
         job.name,
         plan if drawn is None else drawn.whole_plan(plan),

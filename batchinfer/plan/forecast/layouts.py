@@ -33,19 +33,23 @@ _ALIKE = 0.002  # relative noise between simulations of equivalent layouts
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """The time and memory of one layout.
+    """The forecast of a job with one layout: a number of engines, and the sharding of each.
 
     Attributes:
+        tensor: Tensor-parallel size.
+        stages: Pipeline-parallel size.
         experts: Number of ranks that share whole experts.
+        engines: Number of engines.
         seconds: Engine time. None if the layout is refused or the peaks are unknown.
         simulated: Whether `seconds` was simulated instead of estimated.
-        waits: Share of time that a stage is idle, if simulated.
-        weight_bytes: Weight bytes of the fullest device.
-        kv_bytes: KV-cache bytes of the fullest device.
-        refused: Why the layout does not fit or is impossible.
-        not_run: Why no engine supports the layout yet.
-        imbalance: Expected imbalance of expert loads (ExpertPlan). None if experts are not sharded or it is
-            unknown.
+        waits: Share of time (0 to 1) that a pipeline stage is idle, if simulated.
+        weight_bytes: Weight bytes of the device with the largest number of them.
+        kv_bytes: KV-cache bytes of the device with the largest number of them.
+        refused: Why the layout does not fit into memory or is impossible, or None.
+        not_run: Why no engine supports the layout yet, or None.
+        chosen: Whether it is the fastest layout that can run.
+        imbalance: Load of the most loaded rank of experts divided by the mean load. None if experts are not sharded
+            or it is unknown.
     """
 
     tensor: int
@@ -64,7 +68,7 @@ class LayoutForecast:
 
     @property
     def name(self) -> str:
-        """Return the layout's name for people."""
+        """Return the name of the layout for people, such as `TP 2 × PP 2, 1 engine`."""
         parts = [f"TP {self.tensor}"] * (self.tensor > 1) + [f"PP {self.stages}"] * (self.stages > 1)
         parts += [f"EP {self.experts}"] * (self.experts > 1)
         engines = f"{self.engines} engine{'s' * (self.engines > 1)}"
@@ -72,7 +76,7 @@ class LayoutForecast:
 
     @property
     def options(self) -> dict[str, int]:
-        """Return the keys of the section `engine` that select this layout."""
+        """Return the keys and values of the job file's section `engine` that select this layout."""
         return {
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.stages,
@@ -82,7 +86,12 @@ class LayoutForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A layout and the engine that would run it. The engine is None if the layout is refused."""
+    """A layout, and the simulated engine that would run it.
+
+    Attributes:
+        layout: The layout.
+        engine: The engine. None if the layout is refused.
+    """
 
     layout: LayoutForecast
     engine: ForecastEngine | None
@@ -91,10 +100,19 @@ class _Candidate:
 def layout_forecasts(
     job: Job, setup: Setup, plan: Plan, prompts: Prompts, multiple: float, devices: Devices
 ) -> tuple[LayoutForecast, ...]:
-    """Return all layouts of a job: the chosen one first, refused ones last. Empty on a single device.
+    """Forecast a job with every possible layout on several devices.
 
-    Also empty for a model that cannot be sharded. Seconds ignore earlier runs of this model. `multiple` is that of
-    ForecastEngine.
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        plan: The plan, which may cover only a sample of the job's rows.
+        prompts: The token store.
+        multiple: Rows of the job per row of the plan.
+        devices: The devices.
+
+    Returns:
+        The chosen layout, then the others by time, then the refused layouts. Empty with a single device, or if the
+        model's code cannot be sharded. Step times of earlier runs are ignored.
     """
     if devices.count == 1 or not isinstance(setup.checkpoint, Checkpoint):
         return ()
@@ -110,16 +128,15 @@ def layout_forecasts(
 
 
 def candidates(devices: int) -> Iterator[Division]:
-    """Yield the possible shardings of an engine's model, fewest ranks first.
+    """Yield the possible ways to shard an engine's model on up to `devices` devices, fewest ranks first.
 
-    Shardings that leave more devices idle than another one with the same number of engines are omitted.
+    A number of ranks is omitted if more ranks are possible with the same number of engines.
     """
     for ranks in sorted({devices // engines for engines in range(1, devices + 1)}):
         yield from (Division(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0)
 
 
 def _chosen(timed: Sequence[_Candidate]) -> _Candidate | None:
-    """Return the fastest layout. Among layouts within the noise of a simulation, prefer the fewest ranks."""
     least = min(map(_seconds, timed), default=0.0)
     alike = [one for one in timed if _seconds(one) <= least * (1 + _ALIKE)]
     return min(alike, key=lambda one: (one.layout.tensor * one.layout.stages, _seconds(one)), default=None)
@@ -164,7 +181,6 @@ def _with_experts(layout: LayoutForecast, experts: ExpertPlan | None) -> LayoutF
 
 
 def _misfit(whole: ModelSpec, division: Division, setting: Setting, why: str) -> str:
-    """Return the reason why a layout does not fit: its weights, or its KV cache as given by `why`."""
     memory = setting.placement.hardware.memory_bytes
     weights = shard_into_stages(whole, division, setting).weight_bytes
     if memory is None or weights < memory:
@@ -182,7 +198,6 @@ def _with_memory(layout: LayoutForecast, engine: ForecastEngine) -> LayoutForeca
 
 
 def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:
-    """Simulate the layouts that may be fastest. Scale the estimates of the others by the same factor."""
     found, spent_s = list[_Candidate](), 0.0
     for one in fitting[:MOST_SIMULATED]:
         takes_s = _simulating_s(one)
@@ -194,7 +209,6 @@ def _timed(fitting: Sequence[_Candidate], prompts: Prompts) -> list[_Candidate]:
 
 
 def _simulating_s(one: _Candidate) -> float:
-    """Return the approximate time in seconds to simulate a layout."""
     assert one.engine is not None
     engines = one.engine.setup.setting.placement.replicas
     return one.engine.simulating_s / engines / one.engine.every(EACH_S) * TWO_PARTS
@@ -210,7 +224,6 @@ def _simulated(one: _Candidate, prompts: Prompts) -> _Candidate:
 def _as_slow(
     others: Sequence[_Candidate], estimated: Sequence[_Candidate], simulated: Sequence[_Candidate]
 ) -> list[_Candidate]:
-    """Return the other layouts with estimates scaled by simulated over estimated time of the fastest layout."""
     if not simulated or not estimated or not _seconds(estimated[0]):
         return list(others)
     times = _seconds(simulated[0]) / _seconds(estimated[0])

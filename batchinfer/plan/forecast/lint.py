@@ -35,20 +35,36 @@ _SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """A suggestion for the input. Savings are for the whole job, as if no answer were stored."""
+    """A suggestion for the input, with the savings for the whole job if no answer were stored.
 
-    kind: str  # text_behind_fields, field_order or near_duplicates
-    text: str  # for people
-    saved_tokens: int  # prompt tokens that need not be computed
-    share: float  # saved_tokens as a share of the computed prompt tokens
-    saved_s: float | None  # None if unknown
-    template: str | None = None  # for prompt.user
-    rows: int | None = None  # number of near duplicates
+    Attributes:
+        kind: "text_behind_fields", "field_order" or "near_duplicates".
+        text: The suggestion, for people.
+        saved_tokens: Prompt tokens that need not be computed if the suggestion is followed.
+        share: `saved_tokens` as a share (0 to 1) of the prompt tokens that are computed now.
+        saved_s: Seconds that are saved. None if unknown.
+        template: The suggested `prompt.user`. None for near duplicates.
+        rows: Number of near duplicates. None for other kinds.
+    """
+
+    kind: str
+    text: str
+    saved_tokens: int
+    share: float
+    saved_s: float | None
+    template: str | None = None
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptVariant:
-    """A variant of the prompt, with the plan and time of the examined rows."""
+    """The first rows of a job with a variant of the prompt.
+
+    Attributes:
+        plan: The plan of the rows.
+        index: The index of the rows.
+        seconds: Forecast engine time. None if unknown.
+    """
 
     plan: Plan
     index: Index
@@ -56,13 +72,20 @@ class PromptVariant:
 
     @property
     def tokens(self) -> int:
-        """Return the number of prompt tokens that are computed."""
+        """Return the number of prompt tokens that are computed, if each shared prefix is computed once."""
         return self.plan.prompt_tokens - self.plan.shared_prefix_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Linter:
-    """Examines the first rows of a job's input. `scratch` is a folder for the indexes of other variants."""
+    """Examines the first rows of a job's input for work that rows could share.
+
+    Attributes:
+        job: The job.
+        setup: The setup of the job.
+        index: The index of all rows.
+        scratch: Folder for the indexes of other variants of the prompt.
+    """
 
     job: Job
     setup: Setup
@@ -70,7 +93,10 @@ class Linter:
     scratch: Path
 
     def findings(self) -> list[LintFinding]:
-        """Return the suggestions that save enough. Raises StorageError or OutOfMemory."""
+        """Return the suggestions that save at least LEAST_SHARE of the prompt tokens.
+
+        Raises StorageError or OutOfMemory.
+        """
         if not self.index.rows:
             return []
         first = self._planned(self._first_rows())
@@ -96,7 +122,6 @@ class Linter:
                 before, seen = after, ordered
 
     def _sorted(self, fields: Sequence[TemplatePart]) -> list[TemplatePart]:
-        """Return the fields in the order that shares the longest prefixes."""
         if len(fields) < 2:
             return list(fields)
         values: list[list[bytes]] = [[] for _ in fields]
@@ -122,7 +147,6 @@ class Linter:
         return self.index if self._looked_at == self.index.rows else self._read(None)
 
     def _read(self, template: str | None) -> Index:
-        """Return an index of the first rows, with `template` as prompt.user unless None."""
         job = _with_template(self.job, template, self.index).first_rows(self._looked_at)
         return ingest(job, self.setup.tokenizer, self.setup.ingest_options(), self.scratch)
 
@@ -182,7 +206,6 @@ class Linter:
 
 
 def _with_template(job: Job, template: str | None, index: Index) -> Job:
-    """Return the job over the indexed files, with `template` as prompt.user unless None. Queries are not run again."""
     prompt = job.prompt
     if prompt is not None and template is not None:
         prompt = prompt.model_copy(update={"user": template})
@@ -193,7 +216,6 @@ def _with_template(job: Job, template: str | None, index: Index) -> Job:
 
 
 def _digest(*texts: str) -> bytes:
-    """Return a digest of the texts. Digests take less memory than long texts."""
     found = blake2b(digest_size=16)
     for text in texts:
         data = text.encode(errors="surrogatepass")
@@ -202,7 +224,6 @@ def _digest(*texts: str) -> bytes:
 
 
 def _value(row: dict[str, Any], columns: Sequence[str]) -> str:
-    """Return the values of a field's columns in a row, as JSON."""
     found = [row.get(name) if name != "row" else row for name in columns]
     return json.dumps(found, default=str, sort_keys=True)
 
@@ -219,11 +240,11 @@ def _advice(kind: str, ordered: Sequence[TemplatePart], before: Sequence[Templat
     )
     name = "line" if lines.isdigit() else "lines"
     same = f"the fixed text in {name} {lines} of prompt.user"
-    return f"all rows would share {same} if it stood before the first field"
+    return f"all rows would share {same} if it were before the first field"
 
 
 def finding_text(found: LintFinding) -> str:
-    """Return the suggestion as one line."""
+    """Return a suggestion and its savings as one line."""
     prefix = f"{count(found.rows)} rows " if found.rows is not None else ""
     less = f"{found.saved_tokens:,} prompt tokens fewer ({found.share:.0%})"
     faster = f", about {found.saved_s:,.1f} s" if found.saved_s is not None and found.saved_s > 0 else ""

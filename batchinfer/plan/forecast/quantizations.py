@@ -26,13 +26,13 @@ SIMULATE_S = 0.5  # per quantisation; together a third of PLAN_MOST_S
 
 @dataclass(frozen=True, slots=True)
 class QuantizedForecast:
-    """The forecast of a job with one quantisation.
+    """The forecast of a job with one quantisation of the weights.
 
     Attributes:
+        quantization: The quantisation.
         chosen: Whether the job uses this quantisation.
         weight_bytes: Weight bytes of all engines.
-        seconds: Engine time. None if unknown or if the job does not fit. Ignores earlier runs, to compare all
-            equally.
+        seconds: Engine time, without step times of earlier runs. None if unknown or if the job does not fit.
         fits: Whether the job fits into memory.
     """
 
@@ -46,9 +46,17 @@ class QuantizedForecast:
 def quantized_forecasts(
     job: Job, setup: Setup, plan: Plan, prompts: Prompts, multiple: float
 ) -> Iterator[QuantizedForecast]:
-    """Yield the forecasts for a checkpoint that is stored in floats. Other checkpoints have no choice.
+    """Forecast a job with each quantisation that it could use.
 
-    Quantisations that the job's ranks cannot shard are omitted. `multiple` is that of ForecastEngine.
+    Yields nothing if the checkpoint stores quantised weights. Quantisations that the job's ranks cannot shard are
+    omitted.
+
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        plan: The plan, which may cover only a sample of the job's rows.
+        prompts: The token store.
+        multiple: Rows of the job per row of the plan.
     """
     setting = setup.setting
     checkpoint = open_checkpoint(job.model.path) if setting.parts.weights is not None else setup.checkpoint
@@ -74,6 +82,5 @@ def quantized_forecasts(
 
 
 def _without_runs(engine: ForecastEngine) -> ForecastEngine:
-    """Return the engine without step times of earlier runs."""
     times = step_times(engine.setup.setting, engine.machine.cost, None)
     return replace(engine, times=times, machine=replace(engine.machine, time=times.time))

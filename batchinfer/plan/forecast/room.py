@@ -26,16 +26,32 @@ from batchinfer_kernels.cost import PANEL_BYTES, ModelCost
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """The capacity of an engine for sequences."""
+    """The capacity of an engine for sequences.
+
+    Attributes:
+        limits: Limits of the scheduler, such as the maximum numbers of rows and tokens per step.
+        layout: Layout of the KV cache.
+        blocks: Number of KV-cache blocks.
+        sharded: The model's parts by stage. None if the model is not sharded.
+    """
 
     limits: SchedulerConfig
     layout: CacheLayout
     blocks: int
-    sharded: ShardedModel | None  # None if the model is not sharded
+    sharded: ShardedModel | None
 
 
 def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
-    """Return the capacity for sequences of up to `longest` tokens. Raises OutOfMemory if not even one fits."""
+    """Return the capacity of a job's engine for sequences.
+
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        longest: Maximum number of tokens of a sequence.
+
+    Raises:
+        OutOfMemory: Not even one such sequence fits into memory.
+    """
     setting = setup.setting
     config = setting.engine_config(job, longest)
     cost = setting.model_cost(setup.checkpoint)
@@ -50,8 +66,8 @@ def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
         taken = [(engine_weights(setup.models), own_block)]
     else:
         layout = cache_layout(sharded.whole.caches, block_size, longest)
-        beside = setting.adapter_bytes // setting.placement.division.ranks
-        taken = [(p.weight_bytes + beside, p.block_bytes(layout, sharded.whole)) for p in sharded.parts]
+        adapters = setting.adapter_bytes // setting.placement.division.ranks
+        taken = [(p.weight_bytes + adapters, p.block_bytes(layout, sharded.whole)) for p in sharded.parts]
     spare = spare_blocks(block_size, limits.max_num_seqs) * draft_block_bytes(setup, block_size)
     spare += head_state_bytes(setup, limits.max_num_seqs)
     widens = setting.device == "cuda" and _widens(setup) and not setting.numerics.deterministic
@@ -75,7 +91,7 @@ def _blocks(
         config: Configuration of the engine.
         limits: Limits of the scheduler.
         layout: KV cache of the whole model.
-        taken: Weight bytes, and bytes of a block, of one rank per stage.
+        taken: For one rank of each stage: weight bytes, and bytes of a KV-cache block.
         panel: Bytes of a buffer for widened weights.
         spare: Cache bytes outside of blocks.
     """
@@ -96,15 +112,25 @@ def _blocks(
 
 
 def draft_block_bytes(setup: Setup, block_size: int) -> int:
-    """Return the bytes per block of a draft model or draft heads in the same engine, or 0 without them."""
-    beside, heads = setup.beside, setup.setting.parts.heads
+    """Return the KV-cache bytes of a draft model or draft heads per block of the job's model, or 0 without them.
+
+    Args:
+        setup: The setup of the job.
+        block_size: Tokens per block.
+    """
+    drafting, heads = setup.engine_draft_model, setup.setting.parts.heads
     if heads is not None:
         return block_size * heads.token_bytes(setup.setting.numerics.itemsize)
-    return 0 if beside is None else beside.setting.model_cost(beside.checkpoint).kv_bytes(block_size)
+    return 0 if drafting is None else drafting.setting.model_cost(drafting.checkpoint).kv_bytes(block_size)
 
 
 def head_state_bytes(setup: Setup, max_num_seqs: int) -> int:
-    """Return the bytes of hidden states that a GPU keeps for draft heads."""
+    """Return the bytes of hidden states that a GPU keeps for draft heads. 0 on a CPU or without heads.
+
+    Args:
+        setup: The setup of the job.
+        max_num_seqs: Maximum number of sequences in a step.
+    """
     heads, setting = setup.setting.parts.heads, setup.setting
     if heads is None or setting.device != "cuda":
         return 0
@@ -112,7 +138,6 @@ def head_state_bytes(setup: Setup, max_num_seqs: int) -> int:
 
 
 def _widens(setup: Setup) -> bool:
-    """Return True if a GPU widens 4-bit weights before it multiplies many rows. MXFP4 experts are not widened."""
     quantization = setup.setting.numerics.quantization
     return quantization in ("int4", "stored-int4") or (
         quantization == "stored-mxfp4"
@@ -125,7 +150,7 @@ def _widens(setup: Setup) -> bool:
 
 
 def fits(job: Job, setup: Setup) -> bool:
-    """Return True if an engine has room for the longest possible row of the job."""
+    """Return True if the KV cache of an engine has room for the longest row that the job allows."""
     try:
         engine_room(job, setup, setup.setting.numerics.max_model_len)
     except OutOfMemory:
@@ -134,7 +159,16 @@ def fits(job: Job, setup: Setup) -> bool:
 
 
 def captures_of(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
-    """Return the CUDA graphs that an engine captures: none for models that run in third-party code."""
+    """Return the limits of the CUDA graphs that an engine captures.
+
+    All zero for models that third-party code runs.
+
+    Args:
+        setup: The setup of the job.
+        cost: FLOPs and bytes of the model's steps.
+        limits: Limits of the scheduler.
+        longest: Maximum number of tokens of a sequence.
+    """
     if setup.checkpoint.modelling != OWN:
         return Captures(0, 0, 0)
     most = limits.max_num_batched_tokens

@@ -34,18 +34,29 @@ SLOWEST = Peaks(1e9, 1e9)  # FLOP/s and bytes/s of a slow core, for machines wit
 
 @dataclass(frozen=True, slots=True)
 class RunForecast:
-    """The forecast at the start of a run. `engine` is None if no forecast was made."""
+    """The forecast at the start of a run.
+
+    Attributes:
+        engine: The forecast of the engines. None if no forecast was made.
+        lines: The forecast as lines for people.
+    """
 
     engine: EngineForecast | None = None
-    lines: tuple[str, ...] = ()  # for people
+    lines: tuple[str, ...] = ()
 
 
 def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, whole: bool = True) -> RunForecast:
-    """Forecast the engine at the start of a run. An error in the forecast's arithmetic never stops the run.
+    """Forecast the engines at the start of a run. An arithmetic error in the forecast does not stop the run.
 
-    The forecast is empty if nothing has to run, if the machine's peaks are unknown, if memory is too small, or if
-    even the smallest simulation takes long. If `whole` is True, the plan is all that the run computes, and the time
-    of the whole run is forecast too.
+    The forecast is empty if no request must run, if the machine's peaks are unknown, if memory is too small, or if
+    even the smallest simulation takes long.
+
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        plan: The plan of the run.
+        prompts: The token store.
+        whole: Whether the plan is all that the run computes. If True, the time of the whole run is forecast too.
     """
     if setup.setting.peaks is None or not plan.to_run:
         return RunForecast()
@@ -72,7 +83,7 @@ def _forecast(engine: ForecastEngine, prompts: Prompts, whole: bool) -> RunForec
 
 
 class RevisedForecast:
-    """Reports a new forecast once, from the lengths of the first answers and the rate so far."""
+    """Reports a new forecast once during a run, from the lengths of the first answers and the rate so far."""
 
     def __init__(
         self,
@@ -84,8 +95,9 @@ class RevisedForecast:
         """Create a forecast that has not been reported yet.
 
         Args:
-            wanted: Whether the first forecast is missing or assumed max_tokens for every answer.
-            notice: Receives the forecast as text.
+            wanted: Whether a new forecast is needed: the first one is missing, or assumed max_tokens for every
+                answer.
+            notice: Called with the new forecast as text.
             clock: Returns seconds.
             began: Start of the engine, by the clock. None: the first call of `look`.
         """
@@ -94,7 +106,11 @@ class RevisedForecast:
         self.facts: dict[str, Any] = {}  # for the run's report, by the names of the run table's columns
 
     def look(self, progress: Progress) -> None:
-        """Report the forecast as soon as enough answers have finished."""
+        """Report the new forecast as soon as enough answers have finished. Does nothing after that.
+
+        Args:
+            progress: Progress of the run.
+        """
         output = progress.output
         if not self._wanted or output is None:
             return
@@ -114,14 +130,18 @@ class RevisedForecast:
 
 
 def longest_step_s(setting: Setting, cost: ModelCost, longest: int, info: EngineInfo) -> float:
-    """Return the seconds of the largest step within the engine's limits.
+    """Return the seconds of the largest step that the limits of an engine allow.
 
-    All of its sequences have `longest` tokens and share nothing.
+    Args:
+        setting: The setting of the job.
+        cost: FLOPs and bytes of the model's steps.
+        longest: Tokens of each sequence in the step. Sequences share no blocks.
+        info: Limits of the engine.
     """
     rows, tokens, layers = info.max_num_seqs, info.max_num_batched_tokens, len(cost.windows)
     attended = longest * layers
     shape = StepShape(tokens, min(rows, tokens), tokens * attended, rows * attended)
     times = step_times(setting, cost, None)
-    time = StepTime(SLOWEST) if times.known == "unknown" else times.time
+    time = StepTime(SLOWEST) if times.basis == "unknown" else times.time
     seconds = time.device_s(shape, cost, rows) + time.host_s(rows)
-    return seconds / UNMEASURED_SHARE if times.known == "limit" else seconds
+    return seconds / UNMEASURED_SHARE if times.basis == "limit" else seconds

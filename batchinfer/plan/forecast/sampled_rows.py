@@ -24,37 +24,46 @@ WIDTH = 1.96  # standard errors on either side of an estimate, for 95 % confiden
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The size of a sample and the error of its estimates."""
+    """The size of a sample of rows, and the error of estimates from it.
+
+    Attributes:
+        rows: Rows of the sample.
+        of_rows: Rows of the whole input.
+        error: Relative error of token counts at 95 % confidence. None if the sample is too small.
+    """
 
     rows: int
     of_rows: int
-    error: float | None = None  # relative error of the tokens, 95 % confidence; None: too few rows
+    error: float | None = None
 
     @property
-    def times(self) -> float:
-        """Return the factor from the sample's counts to those of all rows."""
+    def factor(self) -> float:
+        """Return the factor by which counts of the sample are multiplied to estimate counts of the whole input."""
         return self.of_rows / self.rows
 
     def whole_plan(self, plan: Plan) -> Plan:
-        """Return the plan with its counts scaled to all rows.
+        """Return a plan of the sample with its counts scaled to the whole input.
 
         Duplicates and shared tokens are underestimated: a row whose duplicate is outside the sample looks unique.
         """
         counts = ("error_rows", "distinct", "duplicates", "present", "to_run")
         tokens = ("prompt_tokens", "expected_tokens", "shared_prefix_tokens")
-        scaled = {name: round(getattr(plan, name) * self.times) for name in (*counts, *tokens)}
+        scaled = {name: round(getattr(plan, name) * self.factor) for name in (*counts, *tokens)}
         return replace(plan, rows=self.of_rows, **scaled)
 
     def whole_prefix(self, node: PlannedPrefix) -> PlannedPrefix:
-        """Return the prefix with its number of users scaled to all rows."""
-        users = round(node.users * self.times)
+        """Return a shared prefix of the sample with its counts scaled to the whole input.
+
+        Scaled are the numbers of requests and of saved tokens.
+        """
+        users = round(node.users * self.factor)
         return replace(node, users=users, saved_tokens=node.own_tokens * (users - 1))
 
 
 def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
-    """Return how to draw about `rows` rows, and the total number of rows, or None if that is the whole input.
+    """Return how to draw about `rows` rows from the whole input, and the number of rows of the input.
 
-    Reads the whole input.
+    Returns None if the input has at most `rows` rows. Reads the whole input to count its rows.
     """
     found = open_input(job, input_files(job)).count(job.input.limit)
     if found <= rows:
@@ -64,7 +73,12 @@ def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
 
 
 def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
-    """Return the size and error of the sample in an index."""
+    """Return the size and error of the sample in an index.
+
+    Args:
+        index_parts: Parquet files of the index.
+        of_rows: Rows of the whole input.
+    """
     columns = [pq.read_table(part, columns=["token_count", "expected_tokens"]) for part in index_parts]
     tokens = np.concatenate(
         [sum(table.column(name).fill_null(0).to_numpy() for name in table.column_names) for table in columns]
@@ -73,10 +87,14 @@ def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
 
 
 def relative_error(tokens: NDArray[np.int64], of_rows: int) -> float | None:
-    """Return the relative error of a sample's scaled token count at 95 % confidence.
+    """Estimate the relative error of a token count that was scaled from a sample, at 95 % confidence.
 
-    Uses the differences between neighbouring runs of rows, as is usual for a systematic sample: slow changes along
-    the input add no error. Returns None for fewer than eight runs or no tokens.
+    Uses the differences between neighbouring runs of RUN_ROWS rows, as is usual for a systematic sample: slow changes
+    along the input add no error. Returns None for fewer than eight runs or no tokens.
+
+    Args:
+        tokens: Tokens of each row of the sample, in input order.
+        of_rows: Rows of the whole input.
     """
     runs = tokens[: len(tokens) // RUN_ROWS * RUN_ROWS].reshape(-1, RUN_ROWS).mean(axis=1)
     if len(runs) < 8 or not runs.sum():

@@ -24,15 +24,27 @@ from batchinfer_kernels.cost import Cost, ModelCost
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The part of a model on one rank of a stage. All ranks of a stage have parts of about equal size."""
+    """The shard of a model on one rank of a pipeline stage. All ranks of a stage have shards of about equal size.
+
+    Attributes:
+        spec: The layers and weights of the shard.
+        cost: FLOPs and bytes of the shard's part of a step.
+        weight_bytes: Bytes of the shard's weights.
+        layers: Half-open range of layer numbers in the whole model.
+    """
 
     spec: ModelSpec
     cost: ModelCost
     weight_bytes: int
-    layers: tuple[int, int]  # half-open range of layer numbers in the whole model
+    layers: tuple[int, int]
 
     def block_bytes(self, layout: CacheLayout, whole: ModelSpec) -> int:
-        """Return the bytes of a KV-cache block on this rank. `layout` describes the whole model."""
+        """Return the bytes that a KV-cache block takes on this rank.
+
+        Args:
+            layout: Layout of the KV cache of the whole model.
+            whole: The whole model.
+        """
         staged = self.layers != (0, len(whole.layers))
         own = stage_layout(layout, whole.caches, self.layers) if staged else layout
         return block_bytes(own, self.cost)
@@ -40,7 +52,13 @@ class StagePart:
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A model sharded into stages, with one part per stage."""
+    """A model sharded into pipeline stages.
+
+    Attributes:
+        division: The numbers of tensor-parallel, pipeline-parallel and expert-parallel ranks.
+        whole: The whole model.
+        parts: For each stage, the shard of one rank.
+    """
 
     division: Division
     whole: ModelSpec
@@ -48,24 +66,40 @@ class ShardedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the weight bytes of the largest part."""
+        """Return the bytes of the weights on the rank that has the largest shard."""
         return max(part.weight_bytes for part in self.parts)
 
     def stages(self, devices: Devices, itemsize: int, all_logits: bool) -> tuple[SimulatedStage, ...]:
-        """Return the stages for a simulation on these devices."""
+        """Return the model's pipeline stages for a simulation.
+
+        Args:
+            devices: The devices of the ranks, and the links between them.
+            itemsize: Bytes of a value of hidden states.
+            all_logits: Whether ranks exchange the logits of all tokens instead of the best token.
+        """
         division, layers = self.division, sum(part.cost.layers for part in self.parts)
         among, between = devices.link_among(division.peers), devices.link_among(division.ranks)
         found = []
         for number, part in enumerate(self.parts, 1):
-            behind = between if number < division.stages else None
+            next_link = between if number < division.stages else None
             traffic = rank_traffic(part.spec, itemsize, division.experts > 1)
-            sends = StageSends(traffic, division.peers, among, behind, all_logits)
+            sends = StageSends(traffic, division.peers, among, next_link, all_logits)
             found.append(SimulatedStage(part.cost, part.cost.layers / layers, sends))
         return tuple(found)
 
 
 def shard_model(setup: Setup, division: Division) -> ShardedModel | None:
-    """Return the sharded model of a job, or None with one rank or third-party code. Raises CannotSplit."""
+    """Return the shards of a job's model by stage.
+
+    Returns None with a single rank, or for a model that third-party code runs.
+
+    Args:
+        setup: The setup of the job.
+        division: How the model is sharded.
+
+    Raises:
+        CannotSplit: The model cannot be sharded.
+    """
     checkpoint, setting = setup.checkpoint, setup.setting
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
         return None
@@ -76,7 +110,16 @@ def shard_model(setup: Setup, division: Division) -> ShardedModel | None:
 
 
 def shard_into_stages(whole: ModelSpec, division: Division, setting: Setting) -> ShardedModel:
-    """Return the parts of a sharded model. Raises CannotSplit."""
+    """Return the shards of a model by stage.
+
+    Args:
+        whole: The whole model.
+        division: How the model is sharded.
+        setting: The setting of the job.
+
+    Raises:
+        CannotSplit: The model cannot be sharded.
+    """
     firsts = sorted(range(0, division.ranks, division.peers), key=division.stage)
     return ShardedModel(division, whole, tuple(_part(whole, division, rank, setting) for rank in firsts))
 
@@ -87,13 +130,12 @@ def _part(whole: ModelSpec, division: Division, rank: int, setting: Setting) -> 
     place = rank_shard(_fullest(rank, division, placement), division, whole, placement)
     own = shard_spec(whole, place)
     cost = model_cost(own, setting.numerics.itemsize, setting.device, setting.numerics.deterministic)
-    cost = cost if experts is None else with_imbalance(cost, experts.times)
+    cost = cost if experts is None else with_imbalance(cost, experts.load_factor)
     weights = loaded_bytes(own, parameter_count(own), setting.numerics.itemsize)
     return StagePart(own, cost, weights, place.layers or (0, len(whole.layers)))
 
 
 def _fullest(first: int, division: Division, placement: ExpertPlacement | None) -> int:
-    """Return the rank with the most experts in the stage whose first rank is `first`."""
     if placement is None:
         return first
     peers = range(division.peers)
@@ -101,10 +143,15 @@ def _fullest(first: int, division: Division, placement: ExpertPlacement | None) 
     return first + max(peers, key=held.__getitem__)
 
 
-def with_imbalance(cost: ModelCost, times: float) -> ModelCost:
-    """Return the cost of the most loaded rank, whose experts get `times` times the mean number of tokens."""
+def with_imbalance(cost: ModelCost, factor: float) -> ModelCost:
+    """Return the cost of a model's steps on the rank whose experts get the largest number of tokens.
+
+    Args:
+        cost: The cost with a mean number of tokens.
+        factor: Tokens of the rank divided by the mean.
+    """
     operators = [
-        replace(one, token=Cost(*(round(part * times) for part in astuple(one.token))))
+        replace(one, token=Cost(*(round(part * factor) for part in astuple(one.token))))
         if one.experts
         else one
         for one in cost.operators
@@ -113,16 +160,23 @@ def with_imbalance(cost: ModelCost, times: float) -> ModelCost:
 
 
 def needs_all_logits(job: Job) -> bool:
-    """Return True if ranks must gather the logits of all tokens. Greedy decoding needs only the best token."""
+    """Return True if the ranks of an engine must exchange the logits of all tokens to sample the job's answers.
+
+    Greedy decoding needs only the best token of each rank.
+    """
     params = job.params()
     asked = params.asks_logprobs or params.penalised or params.forbids_tokens or params.constraint is not None
     return asked or not params.greedy or bool(job.sampling.from_columns)
 
 
 def measured_stages(cost: ModelCost, stages: int) -> tuple[SimulatedStage, ...]:
-    """Return stages for a model whose step times were measured in earlier runs.
+    """Return pipeline stages for a model whose step times were measured in earlier runs with these stages.
 
-    A measured time runs from the end of one step to the end of the next. So each stage takes as long as a
-    whole step.
+    A measured time runs from the end of one step to the end of the next. So the work of each stage takes the time of
+    a whole step.
+
+    Args:
+        cost: FLOPs and bytes of the whole model's steps.
+        stages: Number of stages.
     """
     return (SimulatedStage(cost, 1.0),) * stages

@@ -14,7 +14,13 @@ from batchinfer_kernels.cost import StepShape
 
 @dataclass(frozen=True, slots=True)
 class MeanRow:
-    """The mean row of a job: prompt tokens, unshared prompt tokens, and output tokens."""
+    """The mean row of a job, in tokens.
+
+    Attributes:
+        prompt: Prompt tokens.
+        own: Prompt tokens that no earlier row shares.
+        output: Output tokens.
+    """
 
     prompt: float
     own: float
@@ -22,9 +28,9 @@ class MeanRow:
 
 
 def estimated_s(engine: ForecastEngine) -> float:
-    """Return the approximate seconds of an engine that is always full.
+    """Return the approximate engine time of a plan in seconds, without a simulation.
 
-    Rows run in waves: each wave prefills its prompts, then decodes.
+    The engine is assumed to be always full, with waves of rows: each wave prefills its prompts, then decodes.
     """
     plan, machine = engine.plan, engine.machine
     rows = plan.to_run * engine.multiple / engine.setup.setting.placement.replicas
@@ -49,7 +55,6 @@ def _decode_s(machine: SimulatedEngine, rows: float, mean: MeanRow) -> float:
 
 
 def _at_once(machine: SimulatedEngine, rows: int, cached: float, output: float) -> int:
-    """Return the number of decode steps that the host launches together, with `cached` tokens per layer."""
     costs = machine.scheduler.admission_costs
     if costs is None or not machine.repeats:
         return 1
@@ -59,7 +64,6 @@ def _at_once(machine: SimulatedEngine, rows: int, cached: float, output: float) 
 
 
 def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
-    """Return the seconds of a step full of prompt tokens."""
     tokens = machine.scheduler.max_num_batched_tokens
     rows = max(1, round(tokens / mean.own))
     pairs = tokens * machine.cost.seen(max(1, round(mean.prompt - mean.own / 2)))
@@ -70,9 +74,16 @@ def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
 def _interval_s(
     machine: SimulatedEngine, shape: StepShape, rows: int, mode: LaunchMode, steps: int = 1
 ) -> float:
-    """Return the seconds from one step of a micro-batch to its next, while each other micro-batch runs one step.
+    """Return the seconds from one step of a micro-batch to its next step.
 
-    The host launches `steps` steps together.
+    In between, every other micro-batch runs one such step.
+
+    Args:
+        machine: The engine.
+        shape: Tokens and attention of the step.
+        rows: Rows of the step.
+        mode: How the step is launched.
+        steps: Number of decode steps that the host launches together.
     """
     time, turns, captures = machine.time, machine.turns, machine.captures
     if captures is not None and not captures.rows:

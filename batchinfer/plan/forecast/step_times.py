@@ -30,20 +30,29 @@ DECLARED_EFFICIENCY = 0.6
 MOST_STEPS = 5_000  # steps of earlier runs that are used; each takes about 0.1 ms to evaluate
 
 # Origin: earlier runs; `doctor --measure`; DECLARED_EFFICIENCY; the roofline; or nothing, because peaks are unknown
-Known = Literal["runs", "measured", "declared", "limit", "unknown"]
+Basis = Literal["runs", "measured", "declared", "limit", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Step times and their origin. If `known` is "unknown", seconds mean nothing."""
+    """Step times and their origin.
+
+    Attributes:
+        time: Predicts the seconds of a step.
+        basis: Origin of the times. "unknown": the seconds mean nothing, because the peaks are unknown.
+        runs: Number of earlier runs whose steps were used. 0 for another origin.
+    """
 
     time: StepTime
-    known: Known
-    runs: int = 0  # number of earlier runs
+    basis: Basis
+    runs: int = 0
 
 
 def alike(job: Job, setting: Setting) -> dict[str, object]:
-    """Return the model, machine and arithmetic as columns of the run table, to find comparable runs."""
+    """Return the columns of the run table whose values must be equal for step times of runs to be comparable.
+
+    They describe model, machine and arithmetic.
+    """
     return {
         "model": describe_model(job.model.path),
         "hardware": setting.placement.hardware.name,
@@ -54,7 +63,13 @@ def alike(job: Job, setting: Setting) -> dict[str, object]:
 
 
 def step_times(setting: Setting, cost: ModelCost, earlier: EarlierSteps | None) -> StepTimes:
-    """Return the step times for a setting. `earlier` holds the steps of comparable runs, or None."""
+    """Return the best available step times for a model on this machine.
+
+    Args:
+        setting: The setting of the job.
+        cost: FLOPs and bytes of the model's steps.
+        earlier: Steps of comparable earlier runs, or None.
+    """
     if setting.peaks is None:  # counts are valid; the seconds are not shown
         return StepTimes(StepTime(Peaks(1.0, 1.0)), "unknown")
     expected = _expected(setting, setting.peaks)

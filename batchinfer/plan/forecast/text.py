@@ -28,10 +28,13 @@ UPPER_BOUND = "(upper bound: no earlier run to learn lengths from)"
 
 
 def layout_lines(layouts: Sequence[LayoutForecast], devices: Devices) -> Iterator[tuple[str, str]]:
-    """Yield lines for the devices, the layouts that fit (the chosen one first), and the refused layouts."""
+    """Yield lines that compare the layouts of a job on several devices, as pairs of a heading and a text.
+
+    The order is: the devices, the layouts that fit (the chosen one first), the refused layouts.
+    """
     yield (
         "layouts",
-        f"{devices.name}, {devices.links}; expected, and never run on a GPU; bytes are those of a device",
+        f"{devices.name}, {devices.links}; expected, and never run on a GPU; bytes are per device",
     )
     for layout in layouts:
         if layout.refused is None:
@@ -63,13 +66,18 @@ def _fitting(layout: LayoutForecast) -> str:
 
 
 def forecast_lines(found: JobForecast, price_per_hour: float | None) -> list[str]:
-    """Return a heading and a line for each known part. `price_per_hour` is the machine's, in any currency."""
+    """Return a forecast as lines for people: a heading, and a line for each part that is known.
+
+    Args:
+        found: The forecast.
+        price_per_hour: Price of an hour of the machine, in any currency. None: no cost is shown.
+    """
     named = _named(found, price_per_hour)
     return [f"{found.job}: {found.setting}", *(f"  {name:<{NAME}}{text}" for name, text in named)]
 
 
 def plan_line(plan: Plan) -> str:
-    """Return the plan in one line, before it runs."""
+    """Return the counts of a plan as one line for people, before it runs."""
     duplicates = counted(plan.duplicates, "duplicate")
     rows = f"plan: {counted(plan.rows, 'row')}, {counted(plan.error_rows, 'error row')}, {duplicates}"
     if not plan.to_run:
@@ -87,14 +95,14 @@ def _to_run(plan: Plan) -> str:
 
 
 def engine_text(forecast: EngineForecast) -> str:
-    """Return the engine's seconds and their origin. The seconds must be known."""
+    """Return the engine time of a forecast and its origin as a phrase. The time must be known."""
     which = f"MFU {percent(forecast.mfu)}, MBU {percent(forecast.mbu)}"
     bound = f" {UPPER_BOUND}" if forecast.upper_bound else ""
     return f"{seconds(forecast.seconds)}{bound}, {counted(forecast.run.steps, 'step')}, {which}; {_known(forecast)}"
 
 
 def range_line(forecast: EngineForecast) -> tuple[str, ...]:
-    """Return a line with the ranges of the whole run's time and of its parts, or no line if they are unknown."""
+    """Return one line with the range of the whole run's time and of its parts. Empty if the range is unknown."""
     within = forecast.within
     if within is None:
         return ()
@@ -110,7 +118,7 @@ def _span(within: tuple[float, float]) -> str:
 
 
 def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
-    """Return a line about the drafts of the last run, or no line. The forecast itself ignores drafts."""
+    """Return one line about the draft tokens of the last run, which the forecast ignores. Empty without drafts."""
     before = forecast.proposals
     if before is None:
         return ()
@@ -124,7 +132,12 @@ def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
 
 
 def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str, Any]:
-    """Return the forecast as JSON. Unknown values and parts that do not apply are null."""
+    """Return a forecast as a JSON object. Values that are unknown or do not apply are null.
+
+    Args:
+        found: The forecast.
+        price_per_hour: Price of an hour of the machine, in any currency. None: the cost is null.
+    """
     plan, lengths, memory, forecast = found.plan, found.lengths, found.memory, found.forecast
     return {
         "job": found.job,
@@ -175,7 +188,6 @@ def _devices_json(devices: Devices) -> dict[str, Any]:
 
 
 def _node_json(node: PlannedPrefix) -> dict[str, Any]:
-    """Return the prefix without the offset of its tokens, which is only valid while planning."""
     return {name: value for name, value in asdict(node).items() if name != "token_offset"}
 
 
@@ -204,7 +216,7 @@ def _forecast_json(forecast: EngineForecast, price_per_hour: float | None) -> di
         "simulated_share": forecast.simulated,
         "answers_from_runs": forecast.answers_from,
         "upper_bound": forecast.upper_bound,
-        "times_from": forecast.times.known,
+        "times_from": forecast.times.basis,
         "times_from_runs": forecast.times.runs,
         "drafts_before": None if forecast.proposals is None else asdict(forecast.proposals),
         "energy_j": forecast.energy_j,
@@ -267,23 +279,33 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
 def experts_text(
     placement: str, ranks: int, why: str, in_ranges: float | None, expected: float | None, repeated: int
 ) -> str:
-    """Return the text for the fields of an ExpertPlan."""
+    """Return a plan of experts as a sentence. The arguments are the values of `ExpertPlan.facts`.
+
+    Args:
+        placement: "ranges" or "loads".
+        ranks: Number of ranks that share the experts.
+        why: The reason for the placement.
+        in_ranges: Load of the most loaded rank divided by the mean, with contiguous ranges. None if unknown.
+        expected: The same with this placement. None if unknown.
+        repeated: Number of extra copies of experts.
+    """
     if in_ranges is None or expected is None:
         return f"in ranges on {ranks} ranks: {why}"
     most = f"the most loaded of {ranks} ranks has {in_ranges:.2f} times the mean's tokens"
     if placement == "ranges":
         return f"in ranges: {why}; {most}"
-    beside = f", with {counted(repeated, 'repeated expert')}" if repeated else ""
-    return f"{why}: {most} with ranges, and {expected:.2f} times as placed{beside}"
+    copies = f", with {counted(repeated, 'repeated expert')}" if repeated else ""
+    return f"{why}: {most} with ranges, and {expected:.2f} times as placed{copies}"
 
 
 def _draft_model(runs: str, why: str) -> str:
-    beside = "proposes tokens beside the job's, in the same engine"
-    return f"the draft model {beside if runs == 'beside' else 'answers all rows first'}: {why}"
+    does = (
+        "proposes tokens in the engine of the job's model" if runs == "beside" else "answers all rows first"
+    )
+    return f"the draft model {does}: {why}"
 
 
 def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
-    """Yield a line per prefix, indented by its depth."""
     depth: dict[int | None, int] = {None: 0}
     for node in prefixes:
         depth[node.node] = depth[node.parent] + 1
@@ -331,7 +353,7 @@ def _answers(forecast: EngineForecast, most: int) -> str:
         return "made of the prompts alone, without a token of output"
     if forecast.answers_from:
         runs = counted(forecast.answers_from, "earlier run")
-        return f"{short(forecast.run.output_tokens)} tokens, if they are as long as in {runs}; {short(most)} at most"
+        return f"{short(forecast.run.output_tokens)} tokens, with lengths as in {runs}; {short(most)} at most"
     return (
         f"{short(most)} tokens {UPPER_BOUND if forecast.upper_bound else '(every answer has a fixed length)'}"
     )
@@ -373,7 +395,6 @@ def _quantizations(found: JobForecast) -> str:
 
 
 def _idle(idle: IdleForecast) -> str:
-    """Return the idle time by cause, as a sentence."""
     named = (
         ("input", idle.input_s), ("planning", idle.plan_s), ("loading", idle.load_s),
         ("the other engines' last rows", idle.tail_s), ("publishing", idle.publish_s),
@@ -387,12 +408,11 @@ def _idle(idle: IdleForecast) -> str:
 
 
 def _known(forecast: EngineForecast) -> str:
-    """Return the origin of the step times, as a phrase."""
-    if forecast.times.known == "runs":
+    if forecast.times.basis == "runs":
         return f"steps as fast as in {counted(forecast.times.runs, 'earlier run')}"
-    if forecast.times.known == "measured":
+    if forecast.times.basis == "measured":
         return "steps as fast as `batchinfer doctor --measure` measured on this machine"
-    if forecast.times.known == "declared":
+    if forecast.times.basis == "declared":
         share = percent(DECLARED_EFFICIENCY)
         return f"steps at {share} of the hardware's peaks: an assumption, until a run on this machine measures it"
     share = percent(CPU_SHARE)

@@ -9,13 +9,13 @@ from types import MappingProxyType
 
 from batchinfer.engine.schedule.budget import HOST_STEP_S
 from batchinfer.machine.cpus import usable_cpus
-from batchinfer.plan.forecast.step_times import Known
+from batchinfer.plan.forecast.step_times import Basis
 
 # Without measured steps, a CPU is assumed to reach this share of its peaks, plus this time per layer and step. The
 # quickstart's steps reached 0.17 (8 rows) to 0.69 (256 rows) of the peaks on two AMD EPYC cores.
 CPU_SHARE, CPU_LAYER_S = 0.5, 1e-4
 # Factors of the fastest and slowest step time relative to the expected one, by origin
-_FACTORS: Mapping[Known, tuple[float, float]] = MappingProxyType(
+_FACTORS: Mapping[Basis, tuple[float, float]] = MappingProxyType(
     {
         "unknown": (0.0, 0.0),
         "runs": (0.7, 1.5),
@@ -33,49 +33,60 @@ _OVERHEAD_FACTORS = (0.7, 1.5)  # relative to earlier runs
 
 @dataclass(frozen=True, slots=True)
 class TimeRange:
-    """The ranges of the seconds of the engine and of everything else in the run."""
+    """The forecast range of a run's time. Each range is a pair of seconds: lower and upper end.
+
+    Attributes:
+        engine_s: The time of the engines.
+        other_s: The rest of the run: start, reading, loading and publishing.
+        runs: Number of earlier runs that measured `other_s`. 0: it is assumed.
+    """
 
     engine_s: tuple[float, float]
-    other_s: tuple[float, float]  # start, reading, loading, publishing
-    runs: int  # earlier runs that measured other_s; 0: assumed
+    other_s: tuple[float, float]
+    runs: int
 
     @property
     def run_s(self) -> tuple[float, float]:
-        """Return the range of the whole run."""
+        """Return the lower and upper end of the whole run's time in seconds."""
         return self.engine_s[0] + self.other_s[0], self.engine_s[1] + self.other_s[1]
 
 
 def unmeasured_s(limit_s: float, steps: int, layers: int) -> float:
-    """Return the expected seconds of unmeasured CPU steps that take `limit_s` at the peaks."""
+    """Return the expected seconds of CPU steps whose speed was not measured.
+
+    Args:
+        limit_s: Seconds of all steps at the peaks of the CPU.
+        steps: Number of steps.
+        layers: Number of layers of the model.
+    """
     return limit_s / CPU_SHARE + steps * (HOST_STEP_S + layers * CPU_LAYER_S)
 
 
-def engine_range(seconds: float, known: Known, upper_bound: bool, device: str) -> tuple[float, float]:
-    """Return the range around the expected seconds of the engine.
+def engine_range(seconds: float, basis: Basis, upper_bound: bool, device: str) -> tuple[float, float]:
+    """Return the lower and upper end of the forecast engine time in seconds.
 
     Args:
-        seconds: Expected seconds.
-        known: Origin of the step times.
+        seconds: The expected time.
+        basis: Origin of the step times.
         upper_bound: Whether answers were counted at their max_tokens.
         device: Device of the engine. On a CPU, the current load of other processes is included.
     """
-    least, most = _FACTORS[known]
+    least, most = _FACTORS[basis]
     shorter = _SHORTEST_ANSWERS if upper_bound else 1.0
     return seconds * least * shorter, seconds * most * (_waiting() if device == "cpu" else 1.0)
 
 
 def _waiting() -> float:
-    """Return the number of runnable processes per core, at least 1."""
     return max(1.0, os.getloadavg()[0] / usable_cpus())
 
 
 def other_range(earlier: tuple[float, int] | None, weight_bytes: int, device: str) -> tuple[float, float]:
-    """Return the range of the seconds that a run spends outside its engine: start, reading, loading, publishing.
+    """Return the lower and upper end of the seconds that a run spends on start, reading, loading and publishing.
 
     Args:
-        earlier: The median of earlier runs, and the number of these runs; None before the first run.
+        earlier: The median of earlier runs in seconds, and the number of these runs. None before the first run.
         weight_bytes: Bytes of weights to load.
-        device: as in `engine_range`.
+        device: Device of the engine. On a CPU, the current load of other processes is included.
     """
     if earlier is not None:
         return earlier[0] * _OVERHEAD_FACTORS[0], earlier[0] * _OVERHEAD_FACTORS[1]

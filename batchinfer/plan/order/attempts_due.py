@@ -11,15 +11,18 @@ from batchinfer.store.results.attempts import IS_INVALID
 
 
 def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
-    """Return a query for the distinct work keys of the rows' current attempts.
+    """Return a SQL query that yields one row per distinct work key among the current attempts of all input rows.
 
-    Columns: key, offset and length of the prompt, parameters, expected output tokens, number of rows, number of
-    rows without a further attempt, and the maximum tokens of this or a later attempt.
+    The current attempt of a row is the first one without a valid answer, or its last one. The query's columns: work
+    key, offset and number of the prompt tokens, sampling parameters as JSON, expected output tokens, number of rows
+    with this key, number of these rows without a further attempt, and the largest number of prompt and output tokens
+    of this or a later attempt.
 
     Args:
-        index: Parts of the index.
-        reached: Highest attempt that a row may be at. If above 1, the table `chosen` lists the invalid answers.
-        attempts: Number of attempts of the ladder.
+        index: Parquet files of the index.
+        reached: Highest attempt that any row may be at, from 1. Above 1, the database must have the table `chosen`
+            (`load_chosen`), which marks invalid answers.
+        attempts: Maximum number of attempts per row.
     """
     selects = [_at(attempt, reached, attempts, parquet(index)) for attempt in range(1, reached + 1)]
     # Equal keys have equal tokens and parameters. Only offsets differ, and any of them works.
@@ -30,7 +33,6 @@ def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
 
 
 def _at(attempt: int, reached: int, attempts: int, source: str) -> str:
-    """Select the rows at this attempt: all earlier answers are invalid, and this one is valid or the last."""
     key, params, expected = attempt_columns(attempt)
     keys = [attempt_columns(number)[0] for number in range(1, attempts + 1)]
     later = [f"{name} IS NULL" for name in keys[attempt:]]

@@ -1,4 +1,4 @@
-"""Divides the rows of a plan among engines. Holds the rows that no engine has yet."""
+"""Divides the requests of a plan among engines. Holds the requests that no engine has yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _READ = 1024  # rows read at a time; `cut` examines all rows that were read
 
 
 class Backlog:
-    """Rows in plan order, in which rows with a common prefix are adjacent."""
+    """The requests of a plan that no engine has received yet, in plan order.
+
+    Requests with a common prefix are adjacent.
+    """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -28,23 +31,27 @@ class Backlog:
         return len(self._requests)
 
     def append(self, requests: Sequence[Request]) -> None:
-        """Add the next rows of the plan."""
+        """Add the next requests of the plan to the end of the backlog."""
         self._requests += requests
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Return rows of an engine to the front of the backlog."""
+        """Put requests that an engine returns at the front of the backlog."""
         self._requests[:0] = requests
         self._free_tokens = 0
 
     def take_all(self) -> list[Request]:
-        """Remove and return all rows."""
+        """Remove and return all requests of the backlog."""
         taken, self._requests = self._requests, []
         return taken
 
     def take(self, rows: int, engines: int) -> list[Request]:
-        """Remove and return about `rows` rows from the front, at least one, for one of several engines.
+        """Remove and return the next requests of the backlog, to give to an engine.
 
-        Rows that share a prefix stay together, unless computing the prefix in several engines is cheap.
+        Requests that share a prefix stay together, unless computing the prefix in several engines is cheap.
+
+        Args:
+            rows: Desired number of requests. The result has at least one request, and may have more than `rows`.
+            engines: Number of engines that share the backlog.
         """
         end, self._free_tokens = cut(self._requests, rows, engines, self._free_tokens)
         taken = self._requests[:end]
@@ -55,19 +62,22 @@ class Backlog:
 
 
 def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int = 0) -> tuple[int, int]:
-    """Return how many requests to take from the front, and the prefix tokens that are free after the cut.
+    """Choose where to split a list of requests so that few engines compute the same prefix twice.
 
-    The cut is between `rows` and twice as many rows, where the shared prefix is shortest. If the prefix is too
-    expensive to compute twice, the range is doubled until all requests are taken.
+    The split is between `rows` and 2 × `rows` requests, where neighbouring requests share the shortest prefix. If that
+    prefix is too expensive to compute twice, `rows` is doubled, until all requests are taken.
 
-    A prefix is cheap enough if it costs little compared to the rows before the cut, or, computed by every engine,
-    compared to all rows that share it. In the second case later cuts in the same prefix are free.
+    A prefix is cheap enough if it costs little compared to the requests before the split, or, computed by every
+    engine, compared to all requests that share it. In the second case later splits in the same prefix are free.
 
     Args:
         requests: Requests in plan order.
-        rows: Desired number of requests.
+        rows: Desired number of requests before the split.
         engines: Number of engines.
-        free_tokens: Tokens that the first request shares with earlier ones and that all engines compute anyway.
+        free_tokens: Leading tokens of the first request that every engine computes anyway.
+
+    Returns:
+        The number of requests before the split, and the value of `free_tokens` for the requests after it.
     """
     work, rows = _work(requests), max(1, rows)
     kept = list(accumulate((request.shares_next for request in requests), min, initial=free_tokens))[1:]
@@ -85,7 +95,6 @@ def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int =
 
 
 def _group_end(requests: Sequence[Request], end: int) -> int:
-    """Return the end of the group of requests that share as much as the two around `end`."""
     shared = requests[end - 1].shares_next
     while end < len(requests) and requests[end - 1].shares_next >= shared:
         end += 1
@@ -93,7 +102,6 @@ def _group_end(requests: Sequence[Request], end: int) -> int:
 
 
 def _work(requests: Sequence[Request]) -> list[int]:
-    """Return the cumulated tokens (prompt and answer) of the requests. Shared tokens count once."""
     shared = [0, *(request.shares_next for request in requests[:-1])]
     each = (
         max(0, len(request.prompt) - common) + request.params.max_tokens
@@ -108,12 +116,22 @@ def tokens_of(request: Request) -> int:
 
 
 def piece_rows(left: int, engines: int) -> int:
-    """Return how many rows to hand to one of the engines while `left` rows remain."""
+    """Return how many requests to give to an engine at a time: an equal share of the rest, divided by PIECES_LEFT.
+
+    Args:
+        left: Number of requests that no engine has yet.
+        engines: Number of engines.
+    """
     return max(1, min(MOST_ROWS, left // (PIECES_LEFT * engines)))
 
 
 def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
-    """Return the requests of the busiest engine, assuming equally fast engines."""
+    """Return the requests that the busiest engine would get if all engines were equally fast.
+
+    Args:
+        requests: All requests, in plan order.
+        engines: Number of engines that divide the requests.
+    """
     if engines == 1:
         return list(requests)
     backlog, loads = Backlog(), [0] * engines

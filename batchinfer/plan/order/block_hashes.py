@@ -1,4 +1,4 @@
-"""Hashes prompts block by block, to compare them. The hash of a block covers all tokens up to its end.
+"""Hashes prompts block by block, to compare them. The hash of a block covers all prompt tokens up to its end.
 
 The engine uses a cryptographic hash (`Sequence.block_hash`), because a collision there gives wrong answers. Here a
 collision only worsens the order, and a cryptographic hash takes 15 times as long (docs/measurements/prefixes.md).
@@ -24,26 +24,30 @@ _NONE: Hashes = np.zeros(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """The block hashes of prompts. A block that ends with the last token is left out, as that token always runs.
+    """The block hashes of several prompts. Two prompts share their first n blocks if their first n hashes are equal.
 
-    Two prompts share their first n blocks if the first n hashes are equal, so sorting by hashes groups common
-    prefixes. Collisions have a probability of about 2⁻⁶⁴ and only worsen the order.
+    A block that ends with the last token of its prompt has no hash, because the last token is always computed.
+    Collisions have a probability of about 2⁻⁶⁴ and only worsen the order of requests.
+
+    Attributes:
+        hashes: The hashes of all prompts, concatenated.
+        lengths: Number of hashes of each prompt.
     """
 
-    hashes: Hashes  # of all prompts, concatenated
-    lengths: NDArray[np.int64]  # number of hashes of each prompt
+    hashes: Hashes
+    lengths: NDArray[np.int64]
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Return the end offset of each chain in `hashes`."""
+        """Return the end offset in `hashes` of each prompt's hashes."""
         return np.cumsum(self.lengths)
 
     def last(self) -> Chains:
-        """Return the last chain, or no chain if there is none."""
+        """Return the hashes of the last prompt as `Chains` of one prompt. Without prompts, the result is empty."""
         return Chains(self.hashes[len(self.hashes) - int(self.lengths[-1:].sum()) :], self.lengths[-1:])
 
-    def behind(self, before: Chains) -> Chains:
-        """Return the chains of `before` followed by these."""
+    def prepend(self, before: Chains) -> Chains:
+        """Return new `Chains` with the prompts of `before`, followed by the prompts of this object."""
         return Chains(
             np.append(before.hashes, self.hashes),
             np.append(before.lengths, self.lengths),
@@ -54,20 +58,25 @@ NO_CHAIN = Chains(_NONE, np.zeros(1, np.int64))  # one empty chain
 
 
 def chain_lengths(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the number of hashes for prompts of these token counts."""
+    """Return the number of block hashes of each prompt.
+
+    Args:
+        counts: Number of tokens of each prompt.
+    """
     return np.maximum(0, counts.astype(np.int64) - 1) // BLOCK
 
 
 def block_hashes(
     tokens: TokenIds, starts: NDArray[np.int64], counts: NDArray[np.integer], roots: Hashes | None = None
 ) -> Chains:
-    """Return the chains of prompts.
+    """Return the block hashes of prompts.
 
     Args:
         tokens: Token ids of all prompts.
-        starts: Start of each prompt in `tokens`.
+        starts: Position in `tokens` of each prompt's first token.
         counts: Number of tokens of each prompt.
-        roots: Number of each prompt's content root. Prompts with different roots share no hash.
+        roots: A number per prompt. Prompts with different numbers get different hashes, because they cannot share
+            cached blocks. None: all prompts may share.
     """
     chains = Chains(_NONE, chain_lengths(counts))
     begins = chains.ends - chains.lengths
@@ -84,14 +93,21 @@ def block_hashes(
 
 
 def chains_to_arrow(chains: Chains) -> pa.Array:
-    """Return chains as an array of bytes. Equal chains are equal bytes; the sort order is arbitrary."""
+    """Return a binary Arrow array with one value per prompt: its hashes as bytes, to sort prompts in a database.
+
+    Prompts with equal hashes have equal bytes. The sort order of the bytes is arbitrary.
+    """
     ends = np.append(0, chains.ends * HASH_BYTES).astype(np.int32)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(chains.hashes)]
     return pa.Array.from_buffers(pa.binary(), len(chains.lengths), buffers)
 
 
 def chains_from_arrow(values: pa.Array) -> Chains:
-    """Return the chains of a binary array, in any of the binary types that a database returns."""
+    """Return the block hashes from an Arrow array that `chains_to_arrow` made.
+
+    Args:
+        values: Array of any of the binary types that a database returns.
+    """
     values = values.cast(pa.binary())
     ends = np.frombuffer(values.buffers()[1], np.int32, len(values) + 1, values.offset * 4) // HASH_BYTES
     data = values.buffers()[2]
@@ -102,7 +118,10 @@ def chains_from_arrow(values: pa.Array) -> Chains:
 
 
 def shared_blocks(chains: Chains) -> Ints:
-    """Return the number of blocks that each chain, except the first, shares with the previous one."""
+    """Return the number of leading block hashes that each prompt has in common with the previous prompt.
+
+    The result has one value less than there are prompts: the first prompt has no previous one.
+    """
     lengths, starts = chains.lengths, chains.ends - chains.lengths
     common = np.minimum(lengths[1:], lengths[:-1])
     first = np.cumsum(common) - common
@@ -116,7 +135,7 @@ def shared_blocks(chains: Chains) -> Ints:
 
 
 def _weights(count: int) -> Hashes:
-    """Return odd pseudo-random numbers (SplitMix64, Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return odd pseudo-random 64-bit numbers (SplitMix64, Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

@@ -35,7 +35,11 @@ PLAN_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanBatch:
-    """A segment of the plan, in order. Arrays have one value per request."""
+    """Consecutive requests of a plan.
+
+    Attributes:
+        table: One row per request, with the columns of PLAN_SCHEMA.
+    """
 
     table: pa.Table
 
@@ -44,30 +48,34 @@ class PlanBatch:
 
     @property
     def keys(self) -> list[bytes]:
-        """Return the work key of each request."""
+        """Return the work key of each request of the batch."""
         chunks = self.table.column("key").chunks
         return [key for chunk in chunks for key in _values(chunk)]
 
     @property
     def params(self) -> list[str]:
-        """Return the sampling parameters of each request, as JSON."""
+        """Return the sampling parameters of each request of the batch, as JSON."""
         found = self.table.column("params").combine_chunks().dictionary_encode()
         texts = found.dictionary.to_pylist()
         return [texts[place] for place in found.indices.to_pylist()]
 
     def without(self, keys: AbstractSet[bytes]) -> PlanBatch:
-        """Return the segment without the requests of these keys."""
+        """Return the batch without the requests with these work keys."""
         kept = [key not in keys for key in self.keys] if keys else ()
         return self if all(kept) else PlanBatch(self.table.filter(pa.array(kept)).combine_chunks())
 
     def numbers(self, column: str) -> NDArray[Any]:
-        """Return a numeric column without nulls, for example token_count or users."""
+        """Return a numeric column of the batch, one value per request.
+
+        Args:
+            column: Name of a column without nulls, for example "token_count" or "users".
+        """
         values: NDArray[Any] = self.table.column(column).to_numpy()
         return values
 
 
 def _values(keys: pa.FixedSizeBinaryArray) -> list[bytes]:
-    """Return the values of an array without nulls. Faster than to_pylist(), which makes an object per value."""
+    """Return the values of an array without nulls. Faster than to_pylist(), which creates an Arrow scalar per value."""
     width = keys.type.byte_width
     data = keys.buffers()[1].slice(keys.offset * width, len(keys) * width).to_pybytes()
     return [data[start : start + width] for start in range(0, len(data), width)]
@@ -75,43 +83,64 @@ def _values(keys: pa.FixedSizeBinaryArray) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Counts over the whole job, and the files with the ordered requests.
+    """The requests that a run must compute, as a Parquet file in order of execution, and counts over the whole job.
 
-    `rows = error_rows + distinct + duplicates`; `distinct = present + to_run - without_rows`. Token counts cover
-    the requests `to_run`.
+    `rows = error_rows + distinct + duplicates`; `distinct = present + to_run - without_rows`. Token counts cover the
+    requests `to_run`.
+
+    Attributes:
+        path: Parquet file with the columns of PLAN_SCHEMA, one row per request, in order of execution.
+        prefixes: Parquet file with the prefix tree, in the columns of PREFIX_SCHEMA.
+        rows: Rows of the job.
+        error_rows: Rows of the job that can never run.
+        distinct: Different work keys of the rows.
+        duplicates: Rows with the work key of an earlier row.
+        present: Work keys whose answers are stored.
+        to_run: Requests to compute.
+        prompt_tokens: Prompt tokens of the requests to compute.
+        expected_tokens: Maximum output tokens of the requests to compute.
+        shared_prefix_tokens: Prompt tokens that need not be computed, because an earlier request has the same prefix.
+        rows_to_run: Rows that wait for the requests to compute.
+        longest: Largest number of prompt and output tokens of a request or of its later attempts. 0 without requests.
+        again_tokens: Tokens of prefixes that earlier requests of this run used, and that may be computed again.
+        without_rows: Requests to compute that serve no row: the prompt of classify.calibrate.
+        recurring: Estimated share (0 to 1) of the distinct prompt tokens that rows not yet read will share. 0 if not
+            estimated.
     """
 
-    path: Path  # a Parquet file in PLAN_SCHEMA, ordered by seq
-    prefixes: Path  # the prefix tree: a Parquet file in PREFIX_SCHEMA
+    path: Path
+    prefixes: Path
     rows: int
-    error_rows: int  # rows of the input that can never run
-    distinct: int  # different keys
-    duplicates: int  # rows served by another row's key
-    present: int  # keys that the completion store holds
+    error_rows: int
+    distinct: int
+    duplicates: int
+    present: int
     to_run: int
     prompt_tokens: int
-    expected_tokens: int  # output tokens, at most
-    shared_prefix_tokens: int  # prompt tokens that an earlier row shares, which need not run
-    rows_to_run: int  # rows that the answers of `to_run` serve
-    longest: int  # largest token_count + expected_tokens of an attempt to come; 0 if nothing is to run
-    # Tokens of prefixes that this run used before it knew all rows, and that it may have to compute again
+    expected_tokens: int
+    shared_prefix_tokens: int
+    rows_to_run: int
+    longest: int
     again_tokens: int = 0
-    without_rows: int = 0  # requests in `to_run` that serve no row: the prompt of classify.calibrate
-    # Estimated share (0 to 1) of the distinct prompt tokens to run that later rows will share; 0 if not estimated
+    without_rows: int = 0
     recurring: float = 0.0
 
     @property
     def answers_to_run(self) -> int:
-        """Return the number of requests to run that serve rows."""
+        """Return the number of requests to compute whose answers serve rows of the job."""
         return self.to_run - self.without_rows
 
     @property
     def tokens_once(self) -> int:
-        """Return the prompt tokens to run, with each prefix counted once."""
+        """Return the number of prompt tokens to compute, if each shared prefix is computed once."""
         return self.prompt_tokens - self.shared_prefix_tokens
 
     def rows_of(self, keys: AbstractSet[bytes]) -> int:
-        """Return the number of planned rows that the answers to these keys serve."""
+        """Return the number of the job's rows that the answers to some requests of the plan serve.
+
+        Args:
+            keys: Work keys of the requests.
+        """
         if not keys:
             return 0
         wanted, rows = pa.array(sorted(keys), pa.binary(32)), 0
@@ -121,9 +150,11 @@ class Plan:
         return rows
 
     def batches(self, rows_per_batch: int, every: int = 1) -> Iterator[PlanBatch]:
-        """Yield the plan in order, in batches of `rows_per_batch` requests. The last batch may be shorter.
+        """Yield the requests of the plan in order of execution, in batches.
 
-        If `every` is n, only the middle one of each n batches is yielded.
+        Args:
+            rows_per_batch: Requests per batch. The last batch may have fewer.
+            every: If n > 1, yield only every n-th batch.
         """
         if every > 1:
             tables = sample_segments(self.path, rows_per_batch, every)

@@ -1,7 +1,7 @@
-"""Plans a job: finds the work keys without answers, and orders them.
+"""Plans a job: finds the work keys without stored answers, and orders their requests.
 
-A pure function of index parts and completion parts: equal rows and equal stored keys give an equal plan, however
-the rows are split into parts.
+The plan depends only on the contents of the index and of the stored answers: equal rows and equal stored keys
+give an equal plan, however the rows are split into parts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plan_job(
     *,
     attempts: int = 1,
     reused: ReusedRows = NO_REUSED_ROWS,
-    beside: Sequence[Path] = (),
+    extra_prompts: Sequence[Path] = (),
     in_flight: Sequence[bytes] = (),
     begun: Sequence[bytes] = (),
     more: bool = False,
@@ -56,30 +56,41 @@ def plan_job(
     memory_limit: str | None = None,
     threads: int = 2,
 ) -> Plan:
-    """Plan each distinct key without a stored answer once.
+    """Plan the requests of a job: each distinct work key without a stored answer, in order of execution.
 
-    The plan is a depth-first walk of the prefix tree. At each node, larger efforts come first (`run_order`), so the
-    longest rows start early and rows with a common prefix stay together. Of a row's `attempts`, only the first one
-    without a valid answer counts.
+    The order is a depth-first walk of the prefix tree. At each node, the prompts and branches with the largest number
+    of tokens come first (`run_order`). Long requests start early, and requests with a common prefix stay together.
 
-    The first rows (`reused`) have answers. Prompts in `beside` run but are no rows of the job. Keys that the run
-    has handed out before (`begun`), or that engines are computing (`in_flight`), are not planned. Rows that share a
-    prefix with those in flight come first, while it is cached.
+    Args:
+        index_parts: Parquet files of the job's index.
+        prompts: The token ids of the prompts.
+        completion_parts: Parquet files of the stored answers.
+        out_dir: Folder for the files of the plan, and for temporary files of DuckDB.
+        roots: Tells which requests may share cached prefixes.
+        attempts: Maximum number of attempts per row. The first attempt without a valid answer is planned.
+        reused: The first index parts, whose rows have answers from an earlier run.
+        extra_prompts: Parquet files with prompts to run that belong to no row of the job.
+        in_flight: Work keys that engines compute now. They are not planned. Requests that share a prefix with them
+            come first, while the prefix is cached.
+        begun: Work keys that the run has given to engines so far. They are not planned.
+        more: Whether further rows will be read, so that `Plan.recurring` is estimated.
+        shares: Whether prompts may reuse cached tokens of other prompts.
+        retry_errors: Whether stored errors that may be retried count as missing answers.
+        memory_limit: Memory limit of DuckDB, such as "2GB". None: DuckDB's default.
+        threads: Threads of DuckDB.
 
-    If `more` is True, further rows will follow, and `Plan.recurring` estimates what they will share. If `shares` is
-    False, no prompt may reuse cached tokens. If `retry_errors` is True, retryable errors count as missing answers.
-    DuckDB uses up to `memory_limit` and spills into `out_dir`.
-
-    Raises OutOfMemory, or StorageError if a file is damaged or the index has no tokens of a key, because the key had
-    an answer when the index was written.
+    Raises:
+        OutOfMemory: Memory does not suffice.
+        StorageError: A file is damaged, or a stored answer was deleted after the index had been written without the
+            tokens of its prompt.
     """
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:
             load_chosen(database, completion_parts, attempts)
         new = index_parts[len(reused.parts) :]
         _load_wanted(database, new, attempts if completion_parts else 1, attempts, reused)
-        if beside:
-            _load_beside(database, beside)
+        if extra_prompts:
+            _load_extra(database, extra_prompts)
         _load_work(database, completion_parts, retry_errors, in_flight, begun)
         forest, rows = sorted_prompts(database, prompts, work_roots(database, roots))
         shared = _place(database, forest, rows, more, shares)
@@ -99,10 +110,6 @@ def plan_job(
 def _load_wanted(
     database: Any, index: Sequence[Path], reached: int, attempts: int, reused: ReusedRows
 ) -> None:
-    """Create the table `wanted`: the distinct keys of the rows' current attempts, without keys of reused rows.
-
-    A row may be at attempt `reached` at most. If that is above 1, the table `chosen` must be loaded.
-    """
     database.execute(
         "CREATE TEMP TABLE wanted(key BLOB, token_offset BIGINT, token_count INTEGER, params VARCHAR, "
         "expected_tokens INTEGER, users INTEGER, final_users INTEGER, longest INTEGER)"
@@ -115,11 +122,11 @@ def _load_wanted(
         database.execute(f"DELETE FROM wanted WHERE key IN (SELECT key FROM {parquet(reused.parts)})")
 
 
-def _load_beside(database: Any, beside: Sequence[Path]) -> None:
-    """Add the keys of prompts that serve no row to the table `wanted`."""
+def _load_extra(database: Any, extra_prompts: Sequence[Path]) -> None:
     database.execute(
         "INSERT INTO wanted SELECT key, token_offset, token_count, params, expected_tokens, 0, 0, "
-        f"token_count + expected_tokens FROM {parquet(beside)} ANTI JOIN wanted USING (key) WHERE key IS NOT NULL"
+        f"token_count + expected_tokens FROM {parquet(extra_prompts)} "
+        "ANTI JOIN wanted USING (key) WHERE key IS NOT NULL"
     )
 
 
@@ -130,10 +137,10 @@ def _load_work(
     in_flight: Sequence[bytes],
     begun: Sequence[bytes],
 ) -> None:
-    """Create the table `work`: the rows to run, and the rows that were handed out before.
+    """Create the table `work`: the requests to run, and the requests that engines received before.
 
-    Its column `begun` is null for rows to run, 0 for rows with an answer, and the position among `begun` (from 1)
-    for rows in flight.
+    Its column `begun` is null for requests to run. For requests in flight it is their position in `begun`, from 1, and
+    for requests with an answer it is 0.
     """
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:
@@ -158,7 +165,6 @@ def _load_work(
 
 
 def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
-    """Create a table of keys with their positions, starting at 1."""
     places = np.arange(1, len(keys) + 1, dtype=np.int32)
     database.register("given", pa.table({"key": pa.array(keys, pa.binary()), "place": places}))
     database.execute(f"CREATE TEMP TABLE {name} AS SELECT * FROM given")
@@ -166,13 +172,11 @@ def _load_keys(database: Any, name: str, keys: Sequence[bytes]) -> None:
 
 
 def _offsets(database: Any) -> NDArray[np.int64]:
-    """Return the offset of each prompt of `work` in the token store."""
     found: NDArray[np.int64] = database.sql("SELECT token_offset FROM work").fetchnumpy()["token_offset"]
     return found
 
 
 def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool, shares: bool) -> Sharing:
-    """Create the table `place` with the position and prefix of each row of `work`. Return what the rows share."""
     numbers = database.sql(
         "SELECT token_count, expected_tokens, token_offset, begun IS NULL AS runs, coalesce(begun, 0) AS begun "
         "FROM work"
@@ -204,18 +208,23 @@ def _by_row(values: Ints, rows: Ints) -> Ints:
 
 
 def longest_params(database: Any, source: str) -> int:
-    """Return the bytes of the longest parameters in a table or another SQL source."""
+    """Return the size in bytes of the longest sampling parameters in a table.
+
+    Args:
+        database: A DuckDB connection.
+        source: Name of a table, or another SQL source, with the column `params`.
+    """
     found = database.execute(f"SELECT coalesce(max(strlen(params)), 0) FROM {source}").fetchall()
     return int(found[0][0])
 
 
 def write_plan(query: Any, path: Path, longest: int) -> None:
-    """Write the rows of a DuckDB query in order.
+    """Write the requests of a plan as a Parquet file with the columns of PLAN_SCHEMA.
 
     Args:
-        query: Returns all columns of PLAN_SCHEMA except `seq`.
+        query: A DuckDB relation with all columns of PLAN_SCHEMA except `seq`, in order of execution.
         path: File to write.
-        longest: Bytes of the longest parameters, from `longest_params`.
+        longest: Size in bytes of the longest sampling parameters, from `longest_params`. It bounds the memory.
 
     Raises:
         StorageError: The file cannot be written.
@@ -250,7 +259,6 @@ def _ordered_sql() -> str:
 
 
 def _counts(database: Any, reused: ReusedRows) -> dict[str, int]:
-    """Return the counts of a plan. The table `wanted` has no keys of reused rows, so their counts are added."""
     names = [
         "rows",
         "error_rows",

@@ -22,7 +22,7 @@ PREFIX_SCHEMA = pa.schema(
         ("node", pa.int64()),  # the plan's `prefix_group`; parents before children
         ("parent", pa.int64()),  # null for the shortest shared prefix
         ("prefix_tokens", pa.int32()),  # from the start of the prompt
-        ("own_tokens", pa.int32()),  # prefix_tokens minus those of the parent
+        ("own_tokens", pa.int32()),  # prefix_tokens minus prefix_tokens of the parent
         ("users", pa.int32()),  # requests with this prefix
         ("saved_tokens", pa.int64()),  # own_tokens × (users - 1)
         ("token_offset", pa.int64()),  # offset of such a prompt in the token store
@@ -32,7 +32,17 @@ PREFIX_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class PlannedPrefix:
-    """A prefix with the fields of PREFIX_SCHEMA."""
+    """A prefix that several requests of a plan share: a node of the prefix tree.
+
+    Attributes:
+        node: Number of the prefix in its plan. A parent has a smaller number than its children.
+        parent: Number of the next shorter shared prefix. None for a prefix without one.
+        prefix_tokens: Length of the prefix in tokens.
+        own_tokens: Tokens of the prefix after the end of its parent.
+        users: Requests that begin with the prefix.
+        saved_tokens: `own_tokens` × (`users` - 1).
+        token_offset: Position in the token store of a prompt with this prefix.
+    """
 
     node: int
     parent: int | None
@@ -44,7 +54,16 @@ class PlannedPrefix:
 
 
 def write_prefixes(path: Path, forest: PrefixForest, offsets: NDArray[np.int64]) -> None:
-    """Write all nodes. `offsets` gives the token-store offset of one prompt per node. Raises StorageError."""
+    """Write a prefix tree as a Parquet file with the columns of PREFIX_SCHEMA.
+
+    Args:
+        path: File to write.
+        forest: The prefix tree.
+        offsets: For each node, the position in the token store of a prompt with its prefix.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
     own, saved = forest.own, forest.saved
     with storage(path, "write"), pq.ParquetWriter(path, PREFIX_SCHEMA, compression="zstd") as writer:
         for start in range(0, len(forest), _GROUP):
@@ -63,30 +82,35 @@ def write_prefixes(path: Path, forest: PrefixForest, offsets: NDArray[np.int64])
             writer.write_batch(pa.record_batch(arrays, schema=PREFIX_SCHEMA))
 
 
-def largest_prefixes(path: Path, most: int) -> list[PlannedPrefix]:
-    """Return the `most` prefixes that save most tokens, and their ancestors. Raises StorageError.
+def largest_prefixes(path: Path, count: int) -> list[PlannedPrefix]:
+    """Return the `count` shared prefixes that save the largest number of tokens, and all their ancestors.
 
-    Parents come before children. Among the children of a node, those that save most come first.
+    Parents come before children. Children of the same parent are in descending order of saved tokens.
+
+    Args:
+        path: File that `write_prefixes` wrote.
+        count: Number of prefixes, without the ancestors.
+
+    Raises:
+        StorageError: The file cannot be read.
     """
     with storage(path, "read"), pq.ParquetFile(path) as file:
-        rows = _with_those_above(file, _saving_most(file, most))
+        rows = _with_ancestors(file, _saving_most(file, count))
     return _walked([PlannedPrefix(**row) for row in rows])
 
 
-def _saving_most(file: pq.ParquetFile, most: int) -> list[int]:
-    """Return the `most` nodes that save most. Ties go to the earlier node."""
+def _saving_most(file: pq.ParquetFile, count: int) -> list[int]:
     best: list[tuple[int, int]] = []  # saved tokens, - node
     first = 0
     for group in range(file.num_row_groups):
         saved = file.read_row_group(group, columns=["saved_tokens"]).column(0).to_numpy()
-        largest = np.argsort(-saved, kind="stable")[:most]
+        largest = np.argsort(-saved, kind="stable")[:count]
         pairs = zip(saved[largest].tolist(), (-first - largest).tolist(), strict=True)
-        best, first = nlargest(most, [*best, *pairs]), first + len(saved)
+        best, first = nlargest(count, [*best, *pairs]), first + len(saved)
     return [-node for _, node in best]
 
 
-def _with_those_above(file: pq.ParquetFile, nodes: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of these nodes and of their ancestors, in descending order."""
+def _with_ancestors(file: pq.ParquetFile, nodes: list[int]) -> list[dict[str, Any]]:
     waiting, rows = {-node for node in nodes}, []
     heap = sorted(waiting)  # the last node first
     for group in reversed(range(file.num_row_groups)):

@@ -23,18 +23,25 @@ _AT_ONCE = 1 << 18  # tokens per read
 
 
 class Prompts(Protocol):
-    """A store of token ids."""
+    """A store of the token ids of all prompts of a job, concatenated."""
 
     def read(self, offset: int, count: int) -> TokenIds:
-        """Return `count` token ids from an offset."""
+        """Return `count` token ids of the token store, from position `offset`."""
 
 
 def read_together(
     prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.integer]
 ) -> Iterator[tuple[slice, TokenIds, NDArray[np.int64]]]:
-    """Yield prompts in batches of about _AT_ONCE tokens: their slice, the tokens, and each prompt's start in them.
+    """Yield the tokens of prompts in batches of about _AT_ONCE tokens. Neighbouring prompts are read with one read.
 
-    Neighbouring prompts are read together, including a gap of up to _GAP tokens.
+    Args:
+        prompts: The token store.
+        offsets: Position in the token store of each prompt, or of the part to read.
+        counts: Number of tokens to read of each prompt.
+
+    Yields:
+        The range of prompts in the batch, an array with their tokens (and short gaps), and the start of each prompt in
+        that array.
     """
     if not len(offsets):
         return
@@ -63,17 +70,18 @@ def read_requests(
     every: int = 1,
     without: AbstractSet[bytes] = frozenset(),
 ) -> Iterator[tuple[PlanBatch, list[Request]]]:
-    """Yield the plan in batches of `rows` requests. Each request knows what it shares with the next one.
+    """Yield the requests of a plan in order, in batches, with the plan's rows of each batch.
 
-    A batch is yielded when the next batch has been read, because its last request needs the next one.
+    `Request.shares_next` is set, also for the last request of a batch. Therefore a batch is yielded only after the
+    next batch has been read.
 
     Args:
         plan: The plan.
-        prompts: The token ids.
+        prompts: The token store.
         rows: Requests per batch.
-        roots: Content roots. Requests with different roots share nothing.
-        every: If n, read only the middle one of each n batches, as if the plan had no others.
-        without: Keys to leave out.
+        roots: Tells which requests may share cached prefixes.
+        every: If n > 1, read only every n-th batch, as if the plan had no others.
+        without: Work keys of requests to leave out.
     """
     held: tuple[PlanBatch, list[Request]] | None = None
     for batch in filter(len, (batch.without(without) for batch in plan.batches(rows, every))):
@@ -97,7 +105,12 @@ def _read(batch: PlanBatch, prompts: Prompts, roots: ContentRoots) -> list[Reque
 
 
 def request_params(text: str, expected: int) -> SamplingParams:
-    """Return the parameters of a request, with `expected` as max_tokens. Caches fewer parameters if they are long."""
+    """Return the sampling parameters of a request. Results are cached.
+
+    Args:
+        text: The parameters as JSON.
+        expected: Replaces `max_tokens`.
+    """
     return (_few if len(text) > LONG_PARAMS else _many)(text, expected)
 
 

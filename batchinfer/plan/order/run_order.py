@@ -16,14 +16,19 @@ MANY = 10_000
 
 
 def efforts(prompts: NDArray[np.integer], outputs: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the effort of each row in tokens, by which rows are ordered."""
+    """Return an estimate of the work of each request, in tokens: prompt tokens + OUTPUT_WEIGHT × output tokens.
+
+    Args:
+        prompts: Prompt tokens of each request.
+        outputs: Expected output tokens of each request.
+    """
     return prompts.astype(np.int64) + OUTPUT_WEIGHT * outputs.astype(np.int64)
 
 
 def kept_together(forest: PrefixForest) -> PrefixForest:
-    """Return the tree with the nodes whose prompts stay together.
+    """Return the prefix tree reduced to the nodes whose prompts must run in direct succession.
 
-    These are nodes that share more whole blocks than their parent, and all nodes below a parent with MANY prompts.
+    Kept are nodes that share more whole blocks than their parent, and all children of a parent with MANY prompts.
     """
     above = np.append(forest.depth, 0)[forest.parent]  # ROOT (-1) selects the appended 0
     among = np.append(forest.users, len(forest.node_of))[forest.parent]
@@ -31,18 +36,28 @@ def kept_together(forest: PrefixForest) -> PrefixForest:
 
 
 def depth_first(forest: PrefixForest, effort: NDArray[np.int64]) -> Ints:
-    """Return the position of each prompt in a depth-first walk that takes larger efforts first.
+    """Return the position of each prompt in a depth-first walk of the prefix tree that takes the largest effort first.
 
-    The effort of a node is that of its largest prompt. Ties go to the earlier item in sorted order.
+    The effort of a node is the effort of its largest prompt. Among equal efforts, the order of the tree is kept.
+
+    Args:
+        forest: The prefix tree.
+        effort: Effort of each prompt, from `efforts`.
     """
     order = np.lexsort((forest.firsts, -np.concatenate([effort, forest.largest(effort)]), forest.around))
     return places_in(forest, order)[: len(effort)]
 
 
 def places_in(forest: PrefixForest, order: NDArray[np.integer]) -> Ints:
-    """Return the first position of each prompt and node in a walk that visits the items of each node in this order.
+    """Return the position at which a depth-first walk of the prefix tree reaches each prompt and each node.
 
-    `order` lists the items (`PrefixForest.around`), grouped by node, in the order of nodes.
+    Args:
+        forest: The prefix tree.
+        order: The children of each node (prompts and nodes, numbered as in `PrefixForest.around`) in the order in which
+            the walk visits them. Nodes follow each other in ascending order.
+
+    Returns:
+        The positions of all prompts, then the position of the first prompt of each node.
     """
     around, prompts = forest.around[order], len(forest.node_of)
     sizes = np.concatenate([np.ones(prompts, np.int32), forest.users])[order]

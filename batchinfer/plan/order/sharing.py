@@ -10,18 +10,24 @@ from numpy.typing import NDArray
 
 from batchinfer.core.prefix_forest import PrefixForest
 
-_FEWEST = 30  # least rows to run for an estimate of later rows
+_FEWEST = 30  # minimum number of rows to run for an estimate of later rows
 Counts = NDArray[np.int64]
 Values = Sequence[Hashable]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The tokens that the prompts to run share."""
+    """The numbers of prompt tokens that requests share.
 
-    saved: int  # tokens that another row to run computes
-    again: int  # tokens of prefixes shared by earlier rows and rows to run
-    # Estimated share (0 to 1) of the distinct prompt tokens to run that later rows will share
+    Attributes:
+        saved: Prompt tokens that need not be computed, because another request to run has the same prefix.
+        again: Tokens of prefixes that earlier requests and requests to run have in common.
+        recurring: Estimated share (0 to 1) of the distinct prompt tokens to run that rows not yet read will share. 0 if
+            not estimated.
+    """
+
+    saved: int
+    again: int
     recurring: float
 
 
@@ -30,21 +36,31 @@ NO_SHARING = Sharing(saved=0, again=0, recurring=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """Rows in the order of their prompts."""
+    """The requests of a prefix tree, in the order of their prompts in the tree.
 
-    runs: NDArray[np.bool_]  # True for rows to run, False for earlier rows
-    offsets: Counts  # increases with the position in the input
-    tokens: NDArray[np.integer]  # prompt tokens
+    Attributes:
+        runs: True for requests to run, False for requests that engines received before.
+        offsets: Position of each prompt in the token store. It increases with the position in the input.
+        tokens: Prompt tokens of each request.
+    """
+
+    runs: NDArray[np.bool_]
+    offsets: Counts
+    tokens: NDArray[np.integer]
 
     def later_than(self, part: float) -> NDArray[np.bool_]:
-        """Return a mask of the rows that come after this share (0 to 1) of the rows to run."""
+        """Return a mask of the requests after the first `part` (0 to 1) of the input rows to run."""
         return self.offsets > np.quantile(self.offsets[self.runs], part)
 
 
 def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
-    """Return the tokens that rows share.
+    """Count the prompt tokens that requests share.
 
-    If `more` is True, further rows will follow, and their sharing is estimated: 0.2 s for a million rows.
+    Args:
+        forest: The prefix tree of all requests.
+        rows: The requests, in the order of the tree.
+        more: Whether further rows will be read, so that `Sharing.recurring` is estimated. The estimate takes 0.2 s for
+            a million rows.
     """
     users, own = _users(forest, rows.runs), forest.own.astype(np.int64)
     return Sharing(
@@ -55,12 +71,12 @@ def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
 
 
 def _recurring(forest: PrefixForest, rows: SortedRows) -> float:
-    """Estimate the share of prefix tokens that later rows will have too, from the first and last third of the rows.
+    """Estimate the share of prompt tokens that later rows will share, from the first and last third of the rows.
 
     The middle third is ignored, so groups of neighbouring rows do not count. Chao's estimator of unseen species
     (Nonparametric estimation of the number of classes in a population, 1984) gives the prefixes of the first third
-    that the last third lacks but later rows will have: n1 (n1 - 1) / (2 (n2 + 1)), with n1 and n2 met once and
-    twice.
+    that the last third lacks but later rows will have: n1 (n1 - 1) / (2 (n2 + 1)). n1 and n2 are the numbers of
+    prefixes that occur once and twice in the last third.
     """
     early, late = rows.runs & ~rows.later_than(1 / 3), rows.runs & rows.later_than(2 / 3)
     known, meets = _users(forest, early), _users(forest, late)
@@ -73,26 +89,24 @@ def _recurring(forest: PrefixForest, rows: SortedRows) -> float:
 
 
 def _users(forest: PrefixForest, counted: NDArray[np.bool_]) -> Counts:
-    """Return the number of counted prompts of each node."""
     before = np.append(0, np.cumsum(counted))
     found: Counts = before[forest.first + forest.users] - before[forest.first]
     return found
 
 
 def _saved(forest: PrefixForest, users: Counts) -> int:
-    """Return the tokens that need not run if each node's prefix is computed once."""
     return int((forest.own * np.maximum(users - 1, 0)).sum())
 
 
 def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]:
-    """Return the order of fields that shares most tokens, as field numbers.
+    """Return the order of a prompt's fields in which rows share the largest number of tokens, as field numbers.
 
-    A greedy algorithm like GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024),
-    but with one order for all rows, as in a template: each step appends the field that saves most tokens.
+    A greedy algorithm like GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024), but
+    with one order for all rows, as in a template: each step appends the field that saves the largest number of tokens.
 
     Args:
-        fields: The values of each field, one per row.
-        lengths: Mean tokens of each field.
+        fields: For each field, its value in every row.
+        lengths: Mean number of tokens of each field.
     """
     left, order = list(range(len(fields))), []
     groups: Values = [()] * (len(fields[0]) if fields else 0)
@@ -108,6 +122,5 @@ def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]
 
 
 def _numbered(values: Values) -> list[int]:
-    """Replace values by small integers. Equal values get equal numbers."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(value, len(numbers)) for value in values]

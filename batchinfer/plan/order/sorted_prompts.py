@@ -44,7 +44,16 @@ _CHAIN_SCHEMA = pa.schema([("number", pa.int32()), ("chain", pa.binary())])
 
 
 def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int64]) -> Tails:
-    """Read up to BLOCK tokens from each offset."""
+    """Read up to BLOCK tokens of each prompt, starting anywhere in it.
+
+    Args:
+        prompts: The token store.
+        offsets: Position in the token store of the first token to read of each prompt.
+        counts: Number of tokens from there to the end of the prompt.
+
+    Returns:
+        An array of shape [prompts, BLOCK] with token ids + 1, and 0 after the end of a prompt.
+    """
     counts = np.minimum(counts, BLOCK)
     found = np.zeros((len(offsets), BLOCK), np.uint32)
     for some, tokens, starts in read_together(prompts, offsets, counts):
@@ -55,22 +64,28 @@ def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.
 
 
 def common_tokens(tails: Tails, before: Tails) -> Ints:
-    """Return how many tokens each tail shares with the previous one.
+    """Return how many leading tokens each row of `tails` has in common with the previous row.
 
-    `before`, of shape (1, BLOCK), precedes the first tail.
+    Args:
+        tails: Token ids + 1, from `read_tails`; shape [prompts, BLOCK].
+        before: The row before the first one, shape [1, BLOCK].
     """
     differ = (tails == 0) | (tails != np.concatenate([before, tails[:-1]]))
     return np.where(differ.any(axis=1), differ.argmax(axis=1), BLOCK).astype(np.int32)
 
 
 def to_columns(tails: Tails) -> list[NDArray[np.uint64]]:
-    """Return the values of TAIL_COLUMNS. They sort like the tokens; shorter prompts come first."""
+    """Pack the tokens of prompts into BLOCK / 2 integer columns, which a database sorts in the order of the tokens.
+
+    Args:
+        tails: Token ids + 1, from `read_tails`; shape [prompts, BLOCK].
+    """
     pairs = tails.astype(np.uint64).reshape(-1, BLOCK // 2, 2)
     return list(np.ascontiguousarray((pairs[:, :, 0] << np.uint64(32) | pairs[:, :, 1]).T))
 
 
 def from_columns(columns: list[NDArray[np.uint64]]) -> Tails:
-    """Return the tails with these columns."""
+    """Unpack the tokens of prompts from the columns of `to_columns`. The result has shape [prompts, BLOCK]."""
     pairs = np.stack(columns, axis=1)
     return (
         np.stack([pairs >> np.uint64(32), pairs & np.uint64(0xFFFFFFFF)], axis=2)
@@ -80,10 +95,21 @@ def from_columns(columns: list[NDArray[np.uint64]]) -> Tails:
 
 
 def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[PrefixForest, Ints]:
-    """Return the prefix tree of the prompts in the table `work`, and their row numbers in sorted order.
+    """Sort the prompts of the table `work`, and build their prefix tree.
 
-    The order is by root, then by tokens without the last one, which always runs. Equal prompts keep their table
-    order. Prompts with different roots share nothing; `roots` has the root number of each row. Raises StorageError.
+    Prompts are sorted by their number in `roots`, then by all tokens except the last one, which is always computed.
+    Equal prompts keep the order of the table.
+
+    Args:
+        database: A DuckDB connection with the table `work`.
+        prompts: The token store.
+        roots: A number per row of `work`. Prompts with different numbers share nothing.
+
+    Returns:
+        The prefix tree of the sorted prompts, and the row number in `work` of each sorted prompt.
+
+    Raises:
+        StorageError: The token store cannot be read.
     """
     found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
     work = _WorkPrompts(prompts, found["token_offset"], found["token_count"], roots)
@@ -97,7 +123,14 @@ def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[Pref
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _WorkPrompts:
-    """The offsets, lengths and root numbers of all prompts."""
+    """The prompts of the table `work`.
+
+    Attributes:
+        prompts: The token store.
+        offsets: Position of each prompt in the token store.
+        counts: Tokens of each prompt.
+        roots: A number per prompt. Prompts with different numbers share nothing.
+    """
 
     prompts: Prompts
     offsets: NDArray[np.int64]
@@ -105,7 +138,6 @@ class _WorkPrompts:
     roots: Hashes
 
     def chains(self) -> Iterator[pa.RecordBatch]:
-        """Yield the chains of all rows, in order."""
         for start in range(0, len(self.counts), _ROWS):
             rows = slice(start, start + _ROWS)
             counts, roots = self.counts[rows], self.roots[rows]
@@ -115,7 +147,10 @@ class _WorkPrompts:
                 yield pa.record_batch([numbers, chains_to_arrow(found)], schema=_CHAIN_SCHEMA)
 
     def tails(self, blocks: PrefixForest, rows: Ints) -> Iterator[pa.RecordBatch]:
-        """Yield batches of _TAIL_COLUMNS in token-store order: prompts, then nodes."""
+        """Yield the tokens after the prefix of each prompt's and each node's parent, with the columns _TAIL_COLUMNS.
+
+        Prompts come before nodes, both in the order of the token store.
+        """
         depths = np.append(blocks.depth, np.int32(0))  # ROOT (-1) selects the appended 0
         around, firsts = blocks.around, blocks.firsts
         nodes = len(rows) + np.argsort(rows[blocks.first])
@@ -129,13 +164,12 @@ class _WorkPrompts:
 
 
 def _by_blocks(database: Any, work: _WorkPrompts) -> tuple[PrefixForest, Ints]:
-    """Return the tree of shared blocks, and the rows in the order of their block hashes."""
     rows, shared = np.empty((2, len(work.counts)), np.int32)
     done, before = 0, NO_CHAIN
     with _given(database, "chains", _CHAIN_SCHEMA, work.chains()):
         query = database.sql("SELECT number, chain FROM chains ORDER BY chain, number")
         for batch in query.to_arrow_reader(_rows_of_chains(work)):
-            end, found = done + batch.num_rows, chains_from_arrow(batch.column(1)).behind(before)
+            end, found = done + batch.num_rows, chains_from_arrow(batch.column(1)).prepend(before)
             rows[done:end] = batch.column(0).to_numpy()
             shared[done:end] = shared_blocks(found) * BLOCK
             done, before = end, found.last()
@@ -144,7 +178,10 @@ def _by_blocks(database: Any, work: _WorkPrompts) -> tuple[PrefixForest, Ints]:
 
 @contextmanager
 def _given(database: Any, name: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[None]:
-    """Let a database read batches as a table. Errors raised by the batches are raised unchanged."""
+    """Make Arrow batches readable as a table of the database within the block.
+
+    Errors that `batches` raises are raised unchanged.
+    """
     raised: list[BaseException] = []
 
     def noted() -> Iterator[pa.RecordBatch]:
@@ -171,13 +208,11 @@ def _rows_of_chains(work: _WorkPrompts) -> int:
 
 
 def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Ints) -> tuple[Ints, Ints]:
-    """Sort the direct items of each node by their tokens after the node.
-
-    Items with different roots have nothing in common: they meet where no block is shared.
+    """Sort the children of each node by their tokens after the node's prefix.
 
     Returns:
-        The items (prompts by sorted number, then nodes), and how many of the sorted tokens each shares with the
-        previous item.
+        The sorted children (prompts, then nodes, numbered as in `PrefixForest.around`), and how many of these tokens
+        each has in common with the previous one.
     """
     tail = ", ".join(TAIL_COLUMNS)
     kinds = ", ".join(f"{name} UBIGINT" for name in TAIL_COLUMNS)
@@ -200,10 +235,7 @@ def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Int
 
 
 def _refined(blocks: PrefixForest, items: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """Return how many tokens each prompt shares with the previous one in token order, and the prompts' positions.
-
-    The positions are given in the order of blocks.
-    """
+    """Return how many tokens each prompt shares with the previous one in token order, and its new position."""
     places = places_in(blocks, items)
     around, depths = blocks.around[items], np.append(blocks.depth, np.int32(0))
     behind = np.flatnonzero(np.diff(around) == 0) + 1  # items that are not the first of their node

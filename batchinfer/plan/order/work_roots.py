@@ -1,4 +1,4 @@
-"""Numbers the content roots of planned rows."""
+"""Numbers the content roots of planned requests, so that only requests with equal roots share prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS = 65_536  # rows per read
 
 
 def _root_number(root: bytes) -> int:
-    """Return the number of a root: 0 for the usual root, else 64 bits of a digest.
+    """Return 64 bits of a digest of a content root, or 0 for the usual root.
 
     Collisions have a probability of about 2⁻⁶⁴ and only worsen the order.
     """
@@ -23,7 +23,12 @@ def _root_number(root: bytes) -> int:
 
 
 def work_roots(database: Any, roots: ContentRoots) -> Hashes:
-    """Return the root number of each row of the table `work`, in order."""
+    """Return a number per row of the table `work`. Rows with different numbers cannot share cached prefixes.
+
+    Args:
+        database: A DuckDB connection with the table `work`.
+        roots: Determines the content root of each request.
+    """
     rows = int(database.execute("SELECT count(*) FROM work").fetchall()[0][0])
     if roots.is_single:
         return np.broadcast_to(np.uint64(0), rows)  # takes no memory

@@ -35,11 +35,14 @@ def check_device(job: Job, machine: MachineFacts) -> None:
 
 
 def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
-    """Raise JobFileError if `engine.kv_memory` cannot fit into memory next to the weights.
+    """Check that `engine.kv_memory` and the model weights fit into the memory of the device.
 
     Args:
         job: The job.
-        models: The job's model, and a draft model that runs in the same engines.
+        models: The job's model, and a draft model that runs in the same engines, if any.
+
+    Raises:
+        JobFileError: They do not fit.
     """
     asked, setting = job.engine.kv_memory, models[0].setting
     total = setting.placement.hardware.memory_bytes
@@ -56,7 +59,14 @@ def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
 
 
 def kv_memory_warnings(job: Job, models: list[PlacedModel]) -> list[str]:
-    """Return a warning if the KV cache may need more memory than is free now. Free memory of GPUs is unknown here."""
+    """Return a warning if weights and `engine.kv_memory` need more memory than is free on this machine now.
+
+    Returns an empty list on GPUs, whose free memory is unknown here.
+
+    Args:
+        job: The job.
+        models: The job's model, and a draft model that runs in the same engines, if any.
+    """
     asked, machine = job.engine.kv_memory, models[0].setting.placement.machine
     free = machine.free_memory
     if not isinstance(asked, int) or machine.device == "cuda" or free is None:
@@ -71,7 +81,6 @@ def kv_memory_warnings(job: Job, models: list[PlacedModel]) -> list[str]:
 
 
 def _weights(models: list[PlacedModel]) -> int:
-    """Return the weight bytes of a GPU, or of all engines that share this machine's CPU."""
     placement, whole = models[0].setting.placement, engine_weights(models)
     if placement.machine.device == "cuda":
         return whole // placement.division.ranks
@@ -83,16 +92,22 @@ def _place(setting: Setting) -> str:
 
 
 def check_model(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> None:
-    """Raise JobFileError for options that the checkpoint or the device does not support."""
+    """Check that the checkpoint and the device support all options of the job.
+
+    Args:
+        job: The job.
+        checkpoint: The job's model.
+        device: Device of the engines. An explicit `device: cpu` was checked when the job file was read.
+        dtype: Resolved dtype of the model.
+
+    Raises:
+        JobFileError: An option is unsupported.
+    """
     if mistakes := list(_mistakes(job, checkpoint, device, dtype)):
         raise JobFileError(str(job.source), mistakes)
 
 
 def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -> Iterator[Mistake]:
-    """Yield options that the checkpoint or the device does not support.
-
-    An explicit `device: cpu` was checked with the job file, so a CPU here was chosen by `auto`.
-    """
     yield from _wrong_for_encoders(job, checkpoint)
     asked, length = job.model.quantization, job.model.max_model_len
     positions, cpu = checkpoint.spec.max_positions, device == "cpu"
@@ -134,7 +149,6 @@ def _mistakes(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype) -
 
 
 def _wrong_for_encoders(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
-    """Yield options that encoders do not support."""
     if not isinstance(checkpoint, Checkpoint) or checkpoint.spec.causal:
         if job.rerank.document is not None:
             text = "is for cross-encoders, and the checkpoint is a decoder, whose prompts hold query and document"
@@ -149,13 +163,12 @@ def _wrong_for_encoders(job: Job, checkpoint: StoredModel) -> Iterator[Mistake]:
 
 
 def _pair_mistakes(job: Job, spec: ModelSpec) -> Iterator[Mistake]:
-    """Yield reasons why the encoder cannot score pairs for `task: rerank`."""
     what, head = f"the checkpoint is an encoder (model_type {spec.family})", spec.classifier
     if head is None:
         text = f"{what} without a classification head, and a cross-encoder has one ({_WITH_HEAD})"
         yield Mistake("task", f"rerank: {text}; use another model")
     elif head.labels != 1:
-        text = f"{what} whose head has {head.labels} labels, and a reranker has one, of which scores are made"
+        text = f"{what} whose head has {head.labels} labels, and a reranker has one, the score"
         yield Mistake("task", f"rerank: {text}; use another model")
     elif job.rerank.document is None:
         text = f"{what}, which compares the prompt with a document: name the document's column"
@@ -163,10 +176,20 @@ def _pair_mistakes(job: Job, spec: ModelSpec) -> Iterator[Mistake]:
 
 
 def check_division_of(job: Job, checkpoint: StoredModel, device: Device, quantization: Quantization) -> None:
-    """Raise Unavailable if the model cannot be sharded, or not with the bits that engine.deterministic promises."""
+    """Check that the job's model can be sharded as the job file says. Does nothing for a single rank.
+
+    Args:
+        job: The job.
+        checkpoint: The job's model.
+        device: Device of the engines.
+        quantization: Quantisation of the weights in the engines.
+
+    Raises:
+        Unavailable: The model cannot be sharded, or `engine.deterministic` is incompatible with tensor parallelism.
+    """
     division = division_of(job)
     if division.ranks > 1 and not isinstance(checkpoint, Checkpoint):
-        raise CannotSplit("a model that transformers' code computes is not divided among ranks")
+        raise CannotSplit("a model that transformers' code computes cannot be sharded among ranks")
     if division.ranks > 1 and isinstance(checkpoint, Checkpoint):
         check_division(
             checkpoint.spec.quantized(quantization).with_cache_dtype(job.model.kv_cache_dtype), division

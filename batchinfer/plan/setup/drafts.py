@@ -24,9 +24,9 @@ from batchinfer.plan.setup.setting import PlacedModel, Setting
 from batchinfer.plan.setup.weights import job_weights
 from batchinfer_kernels.cost import StepShape, roofline_seconds
 
-# Assumed probability that a draft token is accepted after accepted ones, until it is measured. Answers made in
-# advance (FIRST) diverge from the target model's answer sooner or later.
-BESIDE_RIGHT, FIRST_RIGHT = 0.75, 0.6
+# Assumed probability that a draft token is accepted after accepted ones, until it is measured. Answers that the draft
+# model makes in advance (FIRST) diverge from the target model's answer sooner or later.
+IN_ENGINE_ACCEPTANCE, FIRST_ACCEPTANCE = 0.75, 0.6
 _CONTEXT_TOKENS = 512
 _MOST_DRAFTS = 16  # draft tokens per row
 _WHERE = "drafts.model"
@@ -34,7 +34,15 @@ _WHERE = "drafts.model"
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A validated draft model. `job` is the job with this model, for the case that it answers all rows first."""
+    """A validated draft model.
+
+    Attributes:
+        job: The job with the draft model as its model. It runs if the draft model answers all rows first.
+        checkpoint: The checkpoint of the draft model.
+        setting: The setting of the draft model.
+        tokenizer: The tokenizer of the draft model.
+        place: Where the draft model runs.
+    """
 
     job: Job
     checkpoint: StoredModel
@@ -44,15 +52,26 @@ class DraftModel:
 
     @property
     def config(self) -> DraftModelConfig:
-        """Return how an engine loads the draft model next to its own model."""
+        """Return the configuration with which an engine loads the draft model next to the job's model."""
         numerics = self.setting.numerics
         return DraftModelConfig(self.job.model.path, numerics.dtype, numerics.quantization, numerics.kv_cache)
 
 
-def draft_model(job: Job, own: PlacedModel, tokenizer: Tokenizer, state: StateFolder) -> DraftModel | None:
-    """Return the draft model that a job names, or None. Raises JobFileError, SecurityRefusal or Unavailable.
+def open_draft_model(
+    job: Job, own: PlacedModel, tokenizer: Tokenizer, state: StateFolder
+) -> DraftModel | None:
+    """Open and check the draft model that a job names. Returns None if it names none.
 
-    `own` and `tokenizer` belong to the job's own model.
+    Args:
+        job: The job.
+        own: The job's own model.
+        tokenizer: The tokenizer of the job's own model. The draft model must have the same tokens.
+        state: The job's state folder.
+
+    Raises:
+        JobFileError: The draft model is unsupported or unsuitable.
+        SecurityRefusal: A file is not safe to load.
+        Unavailable: The draft model cannot run on this machine.
     """
     drafting, section = job.drafting_job, job.drafts
     if drafting is None or not isinstance(section, DraftModelSection):
@@ -78,8 +97,8 @@ def draft_model(job: Job, own: PlacedModel, tokenizer: Tokenizer, state: StateFo
 
 def _place(job: Job, section: DraftModelSection, own: PlacedModel, found: PlacedModel) -> DraftPlace:
     if section.runs == "auto":
-        return draft_place(job, own, found)
-    refused = cannot_be_beside(own, found) if section.runs == "beside" else None
+        return choose_draft_place(job, own, found)
+    refused = why_not_in_engine(own, found) if section.runs == "beside" else None
     if refused is not None:
         raise job.mistake("drafts.runs", f"beside: {refused}; use first, or leave it out")
     return DraftPlace(section.runs == "beside", "the job says so")
@@ -91,21 +110,32 @@ def _tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class DraftPlace(NamedTuple):
-    """Where a draft model runs, and why."""
+    """Where a draft model runs, and why.
 
-    beside: bool
+    Attributes:
+        in_engine: True: in the engines of the job's model. False: it answers all rows before the job's model is
+            loaded.
+        why: The reason, for people.
+    """
+
+    in_engine: bool
     why: str
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return the place and the reason as a dictionary for forecasts."""
-        return {"runs": "beside" if self.beside else "first", "why": self.why}
+        """Return a dictionary for forecasts, with `runs` ("beside" or "first") and the reason `why`."""
+        return {"runs": "beside" if self.in_engine else "first", "why": self.why}
 
 
-def cannot_be_beside(own: PlacedModel, draft: PlacedModel) -> str | None:
-    """Return why one engine cannot have both models, whatever its memory, or None if it can."""
+def why_not_in_engine(own: PlacedModel, draft: PlacedModel) -> str | None:
+    """Return why an engine cannot run both models at the same time, or None if it can. Memory is ignored.
+
+    Args:
+        own: The job's model.
+        draft: The draft model.
+    """
     if own.setting.placement.division.ranks > 1:
-        return "the job's model is divided among ranks, which run the same steps"
+        return "the job's model is sharded among ranks, which must all run the same steps"
     if not (isinstance(own.checkpoint, Checkpoint) and isinstance(draft.checkpoint, Checkpoint)):
         return "transformers' code computes one of the models, and keeps its cache itself"
     if all(window is not None for window in own.checkpoint.spec.windows):
@@ -113,28 +143,33 @@ def cannot_be_beside(own: PlacedModel, draft: PlacedModel) -> str | None:
     return None
 
 
-def draft_place(job: Job, own: PlacedModel, draft: PlacedModel) -> DraftPlace:
-    """Choose where the draft model runs: before the job's model, or in the same engine."""
-    refused = cannot_be_beside(own, draft)
+def choose_draft_place(job: Job, own: PlacedModel, draft: PlacedModel) -> DraftPlace:
+    """Choose where the draft model runs: before the job's model, or in its engines.
+
+    Chosen is the place that is forecast to be faster, among the places that are possible.
+
+    Args:
+        job: The job.
+        own: The job's model.
+        draft: The draft model.
+    """
+    refused = why_not_in_engine(own, draft)
     if refused is not None:
         return DraftPlace(False, refused)
     if own.setting.device == "cuda":
-        return DraftPlace(False, "no draft model has run beside another one on a GPU yet")
+        return DraftPlace(False, "no draft model has run in the engine of another model on a GPU yet")
     if not _fit(job, own, draft):
         return DraftPlace(False, "both models and the longest row do not fit into memory together")
     if own.setting.peaks is None or draft.setting.peaks is None:
-        return DraftPlace(False, "this machine's peaks are not known, by which beside pays where")
+        return DraftPlace(False, "which is faster is unknown, because this machine's peaks are unknown")
     rows = _rows(job, own.setting)
-    first = _seconds(draft, rows, 0) / rows + _least(own, rows, FIRST_RIGHT, lambda drafts: 0.0)
-    beside = _least(own, rows, BESIDE_RIGHT, lambda drafts: drafts * _seconds(draft, rows, 0))
-    which = (
-        f"{1e3 * beside:.3g} ms a token expected beside it, {1e3 * first:.3g} ms with answers that come first"
-    )
-    return DraftPlace(beside <= first, which)
+    first = _seconds(draft, rows, 0) / rows + _least(own, rows, FIRST_ACCEPTANCE, lambda drafts: 0.0)
+    in_engine = _least(own, rows, IN_ENGINE_ACCEPTANCE, lambda drafts: drafts * _seconds(draft, rows, 0))
+    which = f"forecast {1e3 * in_engine:.3g} ms per token in the same engine, {1e3 * first:.3g} ms if it answers first"
+    return DraftPlace(in_engine <= first, which)
 
 
 def _seconds(model: PlacedModel, rows: int, drafts: int) -> float:
-    """Return the roofline seconds of a step with this number of rows and draft tokens per row."""
     assert model.setting.peaks is not None
     tokens, layers = rows * (1 + drafts), len(model.cost.windows)
     shape = StepShape(tokens, tokens, tokens * _CONTEXT_TOKENS * layers, rows * _CONTEXT_TOKENS * layers)
@@ -146,20 +181,23 @@ def _rows(job: Job, setting: Setting) -> int:
     return DEFAULT_MAX_NUM_SEQS[setting.device] if asked == "auto" else asked
 
 
-def _least(own: PlacedModel, rows: int, right: float, extra_s: Callable[[int], float]) -> float:
-    """Return the least seconds per token of the job's model with the best number of draft tokens.
+def _least(own: PlacedModel, rows: int, acceptance: float, extra_s: Callable[[int], float]) -> float:
+    """Return the seconds per token of the job's model with the best number of draft tokens per row.
 
-    `extra_s` returns the seconds to make a number of draft tokens.
+    Args:
+        own: The job's model.
+        rows: Rows per step.
+        acceptance: Probability that a draft token is accepted.
+        extra_s: Returns the seconds to propose a number of draft tokens per row.
     """
     each = (
-        (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_accepted(right, n) if n else 0))
+        (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_accepted(acceptance, n) if n else 0))
         for n in range(_MOST_DRAFTS + 1)
     )
     return min(each) / rows
 
 
 def _fit(job: Job, own: PlacedModel, draft: PlacedModel) -> bool:
-    """Return True if memory suffices for both models and the longest possible row."""
     numerics, placement, asked = own.setting.numerics, own.setting.placement, job.engine.kv_memory
     size = DEFAULT_BLOCK_SIZE if numerics.block_size == "auto" else numerics.block_size
     spare = size * spare_blocks(size, _rows(job, own.setting))
@@ -170,8 +208,18 @@ def _fit(job: Job, own: PlacedModel, draft: PlacedModel) -> bool:
     return needed <= left * (CPU_FRACTION if asked == "auto" else asked)
 
 
-def draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> StoredHeads | None:
-    """Return the draft heads that a job names, or None. Raises JobFileError or SecurityRefusal."""
+def open_draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> StoredHeads | None:
+    """Open and check the draft heads that a job names. Returns None if it names none.
+
+    Args:
+        job: The job.
+        checkpoint: The job's model.
+        setting: The setting of the job's model.
+
+    Raises:
+        JobFileError: The heads are unsupported, or do not belong to the model.
+        SecurityRefusal: A file is not safe to load.
+    """
     section = job.drafts
     if not isinstance(section, DraftModelSection) or section.heads is None:
         return None
@@ -180,7 +228,9 @@ def draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> StoredHe
             WHERE, "transformers' code computes the job's model, whose hidden states are not kept"
         )
     if setting.placement.division.ranks > 1:
-        raise job.mistake(WHERE, "a model that is divided among ranks has no heads; remove them")
+        raise job.mistake(
+            WHERE, "draft heads do not work with a model that is sharded among ranks; remove them"
+        )
     try:
         heads = inspect_heads(section.heads, checkpoint)
     except JobFileError as error:

@@ -21,34 +21,56 @@ ADAPTERS_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Parts of engines in addition to the job's model. None means that there is no such part."""
+    """The parts of a job's engines in addition to the job's model. None means that there is no such part.
 
-    weights: Path | None = None  # calibrated checkpoint of the job's model
-    adapters: tuple[tuple[str, Path], ...] = ()  # (fingerprint, folder) of each adapter
-    adapter_sizes: AdapterSizes | None = None  # excludes adapters that are merged into the weights
-    beside: DraftModelConfig | None = None  # draft model in the same engines
-    heads: StoredHeads | None = None  # draft heads of the job's model
-    experts: ExpertPlan | None = None  # experts of each rank
-    shares_prefixes: bool = True  # prompts may reuse cached blocks of other prompts
+    Attributes:
+        weights: Folder of the calibrated int4 weights, which replace the job's model.
+        adapters: Fingerprint and folder of each adapter.
+        adapter_sizes: Sizes of the adapters. None if they are merged into the weights.
+        draft_model: Draft model that runs in the same engines.
+        heads: Draft heads of the job's model.
+        experts: The experts of each rank.
+        shares_prefixes: Whether prompts may reuse cached blocks of other prompts.
+    """
+
+    weights: Path | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()
+    adapter_sizes: AdapterSizes | None = None
+    draft_model: DraftModelConfig | None = None
+    heads: StoredHeads | None = None
+    experts: ExpertPlan | None = None
+    shares_prefixes: bool = True
 
     def heads_folder(self, job: Job) -> Path | None:
-        """Return the folder of the draft heads, or None."""
+        """Return the folder of the job's draft heads, or None without heads."""
         drafts = job.drafts
         return drafts.heads if self.heads is not None and isinstance(drafts, DraftModelSection) else None
 
     def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
-        """Return the draft sources of the engines."""
-        return AUTO_DRAFTS if self.beside is not None else job.draft_sources
+        """Return the names of the draft sources that the job's engines use."""
+        return AUTO_DRAFTS if self.draft_model is not None else job.draft_sources
 
     def adapter_slots(self, hardware: Hardware, itemsize: int) -> int | None:
-        """Return the maximum number of adapters on a GPU at a time, or None if all fit."""
+        """Return how many adapters a GPU holds at the same time.
+
+        Returns None if a GPU holds all of them, on a CPU, and if the memory is unknown.
+
+        Args:
+            hardware: The GPU or CPU.
+            itemsize: Bytes of a value of an adapter.
+        """
         sizes, memory = self.adapter_sizes, hardware.memory_bytes
         if sizes is None or hardware.device == "cpu" or memory is None:
             return None
         return sizes.slots(int(memory * ADAPTERS_SHARE), itemsize)
 
     def adapter_bytes(self, hardware: Hardware, itemsize: int) -> int:
-        """Return the bytes of device memory that adapters take."""
+        """Return the bytes of device memory that adapters take in an engine. 0 if there are none.
+
+        Args:
+            hardware: The GPU or CPU.
+            itemsize: Bytes of a value of an adapter.
+        """
         sizes, places = self.adapter_sizes, self.adapter_slots(hardware, itemsize)
         if sizes is None:
             return 0

@@ -21,7 +21,16 @@ COPIES_SHARE = 0.1
 
 
 def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPlan | None:
-    """Return the placement of experts by the loads of earlier runs, or None without expert parallelism."""
+    """Assign the experts of the job's model to ranks, by the loads that earlier runs measured.
+
+    Returns None if the model has no experts or its experts are not divided among ranks. Without earlier runs, each
+    rank gets a contiguous range of experts.
+
+    Args:
+        job: The job.
+        checkpoint: The job's model.
+        setting: The setting of the job.
+    """
     division = setting.placement.division
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):
         return None
@@ -40,7 +49,6 @@ def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPl
 
 
 def _free_bytes(spec: ModelSpec, setting: Setting) -> int:
-    """Return the free bytes after weights on the rank with most weights."""
     placement = setting.placement
     division, memory = placement.division, placement.hardware.memory_bytes or 0
     if setting.device == "cpu":

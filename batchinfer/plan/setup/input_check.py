@@ -43,16 +43,23 @@ SPACE_PER_INPUT_BYTE = 2  # lower bound: tokens and copied columns take about th
 
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """An input with all columns that the job needs. For a query, `files` is 0 and `reader` is None."""
+    """The files of a checked input.
+
+    Attributes:
+        files: Number of files. 0 for a query.
+        bytes: Total size of the files. 0 for a query.
+        warnings: Warnings for the user.
+        reader: A reader of the files, which has already read their headers and footers. None for a query.
+    """
 
     files: int
     bytes: int
     warnings: tuple[str, ...]
-    reader: Reader | None = None  # has already read headers and footers
+    reader: Reader | None = None
 
 
 def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
-    """Check the files or the query, and the columns that the job names.
+    """Check the job's input files or query, and that they have the columns that the job names.
 
     Raises:
         InputMissing: A file is missing.
@@ -78,7 +85,7 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
 
 
 def _look_for(job: Job, columns: Columns, reader: Reader) -> None:
-    """Read until every referenced column has appeared, usually within the first batch. Raises TooFewRows."""
+    """Read until every column that the job names has appeared, usually within the first batch."""
     rows = 0
     for batch in reader.batches(limit=job.input.limit):
         rows += len(batch.rows)
@@ -97,7 +104,6 @@ def _warnings(job: Job, columns: Columns) -> Iterator[str]:
 
 
 def _shown_answers(job: Job, columns: Columns) -> Iterator[str]:
-    """Warn if prompts contain the expected answer: such an evaluation measures nothing."""
     name = job.input.expected
     if name is None or job.requests or (columns.send is not None and name not in columns.send):
         return
@@ -109,7 +115,6 @@ def _shown_answers(job: Job, columns: Columns) -> Iterator[str]:
 
 
 def _idle_parameters(columns: Columns) -> Iterator[str]:
-    """Warn about an unused column with the name of a sampling parameter."""
     used = {name for _, name in columns.wanted} | set(columns.variables) | set(columns.send or columns.known)
     idle = [name for name in columns.known if name in CHECKS and name not in used]
     if idle:
@@ -121,7 +126,12 @@ def _idle_parameters(columns: Columns) -> Iterator[str]:
 
 
 def check_any_rows(job: Job, rows: int) -> None:
-    """Raise TooFewRows for an input without rows, unless the job allows it."""
+    """Raise TooFewRows if the input has no rows and the job does not allow an empty input.
+
+    Args:
+        job: The job.
+        rows: Rows of the input.
+    """
     if not rows and not job.input.allow_empty:
         where = job.place("input.path" if job.input.sql is None else "input.sql")
         raise TooFewRows(
@@ -130,11 +140,11 @@ def check_any_rows(job: Job, rows: int) -> None:
 
 
 def check_enough_rows(job: Job, rows: int) -> None:
-    """Check the number of rows of the whole input.
+    """Check that the whole input has at least `input.min_rows` rows.
 
     Args:
-        job: The job. A trial has no `input.min_rows`.
-        rows: Input rows, error rows included.
+        job: The job. A trial run has no `input.min_rows`.
+        rows: Rows of the input, error rows included.
 
     Raises:
         TooFewRows: The input has no rows, or fewer than `input.min_rows`.
@@ -159,15 +169,26 @@ def check_enough_rows(job: Job, rows: int) -> None:
 
 
 def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
-    """Return an index of the first rows of every file, made in `scratch` as in a run."""
+    """Prepare the first rows of every input file as in a run, and return their index.
+
+    Args:
+        job: The job.
+        setup: The setup of the job.
+        scratch: Folder for the files of the index.
+        rows: Maximum number of rows per file.
+    """
     options = setup.ingest_options(workers=1, sample=SampleSize(rows))
     return ingest(job, setup.tokenizer, options, scratch)
 
 
 def dry_run(job: Job, setup: Setup) -> list[str]:
-    """Prepare the first rows of every file, and return lines for the user. Rows of a query are not checked.
+    """Prepare the first rows of every input file, and report how many of them would become error rows.
 
-    Raises what a run would raise. Raises ErrorBudgetExceeded only if these are all rows.
+    Nothing is computed. The rows of a query are not checked. Raises the errors that a run would raise, but
+    ErrorBudgetExceeded only if all rows were checked.
+
+    Returns:
+        Lines for the user.
     """
     if job.input.sql is not None:
         return ["rows: not checked here; the rows of a query (input.sql) are checked when the job runs"]
@@ -195,6 +216,10 @@ class _CountedRows(NamedTuple):
     """The input rows of an index, and how many of them cannot run.
 
     With several samples per row, the index has more rows than the input.
+
+    Attributes:
+        rows: Number of input rows.
+        bad: Number of input rows that cannot run.
     """
 
     rows: int
@@ -211,6 +236,5 @@ class _CountedRows(NamedTuple):
 
 
 def _is_complete(index: Index, limit: int | None, rows: int) -> bool:
-    """Return True if a sample has every row of the job: all files, or all rows up to the job's limit, were read."""
     whole = len(index.sha256) == len(index.inputs)
     return whole or (limit is not None and limit <= FIRST_ROWS and rows == limit)

@@ -1,4 +1,4 @@
-"""Determines what a job's answers contain, besides or instead of text, and the result columns that follow."""
+"""Determines the parts of a job's answers, such as text, vectors and scores, and the result columns for them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ from batchinfer.store.index.ingest_options import AskedAnswers
 from batchinfer.store.outputs.kind import OutputKind
 
 
-def asked_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
-    """Return what the job asks of answers. Raises JobFileError."""
+def requested_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
+    """Return which parts of answers the job requests: reasoning, tool calls, vectors or scores.
+
+    Raises JobFileError if the model or its tokenizer does not support them.
+    """
     embedding, vectors, no_vectors = requested_vectors(job, checkpoint.spec.hidden, checkpoint.spec.causal)
     pairs = job_pairs(job, tokenizer, checkpoint)
     if pairs is not None:
@@ -65,7 +68,13 @@ def _scoring(job: Job) -> Scoring | None:
 
 
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:
-    """Raise JobFileError if a copied column has the name of a result column."""
+    """Raise JobFileError if a copied input column has the name of a result column.
+
+    Args:
+        job: The job.
+        kind: The kind of the job's answers.
+        asked: The parts of answers that the job requests.
+    """
     ours = {name.casefold() for name in kind.schema(asked).names}
     for name in job.carried:
         if name.casefold() in ours:
@@ -75,14 +84,22 @@ def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:
 
 
 def _or_without(name: str) -> str:
-    """Return advice on how to remove the result column of that name, or an empty string."""
     if name.casefold() == TOOL_CALLS_COLUMN:
         return ", or set prompt.tool_calls to none"
     return ", or set prompt.reasoning to none" if name.casefold() in REASONING_COLUMNS else ""
 
 
 def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> SchemaColumns | None:
-    """Return the typed columns of the job's schema, or None. Raises JobFileError if it cannot be enforced."""
+    """Return the typed result columns for the job's JSON schema, or None if the job has no schema.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the job's model.
+        asked: The parts of answers that the job requests, whose columns must have other names.
+
+    Raises:
+        JobFileError: The schema or another constraint cannot be enforced, or a column name occurs twice.
+    """
     where = _constraint_key(job)
     if (problem := constraint_problem(job.params(), tokenizer.definition)) is not None:
         raise job.mistake(where, problem.partition(": ")[2] or problem)
@@ -106,14 +123,13 @@ def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> Schem
 
 
 def _constraint_key(job: Job) -> str:
-    """Return the key of the job file that constrains answers."""
     if job.output.schema_file is not None:
         return "output.schema_file"
     return "output.schema" if job.output.json_schema is not None else f"sampling.{job.params().constraint}"
 
 
 def check_followed(job: Job, tokenizer: Tokenizer) -> None:
-    """Raise JobFileError if the job has a constraint that this tokenizer does not support."""
+    """Raise JobFileError if the job has a constraint that its tokenizer does not support."""
     if job.params().constraint is None:
         return
     from batchinfer.input.constraints.grammar_tokenizer import (
@@ -125,9 +141,10 @@ def check_followed(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def job_calls(job: Job, tokenizer: Tokenizer) -> CallStyle | None:
-    """Return how answers write tool calls, or None if no row has tools or calls are not separated from text.
+    """Return the format in which answers write tool calls.
 
-    Raises JobFileError if the checkpoint has no tokens for the chosen style.
+    Returns None if the job has no tools, or if calls stay in the text. Raises JobFileError if the tokenizer lacks the
+    tokens of the format, or if a required call cannot be enforced.
     """
     said = "auto" if job.prompt is None else job.prompt.tool_calls
     if not (job.requests or (job.prompt is not None and job.prompt.may_call)):
@@ -135,13 +152,12 @@ def job_calls(job: Job, tokenizer: Tokenizer) -> CallStyle | None:
     found = find_call_style(said, tokenizer)
     if found is None and said not in ("auto", "none"):
         raise job.mistake("prompt.tool_calls", f"is {said}, and the tokenizer lacks the tokens of this style")
-    if job.prompt is not None and job.prompt.asked_call:
+    if job.prompt is not None and job.prompt.forced_call:
         _check_choice(job, found)
     return found
 
 
 def _check_choice(job: Job, style: CallStyle | None) -> None:
-    """Raise JobFileError if a required tool call cannot be enforced by a constraint."""
     constraint = job.params().constraint
     if style is None:
         why = "nothing shows how the checkpoint writes calls; name the style in prompt.tool_calls"
@@ -157,9 +173,9 @@ def _check_choice(job: Job, style: CallStyle | None) -> None:
 
 
 def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return how answers mark their reasoning, or None if it is absent or part of the text.
+    """Return the marks around reasoning in answers, or None if reasoning is not separated from the text.
 
-    Raises JobFileError for a thinking budget without tokens that end the reasoning.
+    Raises JobFileError if the job has a thinking budget and no tokens mark the end of reasoning.
     """
     found = find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
     where = _limited_by(job)
@@ -170,7 +186,6 @@ def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
 
 
 def _limited_by(job: Job) -> str | None:
-    """Return the key of the job file that limits reasoning, or None."""
     if job.sampling.thinking_budget is not None:
         return "sampling.thinking_budget"
     if "thinking_budget" in dict(job.sampling.from_columns):
@@ -179,15 +194,22 @@ def _limited_by(job: Job) -> str | None:
 
 
 def most_with_reasoning(most: int, params: SamplingParams, reasoning: Reasoning | None) -> int | None:
-    """Return the maximum tokens of an answer of `most` tokens plus its reasoning, or None if it is unbounded."""
+    """Return the maximum number of tokens of an answer including its reasoning, or None if it is unbounded.
+
+    Args:
+        most: Maximum number of tokens of the answer without reasoning.
+        params: Sampling parameters with the thinking budget.
+        reasoning: The marks around reasoning. None: answers have no separate reasoning.
+    """
     found = with_reasoning(most, params.thinking_budget, reasoning)
     return found if found < INT32_MAX else None
 
 
 def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
-    """Return the maximum tokens of an answer for `max_tokens: fit`, or None if unknown.
+    """Return the limit that `max_tokens: fit` sets on the tokens of an answer.
 
-    Raises JobFileError if answers that match the constraint have no maximum length.
+    Returns None if the job does not use it, or has no constraint. Raises JobFileError if answers that match the
+    constraint have no maximum length.
     """
     params = job.params()
     if not job.sampling.fits or params.constraint is None:
@@ -199,7 +221,16 @@ def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
 
 
 def check_tokens(job: Job, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise JobFileError for an unknown token or an unsupported constraint."""
+    """Check that the job's sampling parameters name only known tokens and a supported constraint.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the job's model.
+        vocab_size: Number of token ids of the model.
+
+    Raises:
+        JobFileError: A token is unknown, or the constraint is unsupported.
+    """
     check_followed(job, tokenizer)
     try:
         NamedTokens(tokenizer, vocab_size).add_tokens(job.params())

@@ -22,14 +22,14 @@ from batchinfer.machine.facts import MachineFacts
 from batchinfer.models.files.fingerprint import file_sha256
 from batchinfer.models.opening import StoredModel, open_checkpoint
 from batchinfer.plan.setup.checks import check_device, check_kv_memory
-from batchinfer.plan.setup.drafts import DraftModel, draft_heads, draft_model
+from batchinfer.plan.setup.drafts import DraftModel, open_draft_heads, open_draft_model
 from batchinfer.plan.setup.expert_places import expert_plan
 from batchinfer.plan.setup.job_answers import (
     answer_columns,
-    asked_answers,
     check_names,
     check_tokens,
     most_answer_tokens,
+    requested_answers,
 )
 from batchinfer.plan.setup.resolve import resolve
 from batchinfer.plan.setup.setting import PlacedModel, Setting
@@ -48,43 +48,62 @@ WORKER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The validated model, device and tokenizer of a job."""
+    """The checked model, device, tokenizer and answers of a job.
+
+    Attributes:
+        checkpoint: The job's model.
+        setting: Device, dtype, memory and parallelism.
+        tokenizer: The tokenizer of the job's model.
+        columns: Typed result columns of `output.schema`, or None.
+        output: The kind of answers: tokens, vectors or scores.
+        requested: The parts of answers that the job requests.
+        most_tokens: Maximum number of tokens of an answer with `max_tokens: fit`, else None.
+        workers: Number of processes that read, render and tokenise rows.
+        first_draft_model: Draft model that answers all rows before the job's model is loaded, or None.
+        engine_draft_model: Draft model in the same engines as the job's model, or None.
+        adapters: Fingerprints of adapters, by name.
+    """
 
     checkpoint: StoredModel
     setting: Setting
     tokenizer: Tokenizer
-    columns: SchemaColumns | None  # typed columns of `output.schema`
-    output: OutputKind  # kind of answers
-    asked: AskedAnswers  # parts of answers besides or instead of text
-    most_tokens: int | None = None  # maximum answer tokens with `max_tokens: fit`
-    workers: int = 1  # processes that read, render and tokenise rows
-    drafts: DraftModel | None = None  # draft model that answers all rows first
-    beside: DraftModel | None = None  # draft model in the job's engines
-    adapters: Mapping[str, str] = field(default_factory=dict)  # fingerprints of adapters, by name
+    columns: SchemaColumns | None
+    output: OutputKind
+    requested: AskedAnswers
+    most_tokens: int | None = None
+    workers: int = 1
+    first_draft_model: DraftModel | None = None
+    engine_draft_model: DraftModel | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def roots(self) -> ContentRoots:
-        """Return the content roots of requests to this model."""
+        """Return an object that tells which requests to the job's model may share cached prefixes."""
         roots = self.checkpoint.spec.content_roots(self.setting.numerics.max_model_len)
         return dataclasses.replace(roots, adapted=bool(self.adapters))
 
     @property
     def models(self) -> list[PlacedModel]:
-        """Return the job's model, and the draft model that runs in the same engines, if any."""
+        """Return the models of each engine: the job's model, then a draft model in the same engine, if any."""
         own = PlacedModel(self.checkpoint, self.setting)
         return (
-            [own] if self.beside is None else [own, PlacedModel(self.beside.checkpoint, self.beside.setting)]
+            [own]
+            if self.engine_draft_model is None
+            else [own, PlacedModel(self.engine_draft_model.checkpoint, self.engine_draft_model.setting)]
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings for the user."""
+        """Return warnings for the user about the quantisation of the job's model."""
         return quantization_warnings(self.checkpoint, self.setting)
 
     @property
     def drafting(self) -> Setup | None:
-        """Return the setup of a draft model that answers first, or None. It has no typed columns or adapters."""
-        drafts = self.drafts
+        """Return the setup of the draft model that answers all rows first, or None without such a model.
+
+        The returned setup has no typed columns and no adapters.
+        """
+        drafts = self.first_draft_model
         if drafts is None:
             return None
         return dataclasses.replace(
@@ -93,8 +112,8 @@ class Setup:
             setting=drafts.setting,
             tokenizer=drafts.tokenizer,
             columns=None,
-            drafts=None,
-            beside=None,
+            first_draft_model=None,
+            engine_draft_model=None,
             adapters={},
         )
 
@@ -106,13 +125,13 @@ class Setup:
         sample: SampleSize | None = None,
         strata: Strata | None = None,
     ) -> IngestOptions:
-        """Return how this model's input is read.
+        """Return options for reading, rendering and tokenising the job's input.
 
         Args:
-            context: Digest for work keys. Without it, the index finds no stored answers.
+            context: The first part of all work keys, from `work_context`. Without it, no stored answer is found.
             now: Time of the run. None: the current time.
             workers: Number of processes. None: as the job says.
-            sample: Size of a sample of the first rows. None: all rows.
+            sample: Number of first rows to read per file. None: all rows.
             strata: How to draw a sample from all of the input. None: all rows.
         """
         return IngestOptions(
@@ -124,7 +143,7 @@ class Setup:
             sample=sample,
             strata=strata,
             output=self.output.name,
-            asked=self.asked,
+            asked=self.requested,
             adapters=self.adapters,
         )
 
@@ -136,13 +155,13 @@ def check_setup(
     replace: bool = False,
     reader: MachineFacts | None = None,
 ) -> Setup:
-    """Check a job, and return its setup.
+    """Check a job against its model, machine and result folder, and return its setup.
 
     Args:
         job: The job.
-        state: Its state folder.
+        state: The job's state folder.
         machine: The machine of the engines.
-        replace: Whether the result may replace another one.
+        replace: Whether the result may replace the result of another job.
         reader: The machine that reads the rows. None: `machine`.
 
     Raises:
@@ -161,18 +180,18 @@ def check_setup(
     state.check_writable()
     state.refuse_newer()
     check_tokens(job, tokenizer, checkpoint.spec.vocab)
-    kind, read = kind_of(job), asked_answers(job, tokenizer, checkpoint)
+    kind, read = kind_of(job), requested_answers(job, tokenizer, checkpoint)
     if not checkpoint.spec.causal or not _shares_prefixes(job, read):
         setting = setting.with_parts(shares_prefixes=False)
     check_names(job, kind, read)
     columns = answer_columns(job, tokenizer, read)
     workers = ingest_workers(job, setting, reader or machine)
     most = most_answer_tokens(job, read.reasoning)
-    drafts = draft_model(job, PlacedModel(checkpoint, setting), tokenizer, state)
-    beside = drafts if drafts is not None and drafts.place.beside else None
-    if beside is not None:
-        setting = setting.with_parts(beside=beside.config)
-    heads, experts = draft_heads(job, checkpoint, setting), expert_plan(job, checkpoint, setting)
+    drafts = open_draft_model(job, PlacedModel(checkpoint, setting), tokenizer, state)
+    in_engine = drafts if drafts is not None and drafts.place.in_engine else None
+    if in_engine is not None:
+        setting = setting.with_parts(draft_model=in_engine.config)
+    heads, experts = open_draft_heads(job, checkpoint, setting), expert_plan(job, checkpoint, setting)
     setting = setting.with_parts(heads=heads, experts=experts)
     setup = Setup(
         checkpoint,
@@ -183,8 +202,8 @@ def check_setup(
         read,
         most,
         workers,
-        drafts=drafts if beside is None else None,
-        beside=beside,
+        first_draft_model=drafts if in_engine is None else None,
+        engine_draft_model=in_engine,
         adapters=weights.adapters,
     )
     check_kv_memory(job, setup.models)
@@ -192,10 +211,9 @@ def check_setup(
 
 
 def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
-    """Return False if each prompt must run as a whole.
+    """Return True if prompts may reuse cached blocks of other prompts.
 
-    The cache has no hidden states and no logits, which some answers need for all tokens. The job may also
-    disable sharing.
+    The cache has no hidden states and no logits, which some answers need for all tokens of the prompt.
     """
     if job.task == "embed":
         whole = read.embedding is not None and read.embedding.pooling != "last"
@@ -211,7 +229,12 @@ def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
 def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
     """Return the number of processes that read rows: one per core, limited by free memory.
 
-    An engine on a GPU loads at the same time and keeps one core.
+    An engine on a GPU of the same machine loads at the same time and keeps one core.
+
+    Args:
+        job: The job, which may set the number.
+        setting: The setting of the job.
+        machine: The machine that reads the rows.
     """
     if job.input.workers != "auto":
         return job.input.workers
@@ -221,9 +244,14 @@ def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
 
 
 def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> bytes:
-    """Return the digest of everything except the rows that determines answers: the first part of every work key.
+    """Return the first part of every work key: a digest of everything that determines answers, except the rows.
 
-    Hashes weight files with unknown digests. If `remember` is True, stores the digests in the state folder.
+    Weight files with unknown digests are hashed.
+
+    Args:
+        setup: The setup of the job.
+        state: The job's state folder, which stores known digests.
+        remember: Whether to store new digests there.
     """
     digests = read_strings(state.fingerprints)
     before = dict(digests)

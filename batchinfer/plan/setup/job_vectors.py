@@ -29,9 +29,16 @@ _NO_PROMPT = "none"
 
 
 def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | None:
-    """Return the vectors of a job, or None if no row may ask for one. Raises JobFileError or SecurityRefusal.
+    """Return how the job computes vectors, or None if neither the job nor a row requests vectors.
 
-    `hidden` is the width of the hidden states. `causal` is False for encoders.
+    Args:
+        job: The job.
+        hidden: Width of the model's hidden states.
+        causal: True for decoders, False for encoders.
+
+    Raises:
+        JobFileError: The job's options do not suit the model.
+        SecurityRefusal: A file is not safe to load.
     """
     if not job.embeds:
         return None
@@ -53,10 +60,22 @@ def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | Non
 def requested_vectors(
     job: Job, hidden: int, causal: bool = True
 ) -> tuple[Embedding | None, VectorRequests | None, str]:
-    """Return the job's vectors, how OpenAI requests may ask for them, and why they may not.
+    """Return how the job computes vectors, and how OpenAI requests in its input may request vectors.
 
-    An unsupported pooling is an error only if the job explicitly asks for vectors. Otherwise the last value says
-    why requests get none. Raises JobFileError or SecurityRefusal.
+    An unsupported pooling is an error only if the job itself requests vectors.
+
+    Args:
+        job: The job.
+        hidden: Width of the model's hidden states.
+        causal: True for decoders, False for encoders.
+
+    Returns:
+        The job's vectors, or None; the options for OpenAI requests, or None if they may not request vectors; the
+        reason why they may not, or "".
+
+    Raises:
+        JobFileError: The job's options do not suit the model.
+        SecurityRefusal: A file is not safe to load.
     """
     try:
         made = job_embedding(job, hidden, causal)
@@ -72,15 +91,15 @@ def requested_vectors(
 
 
 def _may_pool_prompts(pooling: Pooling, modules: SentenceModules) -> bool:
-    """Return True if a prompt may precede the text. It may not if the pooling excludes the tokens of the prompt."""
     return pooling == "last" or modules.pools_prompt
 
 
 def _width(job: Job, hidden: int, layers: tuple[Dense, ...]) -> int:
-    """Return the width of a vector after the dense layers. Raises JobFileError if their widths do not match."""
     for layer in layers:
         if layer.inputs != hidden:
-            text = f"{layer.file} takes vectors of {layer.inputs} numbers, and those before it have {hidden}"
+            text = (
+                f"{layer.file} takes vectors of {layer.inputs} numbers, but its input vectors have {hidden}"
+            )
             raise job.mistake("model.path", text)
         hidden = layer.outputs
     return hidden
@@ -104,12 +123,10 @@ def _pooling(job: Job, modules: SentenceModules | None, causal: bool) -> Pooling
 
 
 def _usual(causal: bool) -> Pooling:
-    """Return the default pooling. For encoders it is that of sentence-transformers."""
     return "last" if causal else "mean"
 
 
 def _prompt(job: Job, modules: SentenceModules | None) -> str:
-    """Return the text that is put before each text. Empty for chat prompts."""
     asked, prompt = job.embed.prompt, job.prompt
     as_it_is = job.requests or prompt is None or prompt.text is not None or not prompt.chat
     if asked == _NO_PROMPT or not as_it_is:
@@ -125,7 +142,16 @@ def _prompt(job: Job, modules: SentenceModules | None) -> str:
 
 
 def job_pairs(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> PairScoring | None:
-    """Return how the job scores pairs, or None. The checkpoint must have passed `check_model`. Raises JobFileError."""
+    """Return how a cross-encoder scores pairs of texts, or None if the job does not rerank with a cross-encoder.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the job's model.
+        checkpoint: The job's model, which has passed `check_model`.
+
+    Raises:
+        JobFileError: The tokenizer cannot join two texts, or the activation function is unsupported.
+    """
     if job.task != "rerank" or not isinstance(checkpoint, Checkpoint) or checkpoint.spec.classifier is None:
         return None
     try:

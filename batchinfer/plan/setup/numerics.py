@@ -39,7 +39,20 @@ _SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # equal to the dequantised or 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """Everything about a model's computation that affects answers: arithmetic and maximum length."""
+    """Everything about a model's computation that affects answers: arithmetic and maximum length.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: The dtype of activations, and of weights that are not quantised.
+        max_model_len: Maximum number of tokens of prompt and answer together.
+        quantization: The quantisation of weights.
+        deterministic: Whether equal requests give equal bits.
+        block_size: Tokens per block of the KV cache.
+        tiles: Whether the CPU has matrix tiles (AMX).
+        arm: The order of additions on an Arm CPU. Empty on other CPUs.
+        kv_cache: The dtype of the KV cache.
+        calibrates: Whether int4 weights are calibrated.
+    """
 
     device: Device
     dtype: Dtype
@@ -47,23 +60,23 @@ class Numerics:
     quantization: Quantization = "none"
     deterministic: bool = False
     block_size: int | Literal["auto"] = "auto"
-    tiles: bool = False  # whether the CPU has matrix tiles (AMX)
-    arm: str = ""  # order of additions on an Arm CPU; empty elsewhere
+    tiles: bool = False
+    arm: str = ""
     kv_cache: KvCacheDtype = "auto"
-    calibrates: bool = False  # whether int4 weights are calibrated
+    calibrates: bool = False
 
     @property
     def text(self) -> str:
-        """Return the arithmetic as text, such as `bfloat16 with int8 weights, deterministic`."""
+        """Return the arithmetic for people, such as `bfloat16 with int8 weights, deterministic`."""
         return arithmetic_text(self.dtype, self.quantization, self.kv_cache, self.deterministic)
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a value that is not quantised."""
+        """Return the number of bytes of a value that is not quantised."""
         return 4 if self.dtype == "float32" else 2
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
-        """Return the cost of the model's steps, without adapters."""
+        """Return the FLOPs and bytes of a model's steps in this arithmetic, without adapters."""
         codes = self.quantization, self.kv_cache
         return checkpoint.cost(self.itemsize, *codes, self.device, self.deterministic)
 
@@ -75,16 +88,17 @@ class Numerics:
         columns: int = 0,
         output: str = "tokens",
     ) -> bytes:
-        """Return the SHA-256 of all that determines answers, except the row: the first part of every work key.
+        """Return the SHA-256 of everything that determines answers, except the row.
 
-        Options at their default are omitted, so a new option invalidates no stored answers.
+        It is the first part of every work key. Options at their default are omitted, so a new option invalidates no
+        stored answers.
 
         Args:
             checkpoint: The model.
             model_fingerprint: Digest of the weights.
             tokenizer_fingerprint: Digest of the tokenizer.
             columns: Version of the rules that check answers against typed columns. 0 without such columns.
-            output: Kind of answers.
+            output: Name of the kind of answers.
         """
         parts = {
             "model": model_fingerprint,
@@ -103,8 +117,8 @@ class Numerics:
     def _options(self) -> dict[str, Any]:
         """Return the options that can change an answer and have a default.
 
-        Blocks, operators, matrix tiles and Arm vectors change the order of additions. That matters only if
-        bits are promised.
+        Blocks, operators, matrix tiles and Arm vectors change the order of additions. The order matters only if equal
+        bits are promised (`deterministic`).
         """
         options: dict[str, Any] = {
             # MXFP4 values are multiplied exactly, dequantised before or during the product.

@@ -17,51 +17,66 @@ _MUCH_MEMORY = 1 << 62  # assumed if unknown
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The engines of a job, and the machine and GPUs they run on."""
+    """The engines of a job, and the machine and GPUs on which they run.
 
-    machine: MachineFacts  # machine of the engines; on a cluster, the part of a node for one engine
-    replicas: int = 1  # number of engines
-    division: Division = UNDIVIDED  # sharding of each engine
-    dedicated: bool = False  # whether each engine has its own `machine`, as on a cluster
-    # Names for CUDA_VISIBLE_DEVICES, one per rank of all engines on this machine. Empty for a single rank.
+    Attributes:
+        machine: The machine of the engines. On a cluster: the part of a node that one engine gets.
+        replicas: Number of engines.
+        division: How each engine shards its model among ranks.
+        dedicated: Whether each engine has its own `machine`, as on a cluster.
+        gpus: Names for CUDA_VISIBLE_DEVICES, one per rank of all engines on this machine. Empty for a single rank.
+    """
+
+    machine: MachineFacts
+    replicas: int = 1
+    division: Division = UNDIVIDED
+    dedicated: bool = False
     gpus: tuple[str, ...] = ()
 
     def for_rows(self, rows: int) -> Placement:
-        """Return the placement with at most one engine per row."""
+        """Return the placement with at most as many engines as there are rows to run."""
         fewer = replace(self, replicas=max(1, min(self.replicas, rows)))
         ranks = fewer.processes_here
         return replace(fewer, gpus=self.gpus[:ranks] if ranks > 1 else ())
 
     @property
     def hardware(self) -> Hardware:
-        """Return the device of the engines."""
+        """Return the device of the engines: a GPU or the CPU."""
         return self.machine.hardware
 
     @property
     def engines_here(self) -> int:
-        """Return the number of engines that share the machine."""
+        """Return the number of engines that share one machine."""
         return 1 if self.dedicated else self.replicas
 
     @property
     def processes_here(self) -> int:
-        """Return the number of ranks of all engines that share the machine."""
+        """Return the number of processes (ranks of all engines) that share one machine."""
         return self.engines_here * self.division.ranks
 
     @property
     def free_memory(self) -> int:
-        """Return the bytes of memory for the engines of a CPU, weights included."""
+        """Return the bytes of CPU memory that the engines of a machine may use, weights included."""
         known = self.machine.free_memory, self.hardware.memory_bytes
         return next((found for found in known if found is not None), _MUCH_MEMORY)
 
     def thread_shares(self, threads: int | None) -> list[int]:
-        """Return the CPU threads of each process of this machine. `threads` is their sum, or None for one per core."""
+        """Return the number of CPU threads of each rank on this machine.
+
+        Args:
+            threads: Total number of threads. None: one per core.
+        """
         cores = self.machine.cores or self.hardware.cores or threads or 1
         return thread_shares(threads, self.processes_here, cores)
 
     def peaks(self, dtype: str, quantization: str) -> Peaks | None:
-        """Return the peaks of one engine in this arithmetic, or None if unknown.
+        """Return the peak FLOP/s and bandwidth of one engine, or None if unknown.
 
-        On GPUs they are the sum over its ranks, on a CPU the engine's share.
+        On GPUs they are the sum over the engine's ranks. On a CPU they are the engine's share.
+
+        Args:
+            dtype: The dtype of the products.
+            quantization: The quantisation of the weights.
         """
         whole = self.hardware.peaks(dtype, quantization)
         if whole is None or (self.machine.device == "cuda" and self.division.ranks == 1):
@@ -72,15 +87,28 @@ class Placement:
 
 
 def thread_shares(threads: int | None, engines: int, cores: int) -> list[int]:
-    """Return the CPU threads of each engine. `threads` is their sum, or None for one per core."""
+    """Divide the CPU threads of a machine among engines. Returns the number of threads of each engine, at least 1.
+
+    Args:
+        threads: Total number of threads. None: one per core.
+        engines: Number of engines.
+        cores: Number of cores, which limits the threads.
+    """
     most = min(threads or cores, cores)
     return [max(1, most * (engine + 1) // engines - most * engine // engines) for engine in range(engines)]
 
 
 def placement_of(job: Job, machine: MachineFacts) -> Placement:
-    """Return the number of engines and their GPUs. No GPUs are named for a single rank or if they are unknown.
+    """Choose the number of engines of a job and their GPUs.
 
-    Raises JobFileError if the machine has room for fewer engines.
+    No GPUs are named for a single rank, or if the machine's GPUs are unknown.
+
+    Args:
+        job: The job.
+        machine: The machine of the engines. On a cluster: the part of a node for one engine.
+
+    Raises:
+        JobFileError: The machine has too few cores or GPUs for the job's engines.
     """
     division = division_of(job)
     if job.ray is not None:
@@ -93,7 +121,6 @@ def placement_of(job: Job, machine: MachineFacts) -> Placement:
 def _engines_here(
     job: Job, machine: MachineFacts, asked: int | Literal["auto"]
 ) -> tuple[int, tuple[str, ...]]:
-    """Return the number of engines on the machine, and their GPUs."""
     ranks, room = division_of(job).ranks, _room(job, machine)
     on_gpu = machine.device == "cuda"
     if room is None or (not on_gpu and asked == "auto" and ranks == 1):
@@ -110,8 +137,8 @@ def _engines_here(
         raise JobFileError(str(job.source), [Mistake(f"engine.{key}", text)])
     if wanted > 1 and on_gpu and job.engine.deterministic and machine.several_kinds:
         text = (
-            "with engine.deterministic all engines need GPUs of one kind, but this process may use several; unset "
-            "CUDA_VISIBLE_DEVICES (then all GPUs of the first one's kind are used), or set engine.data_parallel: 1"
+            "with engine.deterministic all engines need GPUs of the same model, but this process may use several; "
+            "unset CUDA_VISIBLE_DEVICES (then all GPUs like the first one are used), or set engine.data_parallel: 1"
         )
         raise JobFileError(str(job.source), [Mistake("engine.data_parallel", text)])
     gpus = machine.gpus or ()
@@ -119,7 +146,6 @@ def _engines_here(
 
 
 def _room(job: Job, machine: MachineFacts) -> int | None:
-    """Return how many processes fit on the GPUs or cores of the machine, or None if unknown."""
     if machine.device == "cuda":
         return None if machine.gpus is None else len(machine.gpus)
     threads = job.engine.threads
@@ -127,7 +153,7 @@ def _room(job: Job, machine: MachineFacts) -> int | None:
 
 
 def division_of(job: Job) -> Division:
-    """Return how the job shards its model."""
+    """Return how the job file says that the model is sharded among the ranks of an engine."""
     engine = job.engine
     return Division(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size)
 

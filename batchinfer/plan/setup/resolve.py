@@ -13,17 +13,17 @@ from batchinfer_kernels.arithmetic import Dtype, Quantization, RequestedQuantiza
 
 
 def resolve(job: Job, checkpoint: StoredModel, machine: MachineFacts) -> Setting:
-    """Return how and where the job runs.
+    """Replace every `auto` of a job by a value for the machine: dtype, quantisation, lengths and placement.
 
     Args:
         job: The job.
-        checkpoint: Its model.
+        checkpoint: The job's model.
         machine: The machine of the engines.
 
     Raises:
         JobFileError: The model has fewer positions than max_model_len, the device does not support the job, or the
             machine has too few cores or GPUs.
-        Unavailable: The model cannot be sharded as the job asks, or not with the promised bits.
+        Unavailable: The model cannot be sharded as the job file says, or not with `engine.deterministic`.
     """
     dtype = job.model.dtype if job.model.dtype != "auto" else auto_dtype(machine, checkpoint.dtype)
     check_model(job, checkpoint, machine.device, dtype)
@@ -46,7 +46,12 @@ def resolve(job: Job, checkpoint: StoredModel, machine: MachineFacts) -> Setting
 
 
 def auto_dtype(machine: MachineFacts, stored: Dtype) -> Dtype:
-    """Return the checkpoint's dtype if the device computes it fast. A CPU without fast bfloat16 uses float32."""
+    """Return the dtype for `model.dtype: auto`: the stored one, or float32 on a CPU without fast bfloat16.
+
+    Args:
+        machine: The machine of the engines.
+        stored: The dtype of the checkpoint's weights.
+    """
     if machine.device == "cuda" or stored == "float32":
         return stored
     return "bfloat16" if machine.fast_bf16 else "float32"
@@ -55,10 +60,16 @@ def auto_dtype(machine: MachineFacts, stored: Dtype) -> Dtype:
 def resolved_quantization(
     asked: RequestedQuantization, checkpoint: StoredModel, machine: MachineFacts, dtype: Dtype
 ) -> Quantization:
-    """Return the quantisation of the weights.
+    """Return the quantisation of the weights in the engines.
 
-    With `auto`, weights stay as stored if the device can multiply them, except int4. Otherwise they are
-    dequantised.
+    With `auto`, quantised weights stay as stored if the device can multiply them, except int4. Otherwise they are
+    dequantised when they are loaded.
+
+    Args:
+        asked: `model.quantization` of the job file.
+        checkpoint: The job's model.
+        machine: The machine of the engines.
+        dtype: The dtype of the products.
     """
     stored, on_gpu = checkpoint.stored_quantization, machine.device == "cuda"
     if asked == "stored":

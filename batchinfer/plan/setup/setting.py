@@ -1,4 +1,4 @@
-"""The setting of a job: its numerics, the placement of its engines, and their other parts."""
+"""The setting of a job: its numerics, the placement of its engines, and parts such as adapters and draft models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How and where a job runs."""
+    """All choices that a run makes before it reads rows.
+
+    Attributes:
+        numerics: Arithmetic and maximum length.
+        placement: The engines, and the machine and GPUs on which they run.
+        parts: Parts of engines in addition to the job's model.
+    """
 
     numerics: Numerics
     placement: Placement
@@ -27,28 +33,28 @@ class Setting:
 
     @property
     def device(self) -> Device:
-        """Return the device of the engines."""
+        """Return the device of the engines, "cpu" or "cuda"."""
         return self.numerics.device
 
     def for_rows(self, rows: int) -> Setting:
-        """Return the setting with at most one engine per row."""
+        """Return the setting with at most as many engines as there are rows to run."""
         return replace(self, placement=self.placement.for_rows(rows))
 
     def with_placement(self, **changes: Any) -> Setting:
-        """Return the setting with a changed placement."""
+        """Return a copy of the setting with other values of these fields of `Placement`."""
         return replace(self, placement=replace(self.placement, **changes))
 
     def with_numerics(self, **changes: Any) -> Setting:
-        """Return the setting with changed numerics."""
+        """Return a copy of the setting with other values of these fields of `Numerics`."""
         return replace(self, numerics=replace(self.numerics, **changes))
 
     def with_parts(self, **changes: Any) -> Setting:
-        """Return the setting with changed engine parts."""
+        """Return a copy of the setting with other values of these fields of `EngineParts`."""
         return replace(self, parts=replace(self.parts, **changes))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the setting as columns of the run table, without the hardware."""
+        """Return the setting as columns of the run table, without the columns of the hardware."""
         numerics, placement = self.numerics, self.placement
         return {
             "dtype": numerics.dtype,
@@ -62,21 +68,21 @@ class Setting:
 
     @property
     def peaks(self) -> Peaks | None:
-        """Return the peaks of one engine in this arithmetic, or None if unknown."""
+        """Return the peak FLOP/s and bandwidth of one engine in the setting's arithmetic, or None if unknown."""
         return self.placement.peaks(self.numerics.dtype, self.numerics.quantization)
 
     @property
     def adapter_bytes(self) -> int:
-        """Return the bytes of device memory that adapters take."""
+        """Return the bytes of device memory that adapters take in an engine."""
         return self.parts.adapter_bytes(self.placement.hardware, self.numerics.itemsize)
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
-        """Return the cost of the model's steps, adapters included."""
+        """Return the FLOPs and bytes of a model's steps, adapters included."""
         found, sizes = self.numerics.model_cost(checkpoint), self.parts.adapter_sizes
         return found if sizes is None else sizes.with_cost(found)
 
     def load_config(self, job: Job) -> LoadConfig:
-        """Return how the first engine loads its weights."""
+        """Return the configuration with which the job's first engine loads its weights."""
         numerics, placement, parts = self.numerics, self.placement, self.parts
         threads = _chosen(job.engine.threads)
         return LoadConfig(
@@ -90,18 +96,18 @@ class Setting:
             kv_cache=numerics.kv_cache,
             adapters=parts.adapters,
             adapter_slots=parts.adapter_slots(placement.hardware, numerics.itemsize),
-            draft_model=parts.beside,
+            draft_model=parts.draft_model,
             heads=parts.heads_folder(job),
             experts=None if parts.experts is None else parts.experts.placement,
         )
 
     def engine_config(self, job: Job, longest: int, logprobs: int | None = None) -> EngineConfig:
-        """Return the configuration of the first engine.
+        """Return the configuration of the job's first engine.
 
         Args:
             job: The job.
-            longest: Tokens of the longest sequence, prompt and output.
-            logprobs: Maximum number of log-probabilities that a sequence asks for.
+            longest: Maximum number of tokens of a sequence, prompt and output.
+            logprobs: Maximum number of log-probabilities per token that a request asks for. None: no request asks.
         """
         engine, engines = job.engine, self.placement.engines_here
         shared = engines > 1 and self.device == "cpu"
@@ -123,19 +129,24 @@ class Setting:
 
 
 class PlacedModel(NamedTuple):
-    """A model and its setting."""
+    """A model and its setting.
+
+    Attributes:
+        checkpoint: The model.
+        setting: Device, dtype, memory and parallelism of the model.
+    """
 
     checkpoint: StoredModel
     setting: Setting
 
     @property
     def cost(self) -> ModelCost:
-        """Return the cost of the model's steps."""
+        """Return the FLOPs and bytes of the model's steps, adapters included."""
         return self.setting.model_cost(self.checkpoint)
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of the loaded weights, without adapters."""
+        """Return the bytes of the model's weights in memory, without adapters."""
         if not isinstance(self.checkpoint, Checkpoint):
             return self.checkpoint.weight_bytes
         spec = self.checkpoint.spec.quantized(self.setting.numerics.quantization)
@@ -143,12 +154,16 @@ class PlacedModel(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the loaded weights, adapters included."""
+        """Return the bytes of the model's weights in memory, adapters included."""
         return self.held_bytes + self.setting.adapter_bytes
 
 
 def engine_weights(models: list[PlacedModel]) -> int:
-    """Return the weight bytes of an engine: the job's model, its adapters and heads, and a draft model."""
+    """Return the bytes of all weights of an engine, adapters and draft heads included.
+
+    Args:
+        models: The job's model, and a draft model in the same engine, if any.
+    """
     setting, own = models[0].setting, sum(model.weight_bytes for model in models)
     heads = setting.parts.heads
     return own if heads is None else own + heads.weight_bytes(setting.numerics.itemsize)

@@ -37,7 +37,13 @@ _KEPT = "on SmolLM2-135M, int8 kept 22 of 200 answers, int4 21 (docs/models.md)"
 
 @dataclass(frozen=True, slots=True)
 class JobWeights:
-    """The model and setting of a job after its weights were chosen. `adapters` has fingerprints by name."""
+    """A job's model and setting, after adapters and calibrated weights were chosen.
+
+    Attributes:
+        checkpoint: The model, with calibrated weights if there are any.
+        setting: The setting, with adapters and calibrated weights.
+        adapters: Fingerprints of the job's adapters, by name.
+    """
 
     checkpoint: StoredModel
     setting: Setting
@@ -45,10 +51,16 @@ class JobWeights:
 
 
 def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder) -> JobWeights:
-    """Choose the weights.
+    """Choose the weights of a job: its adapters, and calibrated int4 weights if an earlier run has stored them.
+
+    Args:
+        job: The job.
+        checkpoint: The job's model.
+        setting: The resolved setting of the job.
+        state: The job's state folder.
 
     Raises:
-        JobFileError: An adapter is unsupported, or the checkpoint's zero points fit no layout.
+        JobFileError: An adapter is unsupported, or the zero points of quantised weights cannot be stored.
         SecurityRefusal: An adapter is not safe to load.
         CannotSplit: The checkpoint or an adapter cannot be sharded among the job's ranks.
     """
@@ -66,15 +78,19 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
 
 
 def quantization_warnings(checkpoint: StoredModel, setting: Setting) -> tuple[str, ...]:
-    """Return a warning if the run quantises the weights, or an empty tuple if they are stored quantised."""
+    """Return a warning if the run quantises weights that the checkpoint stores in floats, else an empty tuple.
+
+    Args:
+        checkpoint: The job's model.
+        setting: The setting of the job.
+    """
     quantization = setting.numerics.quantization
     if quantization == "int8" or (quantization == "int4" and not _stores_int4(checkpoint, setting)):
-        return (f"model.quantization: {quantization} changes most answers of real models: {_KEPT}",)
+        return (f"model.quantization: {quantization} changes nearly all answers of real models: {_KEPT}",)
     return ()
 
 
 def _stores_int4(checkpoint: StoredModel, setting: Setting) -> bool:
-    """Return True if the checkpoint itself stores int4. Calibrated weights are made for the job."""
     forms = checkpoint.spec.forms if isinstance(checkpoint, Checkpoint) else frozenset()
     return setting.parts.weights is None and any(form.codes == "int4" for form in forms)
 
@@ -84,8 +100,8 @@ class JobAdapters:
     """The adapters of a job.
 
     Attributes:
-        fingerprints: Fingerprints by name.
-        sizes: Memory of adapters that are not merged into the weights.
+        fingerprints: Fingerprints of the adapters, by name.
+        sizes: Sizes of adapters that are not merged into the weights. None without such adapters.
         merged: Whether the only adapter is merged into the weights.
     """
 
@@ -95,9 +111,16 @@ class JobAdapters:
 
 
 def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAdapters:
-    """Return the job's adapters. Files with unknown digests are hashed.
+    """Check and return the job's adapters. Files with unknown digests are hashed.
 
-    Raises JobFileError or SecurityRefusal for unsupported adapters.
+    Args:
+        job: The job.
+        checkpoint: The job's model.
+        state: The job's state folder, which stores known digests.
+
+    Raises:
+        JobFileError: An adapter is unsupported.
+        SecurityRefusal: An adapter is not safe to load.
     """
     if not job.model.adapters:
         return JobAdapters({})
@@ -114,7 +137,6 @@ def job_adapters(job: Job, checkpoint: StoredModel, state: StateFolder) -> JobAd
 
 
 def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
-    """Raise JobFileError for a DoRA adapter that is not used by all rows: it is merged into the weights."""
     dora = next((name for name, adapter in found.items() if adapter.config.dora), None)
     if dora is None or (len(found) == 1 and job.model.adapter == dora):
         return
@@ -126,7 +148,10 @@ def _check_merged(job: Job, found: Mapping[str, StoredAdapter]) -> None:
 
 
 def with_adapters(setting: Setting, job: Job, adapters: JobAdapters) -> Setting:
-    """Return the setting with the folders of the adapters. Equal adapters are loaded once."""
+    """Return the setting with the folders and sizes of the job's adapters.
+
+    Adapters with equal files are loaded once.
+    """
     folders = {adapters.fingerprints[name]: path for name, path in reversed(job.model.adapters.items())}
     if not folders:
         return setting
@@ -134,10 +159,10 @@ def with_adapters(setting: Setting, job: Job, adapters: JobAdapters) -> Setting:
 
 
 def can_calibrate(checkpoint: StoredModel) -> bool:
-    """Return True if the weights can be calibrated.
+    """Return True if int4 weights can be calibrated for the model.
 
-    They must be those of a native decoder, stored in floats, in which no layer reads keys and values of
-    another layer.
+    The model must be a native decoder with weights stored in floats, and no layer may read keys and values of another
+    layer.
     """
     return isinstance(checkpoint, Checkpoint) and checkpoint.plain and _is_plain(checkpoint.spec)
 
@@ -152,9 +177,17 @@ def _is_plain(spec: ModelSpec) -> bool:
 def with_calibration(
     job: Job, checkpoint: StoredModel, setting: Setting, state: StateFolder, merged: bool = False
 ) -> tuple[StoredModel, Setting]:
-    """Return the model and setting with calibrated weights, if the job uses them and an earlier run has made them.
+    """Return the model and setting with calibrated weights, if the job uses them and the state folder has them.
 
-    A job with an adapter that is merged while loading (`merged`) needs float weights and is not calibrated.
+    Otherwise the model is returned unchanged. The setting says whether the job calibrates.
+
+    Args:
+        job: The job.
+        checkpoint: The job's model.
+        setting: The setting of the job.
+        state: The job's state folder, in which an earlier run may have stored calibrated weights.
+        merged: Whether an adapter is merged into the weights while they are loaded. Such a job needs float weights
+            and is not calibrated.
     """
     asked = (setting.numerics.quantization, job.model.calibration) == ("int4", "auto")
     if not asked or merged or not can_calibrate(checkpoint):
@@ -170,10 +203,13 @@ def with_calibration(
 def calibrated_folder(
     checkpoint: StoredModel, state: StateFolder, adapted: bool, remember: bool = False
 ) -> Path:
-    """Return the folder of this model's calibrated weights, whether it exists or not.
+    """Return the folder of the model's calibrated weights, whether it exists or not.
 
-    With adapters, the folder also has the data that adapters need, so it is a different one. If `remember` is True,
-    new digests of weight files are stored in the state folder.
+    Args:
+        checkpoint: The job's model.
+        state: The job's state folder.
+        adapted: Whether the job has adapters. The folder then also has the data that adapters need.
+        remember: Whether to store new digests of weight files in the state folder.
     """
     digests = read_strings(state.fingerprints)
     before = dict(digests)
@@ -187,7 +223,6 @@ def calibrated_folder(
 
 
 def _experts_version(checkpoint: StoredModel) -> str:
-    """Return a suffix for models with experts, whose weights were calibrated differently in earlier versions."""
     layers = checkpoint.spec.layers if isinstance(checkpoint, Checkpoint) else ()
     return EXPERTS_VERSION if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers) else ""
 

@@ -14,10 +14,11 @@ from batchinfer.core.statistics.survival import SurvivalCurve
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerLengths:
-    """Forecasts answer lengths from earlier answers to prompts of similar length. Without any, max_tokens is assumed.
+    """Forecasts answer lengths from earlier answers to prompts of similar length.
 
-    Requests get lengths with the distribution of the earlier answers, in the order of their work keys. The forecast
-    is therefore reproducible and independent of the order of the job.
+    Without earlier answers, max_tokens is forecast. Requests get lengths with the distribution of the earlier
+    answers, in the order of their work keys. The forecast is therefore reproducible and independent of the order of
+    the job.
     """
 
     _by_size: Mapping[int, SurvivalCurve]  # by the bit length of the prompt's token count
@@ -26,7 +27,13 @@ class AnswerLengths:
     def of(
         cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], cut: NDArray[np.bool_]
     ) -> AnswerLengths:
-        """Return the forecast from the tokens of earlier prompts and answers. `cut` marks truncated answers."""
+        """Return a forecast that learns from earlier requests. The arrays have one value per request.
+
+        Args:
+            prompts: Prompt tokens.
+            answers: Answer tokens.
+            cut: True for answers that max_tokens truncated.
+        """
         sizes = np.frexp(prompts.astype(np.float64))[1]  # bit lengths
         found = {
             int(size): SurvivalCurve.of(answers[sizes == size], cut[sizes == size])
@@ -36,16 +43,19 @@ class AnswerLengths:
 
     @classmethod
     def unknown(cls) -> AnswerLengths:
-        """Return a forecast in which every answer has max_tokens."""
+        """Return a forecast in which every answer has max_tokens tokens."""
         return cls({})
 
     @property
     def are_known(self) -> bool:
-        """Return True if there are earlier answers."""
+        """Return True if the forecast learns from earlier answers."""
         return bool(self._by_size)
 
     def of_requests(self, requests: Iterable[Request]) -> dict[bytes, int]:
-        """Return the answer tokens by work key, end token included and at most max_tokens."""
+        """Return the forecast number of answer tokens of each request, by work key.
+
+        The end token is included. No number is above the request's max_tokens.
+        """
         found: dict[bytes, int] = {}
         guessed: dict[int, list[Request]] = {}
         for request in requests:
@@ -61,6 +71,5 @@ class AnswerLengths:
         return found
 
     def _nearest(self, prompt: int) -> int:
-        """Return the known size nearest to the size of a prompt of `prompt` tokens."""
         size = prompt.bit_length()
         return min(self._by_size, key=lambda other: abs(other - size))

@@ -1,4 +1,4 @@
-"""The clock of a simulated run: the time of its stages, and of the host that launches their steps."""
+"""The clock of a simulated run: the time of pipeline stages, and of the host that launches their steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from batchinfer.plan.simulation.stages import StageSchedule, StageWork
 
 @dataclass(slots=True, eq=False)
 class TimedLaunch:
-    """A launched step.
+    """A step that the simulated host has launched. Times are seconds since the start of the run.
 
     Attributes:
-        work: The work of each stage.
+        work: The seconds that each stage needs.
         submitted_s: When the host submits the step to the stages.
-        launched_s: When all layers are launched.
-        after: The previous step of the same engine, whose tokens the first stage needs. None if there is none, or
-            if this step is done.
+        launched_s: When the host has launched all layers.
+        after: The previous step of the same engine, whose tokens the first stage needs. None if there is none, or if
+            this step is done.
         done_s: When the step is done. None until the host waits for this or a later step.
     """
 
@@ -38,30 +38,43 @@ class TimedLaunch:
 
     @property
     def may_begin_s(self) -> float:
-        """Return when the first stage can start. Earlier steps must be done."""
+        """Return when the first stage can start the step: after its submission, and after the step `after`."""
         return max(self.submitted_s, (self.after and self.after.done_s) or 0.0)
 
 
 @dataclass(slots=True)
 class Clock:
-    """The time of a simulated run, in seconds.
+    """The simulated time of a run, in seconds.
 
-    If `asks_last` is True, the scheduling process itself runs the last of several stages when it waits for results,
-    as on a CPU.
+    Attributes:
+        host: Current time of the process that schedules and launches steps.
+        stages: When each pipeline stage is free.
+        asks_last: Whether the scheduling process itself runs the last of several stages while it waits for results,
+            as on a CPU.
+        most_taken: Peak bytes of the KV cache so far.
     """
 
     host: float = 0.0
     stages: StageSchedule = field(default_factory=lambda: StageSchedule(1))
     asks_last: bool = False
-    most_taken: int = 0  # peak bytes of the KV cache
+    most_taken: int = 0
     _begun: deque[TimedLaunch] = field(default_factory=deque)
 
     def launch(
         self, host_s: float, launch_s: float, work: Sequence[StageWork], after: TimedLaunch | None = None
     ) -> TimedLaunch:
-        """Prepare a step and launch its layers. Devices start while later layers are launched.
+        """Advance the host's time by preparing and launching a step.
 
-        The step continues with the tokens of the step `after`.
+        Devices start while later layers are launched.
+
+        Args:
+            host_s: Seconds to prepare the step.
+            launch_s: Seconds to launch its layers.
+            work: The seconds that each stage needs.
+            after: The step whose tokens this step needs, or None.
+
+        Returns:
+            The launched step, for `wait`.
         """
         self.host += host_s
         step = TimedLaunch(work, self.host, self.host + launch_s, after)
@@ -70,7 +83,7 @@ class Clock:
         return step
 
     def wait(self, step: TimedLaunch) -> None:
-        """Wait until a step is done. Steps finish in launch order."""
+        """Advance the host's time until a step is done. Steps finish in the order of their launches."""
         asked = self.host if self.asks_last else 0.0
         while step.done_s is None:
             first = self._begun.popleft()
@@ -81,19 +94,24 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """The largest steps that are captured as CUDA graphs. All zero: no captures."""
+    """The limits of the steps that an engine captures as CUDA graphs. All zero: it captures none.
 
-    rows: int  # rows of a decode step
-    longest: int  # tokens of a sequence in a decode step
-    tokens: int  # tokens of a step that is captured piecewise
+    Attributes:
+        rows: Maximum number of rows of a captured decode step.
+        longest: Maximum number of tokens of a sequence in a captured decode step.
+        tokens: Maximum number of tokens of a step that is captured piecewise.
+    """
+
+    rows: int
+    longest: int
+    tokens: int
 
 
 class Launching:
-    """Predicts how each step is launched, like `DecodeGraphs` and `PiecewiseGraphs`.
+    """Predicts how an engine launches each step: as one CUDA graph, as one graph per layer, or eagerly.
 
-    Decode graphs are distinguished by their rows, context bound and block sharing. A real GPU has more kinds, by
-    the split of rows and the number of sharing groups, so a few more steps run there before each kind has its
-    graph.
+    Decode graphs are distinguished by their rows, context bound and block sharing. A real GPU has more kinds, by the
+    split of rows and the number of sharing groups, so a few more steps run there before each kind has its graph.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -102,10 +120,10 @@ class Launching:
         self._seen: Counter[tuple[int, int, bool]] = Counter()
 
     def mode(self, starts: list[int], lengths: list[int], decodes: bool, shares: bool) -> LaunchMode:
-        """Return how a step is launched.
+        """Return how the engine launches a step: "full_graph", "piecewise_graph" or "eager".
 
         Args:
-            starts: Start position of each chunk.
+            starts: Position in its sequence of the first token of each chunk.
             lengths: Tokens of each chunk.
             decodes: Whether every row decodes one token and no block is copied.
             shares: Whether rows share blocks.
@@ -120,10 +138,6 @@ class Launching:
         return rows <= self._captures.rows and longest <= self._captures.longest
 
     def _is_replayed(self, rows: int, longest: int, shares: bool) -> bool:
-        """Return True if the step has a graph or captures one now.
-
-        The warm-up captures the shortest contexts without sharing.
-        """
         bound = context_bound(longest, self._captures.longest)
         if bound <= MIN_CONTEXT_BOUND and not shares:
             return True

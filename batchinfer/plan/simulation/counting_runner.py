@@ -1,4 +1,4 @@
-"""A runner that computes nothing: it gives each answer its forecast length and advances a clock."""
+"""A runner that computes nothing: it gives each answer its forecast length, and advances a clock."""
 
 from __future__ import annotations
 
@@ -27,21 +27,35 @@ END, WORD = 0, 1  # the only tokens; END ends an answer
 
 @dataclass(frozen=True, slots=True)
 class CountedStep:
-    """One or several simulated steps launched together. Replaces `batchinfer.engine.runner.runner.Launched`."""
+    """One or several simulated steps that were launched together. It has the interface of `Launched`.
 
-    # For each sampling chunk: its work key and the number of answer tokens so far
+    Attributes:
+        answers: For each row that samples a token: its work key, and the number of its answer tokens so far.
+        outputs: Forecast answer tokens, by work key.
+        clock: The simulated time.
+        timed: The launch of the step.
+        launch: How the host launched the step. None on a CPU.
+        scored: Number of tokens with log-probabilities.
+        padded_tokens: Always 0.
+        collective_s: Always None.
+        repeats: Number of tokens that each row decodes. None: one.
+    """
+
     answers: list[tuple[bytes, int]]
     outputs: Mapping[bytes, int]
     clock: Clock
     timed: TimedLaunch
     launch: StepLaunch | None
-    scored: int = 0  # number of scored tokens
+    scored: int = 0
     padded_tokens: int = 0
     collective_s: float | None = None
-    repeats: list[int] | None = None  # tokens that each row decodes; None: one
+    repeats: list[int] | None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the simulated device and return the tokens of each row."""
+        """Wait until the simulated step is done, and return the new tokens of each row.
+
+        A token is WORD, or END if the answer has its forecast length.
+        """
         self.clock.wait(self.timed)
         if self.repeats is None:
             return [[END if said + 1 >= self.outputs[key] else WORD] for key, said in self.answers]
@@ -52,40 +66,40 @@ class CountedStep:
         ]
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return no log-probabilities."""
+        """Return an empty mapping, because log-probabilities are not simulated."""
         return {}
 
     def states(self) -> Mapping[int, NDArray[np.float32]]:
-        """Return no hidden states."""
+        """Return an empty mapping, because hidden states are not simulated."""
         return {}
 
     def scores(self) -> TokenScores:
-        """Return scores in which every token is certain."""
+        """Return scores of the scored tokens, in which every token is certain."""
         logprobs, greedy = np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_)
         none = np.empty((self.scored, 0))
         return TokenScores(logprobs, greedy, none.astype(np.float32), none.astype(np.int64))
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return no masks: constraints are not simulated."""
+        """Return an empty mapping, because constraints are not simulated."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class CountingRunner:
-    """A `Runner` that counts the steps of one engine.
+    """A `Runner` that computes nothing, but counts the tokens and time of an engine's steps.
 
     Attributes:
-        cost: Cost of the model's steps.
+        cost: FLOPs and bytes of the model's steps.
         layout: Layout of the KV cache.
-        time: Step times.
-        outputs: Answer tokens by work key.
+        time: Predicts the seconds of a step.
+        outputs: Forecast answer tokens, by work key.
         looks_ahead: Whether the host schedules a step while the previous one runs.
-        taken_bytes: Returns the bytes of used and cached blocks.
-        launching: How a GPU's host launches steps. None on a CPU.
-        adapters: Adapter by work key, if the model has adapters.
+        taken_bytes: Returns the bytes of used and cached blocks of the KV cache.
+        launching: Predicts how a GPU's host launches steps. None on a CPU.
+        adapters: Name of the adapter by work key, if the model has adapters.
         clock: The simulated time.
-        stages: Stages of a sharded model.
-        wants: What the runner needs of a step plan.
+        stages: Pipeline stages of a sharded model. Empty for other models.
+        wants: The arrays of a step plan that this runner needs.
     """
 
     cost: ModelCost
@@ -104,7 +118,7 @@ class CountingRunner:
     most_tokens: ClassVar[int | None] = None  # a step may have any number of tokens
 
     def launch(self, plan: StepPlan) -> CountedStep:
-        """Simulate a step and advance the clock."""
+        """Simulate a step, advance the clock, and return the launched step."""
         assert plan.requests is not None
         starts, lengths = plan.starts.tolist(), plan.chunk_lengths.tolist()
         rows, copies = len(starts), plan.copies
@@ -138,7 +152,6 @@ class CountingRunner:
         return max((stage.cost.layers for stage in self.stages), default=self.cost.layers)
 
     def _work(self, shape: StepShape, rows: int) -> list[StageWork]:
-        """Return the work of each stage. Time for first use of memory is divided among them."""
         first_use_s = self._first_use_s() / max(1, len(self.stages))
         if not self.stages:
             return [StageWork(self.time.device_s(shape, self.cost, rows) + first_use_s)]
@@ -146,7 +159,6 @@ class CountingRunner:
         return [StageWork(one.seconds + first_use_s, one.hand_on_s) for one in found]
 
     def _further_s(self, plan: StepPlan, repeats: Ints, names: Sequence[str]) -> float:
-        """Return the seconds of all steps of a plan except the first. Each row stays in all of them."""
         seconds, starts = 0.0, plan.starts.astype(np.int64)
         for step in range(1, plan.steps):
             at = starts + np.minimum(step, repeats - 1)
@@ -155,7 +167,6 @@ class CountingRunner:
         return seconds
 
     def _first_use_s(self) -> float:
-        """Return the seconds for memory that is used for the first time. Freed blocks are reused first."""
         before, self.clock.most_taken = self.clock.most_taken, max(self.clock.most_taken, self.taken_bytes())
         return (self.clock.most_taken - before) * self.time.first_use_s
 
@@ -163,7 +174,6 @@ class CountingRunner:
 def _sampling(
     requests: list[tuple[bytes, int]], lengths: list[int], sampled: Ints | None
 ) -> list[tuple[bytes, int]]:
-    """Return the requests of the chunks that sample a token."""
     if sampled is None or len(sampled) == len(requests):
         return requests
     ends = accumulate(lengths)

@@ -13,7 +13,12 @@ from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, sim
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPart:
-    """A simulated part of a job. `size` is its prompt tokens plus maximum output tokens."""
+    """The simulated run of some requests of a job.
+
+    Attributes:
+        size: Prompt tokens plus maximum output tokens of the requests.
+        run: The totals of the simulated run.
+    """
 
     size: int
     run: Simulated
@@ -22,7 +27,13 @@ class SimulatedPart:
 def simulate_part(
     machine: SimulatedEngine, requests: Sequence[Request], lengths: AnswerLengths
 ) -> SimulatedPart:
-    """Simulate requests with answers of these lengths."""
+    """Simulate the run of some requests.
+
+    Args:
+        machine: The engine.
+        requests: The requests, in order of execution.
+        lengths: Forecasts the answer lengths.
+    """
     size = sum(map(tokens_of, requests))
     return SimulatedPart(size, simulate(machine, requests, lengths.of_requests(requests)))
 
@@ -34,7 +45,15 @@ def simulate_whole(
     lengths: AnswerLengths,
     whole: int,
 ) -> Simulated:
-    """Return the run of a job of `whole` tokens, extrapolated from `requests` and half of them."""
+    """Simulate a part of a job and half of that part, and extrapolate to the run of the whole job.
+
+    Args:
+        machine: The engine.
+        requests: The requests of the part.
+        half: Half of these requests.
+        lengths: Forecasts the answer lengths.
+        whole: Prompt tokens plus maximum output tokens of the whole job.
+    """
     larger = simulate_part(machine, requests, lengths)
     one = len(half) == len(requests)  # a single request cannot be halved
     smaller = SimulatedPart(0, Simulated()) if one else simulate_part(machine, half, lengths)
@@ -42,10 +61,17 @@ def simulate_whole(
 
 
 def extrapolate(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Simulated:
-    """Return the run of a job of `whole` tokens, by a linear extrapolation through two parts.
+    """Extrapolate the run of a whole job from two parts of it, by a straight line through both.
 
-    A run is not proportional to its size: the batch fills at the start and drains at the end. Raises ValueError if
-    `larger` is not larger than `smaller`.
+    A run is not proportional to its size: the batch fills at the start and drains at the end.
+
+    Args:
+        smaller: The smaller part.
+        larger: The larger part.
+        whole: Prompt tokens plus maximum output tokens of the whole job.
+
+    Raises:
+        ValueError: `larger` is not larger than `smaller`.
     """
     if larger.size <= smaller.size:
         raise ValueError(

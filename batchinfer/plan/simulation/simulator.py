@@ -1,4 +1,4 @@
-"""Simulates a run: the real engine with a runner that only counts."""
+"""Simulates a run with the real engine and a runner that computes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,21 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """An engine without weights: its limits, its KV cache, and the cost and time of its steps."""
+    """An engine without weights.
+
+    Attributes:
+        cost: FLOPs and bytes of the model's steps.
+        layout: Layout of the KV cache.
+        blocks: Number of KV-cache blocks, divided among the micro-batches.
+        scheduler: Limits of the scheduler.
+        roots: Tells which requests may share cached prefixes.
+        time: Predicts the seconds of a step. With `stages`, it has the peaks of one rank.
+        looks_ahead: Whether the host schedules a step while the previous one runs, as on GPUs.
+        captures: Limits of CUDA graphs. None on a CPU.
+        stages: Pipeline stages of a sharded model. Empty for other models.
+        ranks: Number of ranks of all stages.
+        repeats: Whether multi-step decoding is allowed.
+    """
 
     cost: ModelCost
     layout: CacheLayout
@@ -34,27 +48,49 @@ class SimulatedEngine:
     scheduler: SchedulerConfig
     roots: ContentRoots
     time: StepTime
-    looks_ahead: bool  # whether the host schedules a step while the previous one runs, as on GPUs
-    captures: Captures | None = None  # CUDA graphs; None on a CPU
-    # Stages of a sharded model. `time` has the peaks of one rank. Micro-batches have `blocks` divided among them.
+    looks_ahead: bool
+    captures: Captures | None = None
     stages: tuple[SimulatedStage, ...] = ()
-    ranks: int = 1  # ranks of all stages
-    repeats: bool = False  # whether multi-step decoding is allowed
+    ranks: int = 1
+    repeats: bool = False
 
     @property
     def turns(self) -> int:
-        """Return the number of micro-batches."""
+        """Return the number of micro-batches that move through the pipeline stages. 1 without stages."""
         return max(1, min(len(self.stages), self.scheduler.max_num_seqs))
 
     @property
     def peaks(self) -> Peaks:
-        """Return the peaks of all ranks together."""
+        """Return the peak FLOP/s and bandwidth of all ranks together."""
         return self.time.peaks.times(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The totals of a simulated run. Tokens are counted as in the run table."""
+    """The totals of a simulated run. Tokens are counted as in the columns of the run table.
+
+    Attributes:
+        seconds: Duration of the run.
+        steps: Number of steps.
+        prefill_tokens: Prompt tokens that were computed, recomputed tokens included.
+        decode_tokens: Generated tokens that were computed.
+        cached_tokens: Prompt tokens that were reused from the cache.
+        recomputed_tokens: Tokens that were computed again after a preemption.
+        sampled_tokens: Sampled tokens and scored positions.
+        scored_positions: Prompt positions with log-probabilities.
+        preemptions: Number of preemptions.
+        running: Running rows, summed over steps.
+        flops: Floating-point operations.
+        bytes: Bytes that were read and written.
+        roofline_s: Roofline seconds, summed over steps.
+        waited_s: Mean idle seconds of a pipeline stage.
+        full_graph_steps: Steps that a GPU ran as one CUDA graph.
+        piecewise_graph_steps: Steps that a GPU ran as one CUDA graph per layer.
+        eager_steps: Steps that a GPU ran without a CUDA graph.
+        full_graph_tokens: Tokens of `full_graph_steps`.
+        piecewise_graph_tokens: Tokens of `piecewise_graph_steps`.
+        eager_tokens: Tokens of `eager_steps`.
+    """
 
     seconds: float = 0.0
     steps: int = 0
@@ -65,12 +101,11 @@ class Simulated:
     sampled_tokens: int = 0
     scored_positions: int = 0
     preemptions: int = 0
-    running: int = 0  # running rows, summed over steps
+    running: int = 0
     flops: int = 0
     bytes: int = 0
     roofline_s: float = 0.0
-    waited_s: float = 0.0  # mean idle seconds of a stage
-    # Steps and their tokens on a GPU, by launch mode (LaunchMode)
+    waited_s: float = 0.0
     full_graph_steps: int = 0
     piecewise_graph_steps: int = 0
     eager_steps: int = 0
@@ -80,33 +115,45 @@ class Simulated:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the computed prompt tokens, without recomputation after preemptions."""
+        """Return the number of computed prompt tokens, without tokens that were recomputed after a preemption."""
         return self.prefill_tokens - self.recomputed_tokens
 
     @property
     def output_tokens(self) -> int:
-        """Return the tokens of all answers."""
+        """Return the number of tokens of all answers."""
         return self.sampled_tokens - self.scored_positions
 
     @property
     def tokens(self) -> int:
-        """Return the number of computed tokens."""
+        """Return the number of tokens that the model computed in the whole run."""
         return self.prefill_tokens + self.decode_tokens
 
     @property
     def launches(self) -> dict[str, int] | None:
-        """Return the steps and tokens by launch mode, or None on a CPU."""
+        """Return the numbers of steps and tokens by launch mode, or None on a CPU.
+
+        Keys are field names of this class.
+        """
         found = {name: getattr(self, name) for name in _LAUNCHED}
         return found if any(found.values()) else None
 
-    def counted(self, times: float) -> Simulated:
-        """Return the run with its counts multiplied but its time unchanged, for replicas in parallel."""
+    def counted(self, replicas: float) -> Simulated:
+        """Return the totals of several replicas that run in parallel: counts are multiplied, times are unchanged.
+
+        Args:
+            replicas: Factor of the counts.
+        """
         names = ("steps", *_SUMMED, *_LAUNCHED)
-        counts = {name: round(getattr(self, name) * times) for name in names}
+        counts = {name: round(getattr(self, name) * replicas) for name in names}
         return replace(self, **counts)
 
     def plus(self, sample: StepSample, seconds: float) -> Simulated:
-        """Return the run with a further step, which ends at `seconds`."""
+        """Return the totals with one more step.
+
+        Args:
+            sample: Counts of the step.
+            seconds: When the step ends, since the start of the run.
+        """
         sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
         if sample.launch is not None:
             steps, tokens = f"{sample.launch}_steps", f"{sample.launch}_tokens"
@@ -139,7 +186,13 @@ _LAUNCHED = tuple(f"{mode}_{unit}" for unit in ("steps", "tokens") for mode in L
 def simulate(
     machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
 ) -> Simulated:
-    """Simulate the requests in this order. `outputs` has the answer tokens by work key."""
+    """Simulate a run of some requests, and return its totals.
+
+    Args:
+        machine: The engine.
+        requests: The requests, in order of execution.
+        outputs: Answer tokens, by work key.
+    """
     found, clock = Simulated(), machine_clock(machine)
     for output in simulated_steps(machine, requests, outputs, clock):
         for sample in output.samples:
@@ -148,7 +201,7 @@ def simulate(
 
 
 def machine_clock(machine: SimulatedEngine) -> Clock:
-    """Return a new clock for a run."""
+    """Return a new clock for a simulated run of an engine."""
     return Clock(stages=StageSchedule(max(1, len(machine.stages))), asks_last=machine.captures is None)
 
 
@@ -158,7 +211,16 @@ def simulated_steps(
     outputs: Mapping[bytes, int],
     clock: Clock | None = None,
 ) -> Iterator[StepOutput]:
-    """Yield the output of each step. Requests are added gradually, as in a real run."""
+    """Simulate a run of some requests, and yield the output of each step.
+
+    Requests are added gradually, as in a real run.
+
+    Args:
+        machine: The engine.
+        requests: The requests, in order of execution.
+        outputs: Answer tokens, by work key.
+        clock: The clock that the run advances. None: a new clock.
+    """
     adapters: dict[bytes, str] = {}
     engine = counting_engine(machine, outputs, adapters, clock or machine_clock(machine))
     waiting, more = iter(requests), True
@@ -174,9 +236,9 @@ def simulated_steps(
 
 
 def _counted(request: Request, repeats: bool) -> Request:
-    """Return the request as the simulation needs it.
+    """Return a request with the sampling parameters that the simulation needs.
 
-    If `repeats` is True, rows that cannot use multi-step decoding must be marked. A penalty marks them.
+    If `repeats` is True, a penalty marks rows that cannot use multi-step decoding.
     """
     counted = request.params.for_simulation
     if repeats and not request.params.is_stateless:
@@ -185,14 +247,26 @@ def _counted(request: Request, repeats: bool) -> Request:
 
 
 def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
-    """Return the bytes of a block, from the cache sizes in the cost model."""
+    """Return the bytes of a KV-cache block.
+
+    Args:
+        layout: Layout of the KV cache.
+        cost: The model's cost, with the bytes of a cached token.
+    """
     return layout.depth * layout.block_size * max(size for _, size in cost.caches)
 
 
 def counting_engine(
     machine: SimulatedEngine, outputs: Mapping[bytes, int], adapters: Mapping[bytes, str], clock: Clock
 ) -> Engine | AlternatingEngines:
-    """Return an engine that counts instead of computing. `adapters` has the adapter by work key, if any."""
+    """Return a real engine whose runner computes nothing.
+
+    Args:
+        machine: The limits and costs of the engine.
+        outputs: Answer tokens, by work key.
+        adapters: Names of adapters, by work key. Only used if the model has adapters.
+        clock: The clock that the engine advances.
+    """
     windows, turns = machine.layout.sizes.windows, machine.turns
     size = machine.layout.block_size
     pools = [BlockPool(machine.blocks // turns, size, len(windows)) for _ in range(turns)]

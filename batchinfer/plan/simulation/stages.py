@@ -13,41 +13,46 @@ from batchinfer_kernels.cost import ModelCost, StepShape
 
 
 class StageWork(NamedTuple):
-    """The seconds that a step takes in one stage: computing, and sending to the next stage."""
+    """The seconds that a pipeline stage needs for a step.
+
+    Attributes:
+        seconds: Seconds of computing, communication within the stage included.
+        hand_on_s: Seconds of sending the result to the next stage.
+    """
 
     seconds: float
     hand_on_s: float = 0.0
 
 
 class StageSchedule:
-    """Schedules steps through all stages in order.
+    """Schedules steps through pipeline stages, in order.
 
     A stage handles one step at a time. It keeps its output until the next stage is free to receive it.
     """
 
     def __init__(self, stages: int) -> None:
-        """Create a schedule for `stages` idle stages."""
+        """Create a schedule for `stages` pipeline stages, all idle."""
         self._free = [0.0] * stages
         self.busy = [0.0] * stages  # seconds of computing and sending, by stage
 
     @property
     def ended_s(self) -> float:
-        """Return the end of the last step."""
+        """Return when the last scheduled step ends, in seconds since the start of the run."""
         return self._free[-1]
 
     @property
     def waited_s(self) -> float:
-        """Return the mean idle seconds of a stage so far, including those before its first and after its last step."""
+        """Return the mean idle seconds of a stage, from the start of the run to the end of the last scheduled step."""
         return self.ended_s - sum(self.busy) / len(self.busy)
 
     def run(
         self, work: Sequence[StageWork], submitted_s: float, launched_s: float, asked_s: float = 0.0
     ) -> float:
-        """Return when the next step is done.
+        """Schedule the next step, and return when it is done, in seconds since the start of the run.
 
         Args:
-            work: Work of each stage.
-            submitted_s: When the stages receive the step.
+            work: The seconds that each stage needs.
+            submitted_s: When the first stage receives the step.
             launched_s: When the host has launched all layers. No stage is done earlier.
             asked_s: When the host waits for results. The last of several stages starts no earlier.
         """
@@ -65,11 +70,11 @@ class StageSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StageSends:
-    """The messages of a stage's ranks, for the cost of communication.
+    """The messages that the ranks of a pipeline stage exchange, to compute their cost.
 
     Attributes:
         traffic: Sizes and numbers of messages.
-        ranks: Ranks of the stage.
+        ranks: Number of ranks of the stage.
         link: Link among these ranks.
         next_link: Link to the next stage. None for the last stage.
         all_logits: Whether rows need the logits of all tokens instead of the best one.
@@ -82,7 +87,12 @@ class StageSends:
     all_logits: bool = False
 
     def sums_s(self, tokens: int, sampled: int) -> float:
-        """Return the seconds of the collectives of a step."""
+        """Return the seconds that the ranks of the stage spend on collectives in a step.
+
+        Args:
+            tokens: Tokens of the step.
+            sampled: Tokens that the step samples.
+        """
         if self.ranks == 1:
             return 0.0
         traffic, states = self.traffic, self.traffic.token_bytes * tokens
@@ -91,18 +101,21 @@ class StageSends:
         return found + (self.link.all_gather_s(of_row * sampled, self.ranks) if of_row and sampled else 0.0)
 
     def hand_on_s(self, tokens: int) -> float:
-        """Return the seconds of sending a step to the next stage."""
+        """Return the seconds of sending the hidden states of `tokens` tokens to the next stage.
+
+        0 for the last stage.
+        """
         return 0.0 if self.next_link is None else self.next_link.send_s(self.traffic.token_bytes * tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStage:
-    """A stage whose ranks have equal work.
+    """A pipeline stage, whose ranks have equal work.
 
     Attributes:
-        cost: Cost of the part of one rank.
-        share: Share of the model's layers in this stage.
-        sends: Communication. None if it is not counted.
+        cost: FLOPs and bytes of the shard of one rank.
+        share: Share of the model's layers in this stage, 0 to 1.
+        sends: Communication of the stage. None if it is not counted.
     """
 
     cost: ModelCost
@@ -110,7 +123,13 @@ class SimulatedStage:
     sends: StageSends | None = None
 
     def work(self, shape: StepShape, rows: int, time: StepTime) -> StageWork:
-        """Return the work of a step of the whole model in this stage."""
+        """Return the seconds that this stage needs for a step of the whole model.
+
+        Args:
+            shape: Tokens and attention of the step, over all layers of the model.
+            rows: Rows of the step.
+            time: Predicts the seconds of a step.
+        """
         pairs, read = round(shape.pairs * self.share), round(shape.kv_tokens * self.share)
         seconds = time.device_s(replace(shape, pairs=pairs, kv_tokens=read), self.cost, rows)
         if self.sends is None:

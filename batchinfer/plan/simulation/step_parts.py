@@ -1,4 +1,4 @@
-"""Splits the time of a step into parts: kinds of work at the peaks, and fixed times per layer and row."""
+"""Splits the time of a step into parts: time of each kind of work at the peaks, and fixed times per layer and row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ LEAST_TIMES = 0.1
 
 
 class TimedStep(NamedTuple):
-    """A measured step: its cost, shape and rows, and the seconds in the model and the sampler."""
+    """A measured step.
+
+    Attributes:
+        cost: FLOPs and bytes of the model's steps.
+        shape: Tokens and attention of the step.
+        rows: Rows of the step.
+        seconds: Measured seconds in the model and the sampler.
+    """
 
     cost: ModelCost
     shape: StepShape
@@ -35,33 +42,46 @@ class TimedStep(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """The parts of a step: minimum seconds at the peaks, and the numbers of layers and rows.
+    """The parts into which the time of a step is split.
 
-    `products` has the seconds of computing and of reading weights, for products over all tokens and over
-    sampled tokens.
+    Attributes:
+        products: Seconds of computing, and of reading weights, at the peaks: for matrix products over all tokens, and
+            for matrix products over sampled tokens only.
+        others: By name of the other parts (PARTS): seconds at the peaks, or the number of layers or rows.
     """
 
     products: tuple[tuple[float, float], tuple[float, float]]
     others: dict[str, float]
 
-    def shares(self, times: Mapping[str, float]) -> dict[str, float]:
-        """Return the contribution of each part per unit of its coefficient. The step takes the weighted sum.
+    def shares(self, coefficients: Mapping[str, float]) -> dict[str, float]:
+        """Return a factor per part.
 
-        Computing and reading weights overlap partly, so a product takes the root of the sum of their squares. The
-        plain sum is 20 % too high if both are equal (a decode step of 24 rows in float32), and the maximum is too
-        low (measured on two Zen 4 server cores).
+        The duration of the step is the sum of all factors, each times the part's coefficient. Computing and reading
+        weights overlap partly, so a product takes the root of the sum of their squares. The plain sum is 20 % too
+        high if both are equal (a decode step of 24 rows in float32), and the maximum is too low (measured on two Zen
+        4 server cores).
+
+        Args:
+            coefficients: The coefficient of each part, by its name in PARTS.
         """
         found = {PRODUCTS: 0.0, WEIGHTS: 0.0, **self.others}
         for computing, reading in self.products:
-            together = math.hypot(times[PRODUCTS] * computing, times[WEIGHTS] * reading)
+            together = math.hypot(coefficients[PRODUCTS] * computing, coefficients[WEIGHTS] * reading)
             if together:
-                found[PRODUCTS] += times[PRODUCTS] * computing**2 / together
-                found[WEIGHTS] += times[WEIGHTS] * reading**2 / together
+                found[PRODUCTS] += coefficients[PRODUCTS] * computing**2 / together
+                found[WEIGHTS] += coefficients[WEIGHTS] * reading**2 / together
         return found
 
 
 def step_parts(cost: ModelCost, shape: StepShape, rows: int, peaks: Peaks) -> StepParts:
-    """Return the parts of a step of `rows` rows."""
+    """Split the time of a step into parts.
+
+    Args:
+        cost: FLOPs and bytes of the model's steps.
+        shape: Tokens and attention of the step.
+        rows: Rows of the step.
+        peaks: Peak FLOP/s and bandwidth of the machine.
+    """
     others = dict.fromkeys(PARTS[2:], 0.0)
     over_tokens, over_sampled = [0.0, 0.0], [0.0, 0.0]
     for operator in cost.operators:
@@ -89,7 +109,6 @@ def _is_product(operator: OperatorCost) -> bool:
 
 
 def _weights(operator: OperatorCost, shape: StepShape) -> int:
-    """Return the bytes of weights that a step reads."""
     if not operator.experts:
         return operator.step.bytes
     return operator.step.bytes + operator.expert.bytes * expected_hit(
@@ -98,10 +117,16 @@ def _weights(operator: OperatorCost, shape: StepShape) -> int:
 
 
 def fit_step_parts(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
-    """Fit the coefficients of the parts to measured steps, by relative error.
+    """Fit a coefficient per part of a step to the durations of measured steps, by relative error.
 
-    Coefficients are multiples of the minimum time, or seconds per layer and row. Outliers get less weight (Huber),
-    because the machine was probably disturbed.
+    Outliers get less weight (Huber), because other processes probably disturbed the machine.
+
+    Args:
+        steps: The measured steps.
+        peaks: Peak FLOP/s and bandwidth of the machine.
+
+    Returns:
+        The coefficients, by the names in PARTS: multiples of the time at the peaks, or seconds per layer and per row.
     """
     seen = list(steps)
     parts = [step_parts(step.cost, step.shape, step.rows, peaks) for step in seen]
@@ -119,12 +144,16 @@ def fit_step_parts(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]
 
 
 def _scaled_solution(shares: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve after scaling each column by its maximum: their units differ widely."""
     largest = np.maximum(shares.max(axis=0), np.finfo(float).tiny)
     found: NDArray[np.float64] = nonnegative(shares / largest, wanted) / largest
     return found
 
 
-def predict_seconds(times: Mapping[str, float], parts: StepParts) -> float:
-    """Return the seconds of a step with these parts."""
-    return sum(times[part] * share for part, share in parts.shares(times).items())
+def predict_seconds(coefficients: Mapping[str, float], parts: StepParts) -> float:
+    """Return the predicted duration of a step in seconds.
+
+    Args:
+        coefficients: Coefficients by part, from `fit_step_parts`.
+        parts: The parts of the step.
+    """
+    return sum(coefficients[part] * share for part, share in parts.shares(coefficients).items())

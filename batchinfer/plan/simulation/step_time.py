@@ -17,75 +17,118 @@ HOST_STEP, HOST_ROW, FIRST_USE = "host_step_s", "host_row_s", "first_use_s"
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step on a machine. The default is the roofline without host overhead.
+    """Predicts the duration of a step on a machine: device time plus host overhead.
 
-    `parts` has the coefficients from `step_parts.fit_step_parts`, or None for the roofline. The efficiencies are
-    the shares of that speed that steps reach if they mostly prefill or mostly decode.
+    The defaults give the roofline time without host overhead.
+
+    Attributes:
+        peaks: Peak FLOP/s and bandwidth.
+        prefill_efficiency: Share of the predicted speed that steps reach if they mostly prefill.
+        decode_efficiency: The same for steps that mostly decode.
+        host_step_s: Host seconds per step.
+        host_row_s: Host seconds per row of a step.
+        launch_layer_s: Seconds per layer, if operators are launched one by one.
+        replay_layer_s: Seconds per layer, if each layer is a CUDA graph.
+        first_use_s: Seconds per byte of the KV cache at its first use, when the operating system clears the memory.
+        parts: Coefficients of `fit_step_parts`, which predict the device time. None: the roofline does.
+        host_repeat_s: Host seconds per further step of multi-step decoding.
+        host_repeat_row_s: Host seconds per row of such a further step.
     """
 
     peaks: Peaks
     prefill_efficiency: float = 1.0
     decode_efficiency: float = 1.0
-    host_step_s: float = 0.0  # per step
-    host_row_s: float = 0.0  # per row of a step
-    launch_layer_s: float = 0.0  # per layer, if operators are launched one by one
-    replay_layer_s: float = 0.0  # per layer, if the step is replayed piecewise
-    # Per byte of the KV cache at its first use, when the operating system provides and clears the memory
+    host_step_s: float = 0.0
+    host_row_s: float = 0.0
+    launch_layer_s: float = 0.0
+    replay_layer_s: float = 0.0
     first_use_s: float = 0.0
     parts: Mapping[str, float] | None = None
-    # Per further step of multi-step decoding, and per row of such a step
     host_repeat_s: float = 0.0
     host_repeat_row_s: float = 0.0
 
     @classmethod
     def calibrated(cls, peaks: Peaks, times: Mapping[str, float]) -> StepTime | None:
-        """Return the step time from the results of `doctor --measure`, or None if a part is missing."""
+        """Return the step time that `doctor --measure` measured, or None if a value is missing.
+
+        Args:
+            peaks: Peak FLOP/s and bandwidth.
+            times: The measured values, by the names in PARTS, HOST_STEP, HOST_ROW and FIRST_USE.
+        """
         if not {*PARTS, HOST_STEP, HOST_ROW} <= set(times):
             return None
         host = {"host_step_s": times[HOST_STEP], "host_row_s": times[HOST_ROW]}
         return cls(peaks, **host, first_use_s=times.get(FIRST_USE, 0.0), parts=times)
 
     def device_s(self, shape: StepShape, cost: ModelCost, rows: int = 0) -> float:
-        """Return the seconds of a step of `rows` rows in the model and the sampler."""
+        """Return the seconds that a step takes in the model and the sampler.
+
+        Args:
+            shape: Tokens and attention of the step.
+            cost: FLOPs and bytes of the model's steps.
+            rows: Rows of the step.
+        """
         efficiency = self.prefill_efficiency if _reads(shape) else self.decode_efficiency
         if self.parts is None:
             return roofline_seconds(cost.step(shape), self.peaks) / efficiency
         return predict_seconds(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
     def host_s(self, rows: int, steps: int = 1) -> float:
-        """Return the host's seconds for a step of `rows` rows: scheduling, replaying a graph, and reading tokens.
+        """Return the host's seconds for scheduling steps, replaying their graphs and reading their tokens.
 
-        The host launches `steps` steps together.
+        Args:
+            rows: Rows of each step.
+            steps: Number of steps that the host launches together.
         """
         further = (steps - 1) * (self.host_repeat_s + rows * self.host_repeat_row_s)
         return self.host_step_s + rows * self.host_row_s + further
 
     def launch_s(self, layers: int, mode: LaunchMode | None) -> float:
-        """Return the seconds to launch layers one after another. 0 if the step is one graph."""
+        """Return the seconds that the host takes to launch the layers of a step separately.
+
+        0 if the step is one graph.
+
+        Args:
+            layers: Number of layers.
+            mode: How the step is launched. None on a CPU.
+        """
         layer_s = {"piecewise_graph": self.replay_layer_s, "eager": self.launch_layer_s}
         return layers * (layer_s.get(mode, 0.0) if mode else 0.0)
 
 
 def _reads(shape: StepShape) -> bool:
-    """Return True if the step mostly prefills."""
     return shape.tokens > 2 * shape.sampled
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of an earlier run, with the seconds of the host."""
+    """A step of an earlier run.
+
+    Attributes:
+        step: The step and its measured device time.
+        host_s: Measured seconds of the host.
+    """
 
     step: TimedStep
     host_s: float
 
 
-FEWEST = 20  # least steps of a kind for an efficiency; the first ones compile and warm caches
+FEWEST = (
+    20  # minimum number of prefill or decode steps for an efficiency; the first steps compile and warm caches
+)
 
 
 def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int) -> StepShape:
-    """Reconstruct the shape of a step from its tokens, FLOPs (`model_flops`) and bytes.
+    """Reconstruct the shape of a step from its counts.
 
-    Attention accounts for the FLOPs and bytes that the rest of the model does not need.
+    Attention accounts for the FLOPs and bytes beyond the other layers.
+
+    Args:
+        cost: FLOPs and bytes of the model's steps.
+        tokens: Tokens of the step.
+        sampled: Tokens that the step sampled.
+        flops: FLOPs of the step (`model_flops`).
+        moved: Bytes that the step read and wrote.
     """
     bare = StepShape(tokens, sampled, 0, 0)
     read = sum(operator.kv_token.bytes for operator in cost.operators)
@@ -96,10 +139,14 @@ def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int)
 
 
 def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> StepTime | None:
-    """Return the step time measured in earlier steps, relative to the expected one, or None with too few steps.
+    """Return a step time that fits the steps of earlier runs, or None with too few steps.
 
-    The steps must be of the same machine and arithmetic. Efficiencies are ratios of sums, so long steps count more.
-    A kind of step with too few measurements gets the efficiency of the other kind.
+    The steps must have run on the same machine and in the same arithmetic. Efficiencies are ratios of sums, to give
+    long steps more weight. If only prefill or only decode steps were measured, both get the same efficiency.
+
+    Args:
+        expected: The step time without measurements. Efficiencies are relative to it.
+        steps: The measured steps.
     """
     seen = list(steps)
     kinds = [[one for one in seen if _reads(one.step.shape) == reads] for reads in (True, False)]
@@ -128,7 +175,15 @@ def _efficiency(expected: StepTime, steps: list[MeasuredStep]) -> float | None:
 
 
 def host_line(rows: NDArray[np.float64], host_s: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the host's seconds per step and per row, by a least-squares line without negative coefficients."""
+    """Fit the host's seconds per step and per row to measured steps. Neither is negative.
+
+    Args:
+        rows: Rows of each step.
+        host_s: Host seconds of each step.
+
+    Returns:
+        The seconds per step, and the seconds per row.
+    """
     spread = rows - rows.mean()
     slope = float(spread @ host_s / (spread @ spread)) if spread.any() else 0.0
     if slope <= 0:

@@ -193,7 +193,7 @@ class _Last:
         spec = self._spec
         limits = spec.limits.vocab_size, len(spec.plan.ladder)
         try:
-            return unpack_reply(chunk.read(), spec.fields, *limits, known=True)
+            return unpack_reply(chunk.read(), spec.fields, *limits, reused=True)
         except BadReply as error:
             raise StorageError(
                 f"the kept index changed while it was read: {error}; run the job again"

@@ -90,7 +90,7 @@ def _prompt_plan(
         tool_calls=asked.tool_calls,
         samples=job.samples,
         samples_column=job.sampling.samples_column,
-        asked_call=prompt.asked_call,
+        forced_call=prompt.forced_call,
         adapters=options.adapters,
         adapter_column=job.model.adapter_from_column,
     )

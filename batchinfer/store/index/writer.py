@@ -166,7 +166,7 @@ class IndexWriter:
         whose, more = done.further.rows, done.further.counts
         self.total_tokens += int((done.counts * times).sum())
         self.total_tokens += int(more.sum()) - int(done.counts[whose].sum())
-        self.known_rows += int(times[done.counts > 0].sum()) if done.known else 0
+        self.known_rows += int(times[done.counts > 0].sum()) if done.reused else 0
         self.error_rows += int(times[[*done.errors]].sum()) if done.errors else 0
         self.unread.join(done.unread)
 
@@ -285,7 +285,7 @@ def _work_columns(
     counts, most = done.counts[rows], done.max_tokens[rows]
     dead = counts == 0  # a row without tokens is an error row
     valid = _valid(~dead)
-    placed = _valid(np.zeros(len(counts), np.bool_)) if done.known else valid
+    placed = _valid(np.zeros(len(counts), np.bool_)) if done.reused else valid
     numbers = _column(done.params_of[rows], valid)
     keys = pa.py_buffer(done.keys[KEY_BYTES * rows.start : KEY_BYTES * rows.stop])
     return {

@@ -96,7 +96,7 @@ class Prepared:
         unread: The number of rows per argument that the chat template does not read.
         rungs: The work of the further attempts, one element per attempt.
         own_texts: The tools or labels of rows.
-        known: True if an earlier run prepared the rows and their answers are stored; `tokens` is then empty.
+        reused: True if an earlier run prepared the rows and their answers are stored; `tokens` is then empty.
         samples: The number of answers that each row asks for, 0 if it does not, shape (n,); None if no row asks. For a
             row with `further` prompts, each prompt gets one answer.
         dimensions: The size of vectors that each row asks for, 0 if it does not, shape (n,); None if no row asks.
@@ -114,7 +114,7 @@ class Prepared:
     unread: dict[str, int] = field(default_factory=dict)
     rungs: Sequence[PreparedRungs] = ()
     own_texts: OwnTexts = NO_TEXTS
-    known: bool = False
+    reused: bool = False
     samples: NDArray[np.int32] | None = None
     dimensions: NDArray[np.int32] | None = None
     further: FurtherPrompts = NO_PROMPTS
@@ -123,8 +123,8 @@ class Prepared:
         return len(self.counts)
 
     def tokens_there(self) -> NDArray[np.int64]:
-        """Return the number of tokens per row in `tokens`, shape (n,). It is 0 for all rows if they are known."""
-        return np.zeros(len(self), np.int64) if self.known else self.counts.astype(np.int64)
+        """Return the number of tokens per row in `tokens`, shape (n,). It is 0 for all rows if the rows are reused."""
+        return np.zeros(len(self), np.int64) if self.reused else self.counts.astype(np.int64)
 
     def answers(self, usual: int) -> NDArray[np.int64]:
         """Return the number of answers per row, shape (n,). `usual` is the number for rows that ask for none."""

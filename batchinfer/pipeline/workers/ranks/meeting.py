@@ -13,21 +13,24 @@ from typing import Any
 from batchinfer.engine.ranks.division import Division, RankConfig
 
 
-class Parent:
-    """The connection to the parent process, on which several threads may send."""
+class ParentConnection:
+    """The connection to the process that started this one. Several threads may send on it."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection, self._sending = connection, threading.Lock()
         self.recv = connection.recv
 
     def send(self, message: object) -> None:
-        """Send a message, or raise BrokenPipeError if the parent is gone."""
+        """Send a message to the parent process. Raises BrokenPipeError if the parent is gone."""
         with self._sending:
             self._connection.send(message)
 
 
 class Meeting:
-    """A file that only the ranks of one engine can open: an anonymous file on Linux, else one in a private folder."""
+    """A file through which the ranks of an engine connect to each other. No other process can open it.
+
+    It is an anonymous file on Linux, else a file in a private folder.
+    """
 
     def __init__(self, division: Division) -> None:
         self._division = division
@@ -42,10 +45,10 @@ class Meeting:
             self._path = str(Path(self._folder.name) / "meeting")
 
     def rank_config(self, rank: int) -> RankConfig:
-        """Return the configuration of a rank: its number, the division, and the path of this file."""
+        """Return the configuration of a rank: its number, how the model is sharded, and the path of the file."""
         return RankConfig(rank, self._division, self._path)
 
     def over(self) -> None:
-        """Remove the private folder, once all ranks are connected."""
+        """Remove the private folder of the file, once all ranks are connected."""
         if self._folder is not None:
             self._folder.cleanup()

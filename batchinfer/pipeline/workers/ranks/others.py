@@ -1,4 +1,4 @@
-"""The ranks of an engine other than rank 0, as rank 0 sees them: it starts them, commands them, and ends with them."""
+"""The other ranks of an engine, as rank 0 sees them: it starts them, sends them commands, and ends with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batchinfer.pipeline.workers.endings import Leave
 from batchinfer.pipeline.workers.engine_entry import RANK
 from batchinfer.pipeline.workers.heartbeat import BEAT_S, STARTING_S
 from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, Pulse, WorkerSpec
-from batchinfer.pipeline.workers.ranks.meeting import Meeting, Parent
+from batchinfer.pipeline.workers.ranks.meeting import Meeting, ParentConnection
 
 MISSED_S = 5 * BEAT_S  # limit on the time between heartbeats of a rank
 _OTHERS_S = 0.5  # how long to wait after the end of a rank for messages of others, which may explain it
@@ -28,27 +28,30 @@ _LEAVE_S = 10.0  # how long to wait for ranks to leave; after that they end with
 
 
 class HeartbeatWatch:
-    """Records the last message of each rank until it has loaded. May be used from several threads."""
+    """Records when each rank sent its last message while it loads. May be used from several threads."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lock = threading.Lock()
         self._waited = {rank: WaitTimer(most_s=2 * BEAT_S) for rank in ranks}
         self._started: set[int] = set()
 
-    def heard(self, rank: int) -> None:
-        """Record a message of a rank."""
+    def record_message(self, rank: int) -> None:
+        """Record that a rank has sent a message now."""
         with self._lock:
             self._started.add(rank)
             if rank in self._waited:
                 self._waited[rank].reset()
 
-    def done(self, rank: int) -> None:
+    def stop_watching(self, rank: int) -> None:
         """Stop watching a rank that has loaded, because the driver now watches the engine as a whole."""
         with self._lock:
             self._waited.pop(rank, None)
 
-    def silent(self) -> int | None:
-        """Return the first rank that has been silent for too long, or None. Call it every BEAT_S seconds."""
+    def find_silent(self) -> int | None:
+        """Return the number of the first rank that has sent no message for too long, or None.
+
+        Call it every BEAT_S seconds.
+        """
         with self._lock:
             late = [rank for rank, waited in self._waited.items() if waited.look() > self._limit_s(rank)]
         return min(late, default=None)
@@ -58,19 +61,20 @@ class HeartbeatWatch:
 
 
 class OtherRanks:
-    """The processes of ranks from 1 on; none for an engine with one rank.
+    """The processes of all ranks of an engine except rank 0, as rank 0 uses them.
 
-    If a rank ends unexpectedly, its shard is lost. Rank 0 then sends the cause to the driver and ends at once, because
-    it might wait for that rank forever. The operating system ends the other ranks with it.
+    Empty for an engine with one rank. If a rank ends unexpectedly, its shard is lost. Rank 0 then sends the cause to
+    the driver and ends immediately, because it might wait for that rank forever. The operating system ends the other
+    ranks with it.
     """
 
-    def __init__(self, spec: WorkerSpec, parent: Parent, leave: Leave) -> None:
-        """Start the processes. They import libraries and wait for a Load message.
+    def __init__(self, spec: WorkerSpec, parent: ParentConnection, leave: Leave) -> None:
+        """Start the processes of the other ranks. They import libraries and wait for a Load message.
 
         Args:
-            spec: The specification of rank 0.
+            spec: The specification of rank 0, with the specifications of the other ranks.
             parent: The connection to the driver.
-            leave: Ends the engine at once, from any thread.
+            leave: Ends rank 0 immediately, from any thread.
 
         Raises:
             OSError: A process cannot be started.
@@ -96,33 +100,33 @@ class OtherRanks:
         threading.Thread(target=self._receive_all, daemon=True, name="ranks").start()
 
     def send(self, message: object) -> None:
-        """Send a message to all ranks. A rank that is gone is ignored here, because this process will end soon."""
+        """Send a message to all other ranks. A rank that is gone is skipped, because rank 0 will end soon."""
         with self._sending:
             for child in self._children:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     child.connection.send(message)
 
     def silent_rank(self) -> str:
-        """Return the name of a rank that has been silent for too long while it loads, or ""."""
-        found = self._watch.silent()
+        """Return the name of a rank that has sent no message for too long while it loads, or ""."""
+        found = self._watch.find_silent()
         return "" if found is None else f"rank {found} of {self._size}"
 
     def await_loaded(self) -> None:
-        """Wait until all ranks have loaded their weights."""
+        """Wait until all other ranks have loaded their weights."""
         with self._changed:
             self._changed.wait_for(lambda: self._loaded == len(self._children))
         if self._meeting is not None:
             self._meeting.over()
 
     def finish(self) -> None:
-        """Let all ranks leave, and wait for their last messages."""
+        """Let all other ranks end, and wait for their last messages."""
         self.send(Finish(0))
         with self._changed:
             self._changed.wait_for(lambda: len(self.peaks) == len(self._children), _LEAVE_S)
 
     @contextmanager
     def waiting_for_cause(self) -> Iterator[None]:
-        """Delay an error of the block, in case a rank has died and the death is reported instead."""
+        """Delay an error of the block. If a rank has died, the death is reported instead of the error."""
         try:
             yield
         except (EOFError, BrokenPipeError):  # the driver is gone
@@ -133,17 +137,16 @@ class OtherRanks:
             raise
 
     def _receive_all(self) -> None:
-        """Receive messages of all ranks, until one ends unexpectedly or all have left."""
         left: set[int] = set()
         rank_of: dict[Any, int] = {child.connection: rank for rank, child in enumerate(self._children, 1)}
         while len(left) < len(rank_of):
             for connection in wait([one for one, rank in rank_of.items() if rank not in left]):
                 rank = rank_of[connection]
                 message = _receive(self._children[rank - 1])
-                self._watch.heard(rank)
+                self._watch.record_message(rank)
                 if isinstance(message, Pulse):
                     if message.untimed:
-                        self._watch.done(rank)
+                        self._watch.stop_watching(rank)
                 elif isinstance(message, Loaded | Left):
                     self._note(message)
                     left |= {rank} if isinstance(message, Left) else set()
@@ -161,14 +164,12 @@ class OtherRanks:
             self._changed.notify_all()
 
     def _end(self, rank: int, failed: Failed | None) -> None:
-        """Send the driver the cause of a lost rank, and end this process."""
         ends = [(rank, failed), *self._also_ended(rank)]
         with suppress(BrokenPipeError, ConnectionResetError):
             self._parent.send(min((self._failure(*end) for end in ends), key=_cause_order))
         self._leave(1)
 
     def _also_ended(self, first: int) -> Iterator[tuple[int, Failed | None]]:
-        """Yield other ranks that end at the same time, because the death of one makes the others fail."""
         numbered: dict[Any, int] = {
             child.connection: rank for rank, child in enumerate(self._children, 1) if rank != first
         }
@@ -180,7 +181,6 @@ class OtherRanks:
                 yield rank, message
 
     def _failure(self, rank: int, failed: Failed | None) -> Failed:
-        """Return the message to the driver about the end of a rank."""
         who = f"rank {rank} of {self._size}"
         if failed is not None:
             return replace(failed, message=f"{who}: {failed.message}")
@@ -194,12 +194,10 @@ def _death(what: str, ended: Ended | None) -> Failed:
 
 
 def _cause_order(failed: Failed) -> int:
-    """Return a sort key for the likely cause of all failures: a killed rank, then out of memory, then other errors."""
     return 0 if not failed.detail else 1 if failed.exit_code == OutOfMemory.exit_code else 2
 
 
 def _receive(child: Child) -> Any:
-    """Return the next message of a rank, or None if it has ended."""
     try:
         with receiving():
             return child.connection.recv()

@@ -11,17 +11,23 @@ from batchinfer.engine.ranks.division import RankConfig
 from batchinfer.machine.garbage import freeze_existing_objects
 from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
-from batchinfer.pipeline.workers.endings import failure, leave, settle
+from batchinfer.pipeline.workers.endings import failure, leave, restrict_process
 from batchinfer.pipeline.workers.loading import RankLoading
 from batchinfer.pipeline.workers.messages import Finish, Left, WorkerSpec
-from batchinfer.pipeline.workers.ranks.meeting import Parent
+from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
 
 
 def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, Any]) -> None:
-    """Run a rank, as the entry point of its process."""
-    parent = Parent(connection)
+    """Run a rank other than rank 0, as the entry point of its process.
+
+    Args:
+        spec: The specification of the rank.
+        rank_config: Its number, and how to connect to the other ranks.
+        connection: The connection to rank 0.
+    """
+    parent = ParentConnection(connection)
     try:
-        settle(spec.place)
+        restrict_process(spec.resources)
         follower = RankLoading(spec, rank_config, parent).follower()
         with freeze_existing_objects():
             _follow(follower, parent)
@@ -34,8 +40,8 @@ def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, 
     leave(0)
 
 
-def _follow(follower: Any, connection: Parent) -> None:
-    """Run steps until a Finish message arrives.
+def _follow(follower: Any, connection: ParentConnection) -> None:
+    """Run the steps that rank 0 sends, until a Finish message arrives.
 
     Args:
         follower: A Follower, or a test's replacement for it.

@@ -37,7 +37,13 @@ _NAMED = 8  # largest number of nodes in a message
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The share of a node that an engine reserves."""
+    """The resources that an engine reserves on a node of a Ray cluster.
+
+    Attributes:
+        cpus: Number of CPUs.
+        gpus: Number of GPUs.
+        labels: Labels and their values, which the node must have.
+    """
 
     cpus: int
     gpus: int
@@ -49,7 +55,7 @@ class EngineShare:
         return f"{counted(self.cpus, 'CPU')}{gpus}{labels}"
 
     def fits(self, node: ClusterNode) -> int:
-        """Return the number of engines that fit on a node without other work."""
+        """Return how many engines fit on a node if nothing else runs there."""
         if any(node.labels.get(name) != wanted for name, wanted in self.labels):
             return 0
         by_gpus = int(node.gpus // self.gpus) if self.gpus else sys.maxsize
@@ -58,9 +64,17 @@ class EngineShare:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A node of the cluster, as Ray lists it."""
+    """A node of a Ray cluster.
 
-    number: str  # Ray's node ID
+    Attributes:
+        number: Ray's ID of the node.
+        address: IP address of the node.
+        cpus: Number of CPUs.
+        gpus: Number of GPUs.
+        labels: Labels of the node and their values.
+    """
+
+    number: str
     address: str
     cpus: float
     gpus: float
@@ -72,17 +86,28 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEngines:
-    """The engines that a job gets on a cluster."""
+    """The engines that a job gets on a Ray cluster.
+
+    Attributes:
+        address: Address of the cluster.
+        share: The resources of one engine.
+        facts: The node with the least free memory among the nodes of the chosen machine class.
+        machine: The part of that node for one engine.
+        others: Ray's IDs of nodes that run no engine, because their machine class or software versions differ.
+    """
 
     address: str
     share: EngineShare
-    facts: NodeFacts  # of the node with the least free memory in the chosen machine class
-    machine: MachineFacts  # the share of one engine
-    others: tuple[str, ...]  # IDs of nodes that run no engine: other machine class or versions
+    facts: NodeFacts
+    machine: MachineFacts
+    others: tuple[str, ...]
 
 
 def connect(address: str) -> str:
-    """Connect this process to a cluster, unless it is connected. Return the address of the cluster.
+    """Connect this process to a Ray cluster, unless it is connected. Returns the address of the cluster.
+
+    Args:
+        address: `ray.address` of the job file.
 
     Raises:
         Unavailable: There is no cluster at the address, it does not answer within CONNECT_S seconds, or this
@@ -139,12 +164,12 @@ def _connect(address: str) -> None:
 def cluster_engines(
     job: Job, notice: Callable[[str], None], waiting: Callable[[float], bool]
 ) -> ClusterEngines:
-    """Connect to the cluster of a job, and describe the machines on which its engines will run.
+    """Connect to the Ray cluster of a job, and choose the nodes on which its engines will run.
 
     Args:
         job: A job with `ray.address`.
-        notice: Receives lines for the user.
-        waiting: Waits some seconds for a node to join; returns False if the run must not wait any longer.
+        notice: Called with lines for the user.
+        waiting: Waits that many seconds for a node to join the cluster. Returns False if the run must not wait.
 
     Raises:
         Unavailable: There is no cluster, or no node can run an engine.
@@ -183,7 +208,7 @@ def cluster_engines(
 def _awaited_nodes(
     job: Job, address: str, notice: Callable[[str], None], waiting: Callable[[float], bool]
 ) -> tuple[EngineShare, list[ClusterNode]]:
-    """Return the share of an engine, and the nodes on which one fits, after waiting for the first such node.
+    """Return the resources of an engine, and the nodes with these resources. Waits for the first such node.
 
     A pending task lets an autoscaler add a node.
 
@@ -208,13 +233,11 @@ def _awaited_nodes(
 
 
 def _facts_task(share: EngineShare) -> Any:
-    """Return the task that describes a node with room for an engine."""
     task: Any = ray.remote(num_cpus=share.cpus, num_gpus=share.gpus, max_retries=0)(node_facts)
     return task.options(label_selector=dict(share.labels))
 
 
 def _eligible(job: Job) -> tuple[EngineShare, list[ClusterNode]]:
-    """Return the share of an engine, and the nodes on which one fits."""
     assert job.ray is not None
     asked, found = job.ray, nodes()
     on_gpu = job.engine.device != "cpu" and asked.gpus != 0
@@ -233,7 +256,7 @@ def _eligible(job: Job) -> tuple[EngineShare, list[ClusterNode]]:
 
 
 def nodes() -> list[ClusterNode]:
-    """Return the nodes that are alive."""
+    """Return the nodes of the Ray cluster that are alive."""
     return [
         ClusterNode(
             one["NodeID"],
@@ -248,7 +271,7 @@ def nodes() -> list[ClusterNode]:
 
 
 def _facts_of(eligible: Sequence[ClusterNode], share: EngineShare) -> list[NodeFacts | str]:
-    """Return the facts of each node, or the reason why a node did not report them."""
+    """Return the description of each node, or the reason why a node did not send one."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
     device = "cuda" if share.gpus else "cpu"
     places = [NodeAffinitySchedulingStrategy(node.number, soft=False) for node in eligible]

@@ -17,9 +17,9 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.machine.cpus import split_cores, usable_cpus
 from batchinfer.machine.memory import available_memory
 from batchinfer.pipeline.workers.endings import failure
-from batchinfer.pipeline.workers.loading import imported
-from batchinfer.pipeline.workers.messages import Configure, EnginePlace, Placed, WorkerSpec
-from batchinfer.pipeline.workers.ranks.meeting import Parent
+from batchinfer.pipeline.workers.loading import import_function
+from batchinfer.pipeline.workers.messages import Configure, EngineResources, Placed, WorkerSpec
+from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
 from batchinfer.pipeline.workers.ray.machine_facts import NodeFacts, node_facts, version_differences
 from batchinfer.pipeline.workers.ray.model_files import differences, digests
 from batchinfer.pipeline.workers.worker import run_engine
@@ -32,14 +32,24 @@ _MOST_MESSAGES = 16  # largest number of messages per call
 
 @dataclass(frozen=True, slots=True)
 class NodeNeeds:
-    """The properties that a node must have to compute for a run."""
+    """The properties that a node of a Ray cluster must have to compute for a run.
 
-    facts: NodeFacts  # of the machine class for which the setting was chosen
-    any_class: bool  # whether another class of machine is allowed
-    files: Mapping[Path, Mapping[str, str]]  # sha256 of the model's files, by path and by name
+    Attributes:
+        facts: A node of the machine class for which the setting was chosen.
+        any_class: Whether another machine class is allowed.
+        files: For each folder or file that engines read: the SHA-256 of each file by name.
+    """
+
+    facts: NodeFacts
+    any_class: bool
+    files: Mapping[Path, Mapping[str, str]]
 
     def refusal(self, facts: NodeFacts) -> str:
-        """Return the reason why a node with these facts must not compute, or an empty string if it may."""
+        """Return the reason why a node must not compute for the run. "" if it may.
+
+        Args:
+            facts: Description of the node on which this process runs.
+        """
         if differing := version_differences(self.facts.versions, facts):
             return differing
         if not self.any_class and facts.machine_class != self.facts.machine_class:
@@ -57,13 +67,20 @@ class NodeNeeds:
 
 @dataclass(frozen=True, slots=True)
 class EngineEnded:
-    """The last message of an actor: its engine has ended with an exit status."""
+    """The last message of an actor: its engine has ended.
+
+    Attributes:
+        status: The exit status that a process would have.
+    """
 
     status: int
 
 
 class MessageActor(ABC):
-    """Exchanges messages with the driver through `give` and `take`, which run in separate threads."""
+    """An actor on a node of a Ray cluster, which exchanges messages with the driver.
+
+    The driver calls `give` and `take`, which run in separate threads.
+    """
 
     def __init__(self, needs: NodeNeeds) -> None:
         self._needs = needs
@@ -74,12 +91,12 @@ class MessageActor(ABC):
 
     @ray.method(concurrency_group=INBOX)
     def give(self, message: object) -> None:
-        """Queue a message from the driver."""
+        """Queue a message from the driver for the actor's work."""
         self._inbox.put(message)
 
     @ray.method(concurrency_group=OUTBOX)
     def take(self) -> list[object]:
-        """Return the next messages to the driver, after waiting for the first one."""
+        """Wait for messages to the driver, and return up to _MOST_MESSAGES of them."""
         found = [self._outbox.get()]
         while len(found) < _MOST_MESSAGES and not self._outbox.empty():
             found.append(self._outbox.get())
@@ -88,11 +105,11 @@ class MessageActor(ABC):
     # The interface of a connection, for the work
 
     def send(self, message: object) -> None:
-        """Send a message to the driver."""
+        """Queue a message to the driver."""
         self._outbox.put(message)
 
     def recv(self) -> object:
-        """Wait for the next message from the driver and return it."""
+        """Wait for the next message from the driver, and return it."""
         return self._inbox.get()
 
     def _run(self) -> None:
@@ -114,58 +131,67 @@ class MessageActor(ABC):
         """Do the work of the actor, in its thread."""
 
     def _leave(self, status: int) -> NoReturn:
-        """End the work from any thread, after the driver had time to fetch the last messages."""
         self.send(EngineEnded(status))
         threading.Event().wait(_LEAVE_S)
         os._exit(status)
 
 
 class CallActor(MessageActor):
-    """Calls a function in a thread, like a child process on this machine would."""
+    """An actor that calls a function in a thread, like a child process on this machine would."""
 
     def __init__(self, needs: NodeNeeds, target: str, argument: object) -> None:
-        """Call the function `target`, "module:function", with the argument and a connection."""
+        """Call the function.
+
+        Args:
+            needs: The properties that the node must have.
+            target: The function, "module:function". Its arguments are `argument` and this actor as its connection.
+            argument: The first argument of the function.
+        """
         self._target, self._argument = target, argument
         super().__init__(needs)
 
     def _work(self, facts: NodeFacts) -> None:
-        imported(self._target)(self._argument, self)
+        import_function(self._target)(self._argument, self)
 
 
 class EngineActor(MessageActor):
-    """Runs one engine in a thread."""
+    """An actor that runs one engine in a thread."""
 
     def __init__(self, needs: NodeNeeds, spec: WorkerSpec, cpus: int) -> None:
         self._spec, self._cpus, self._memory = spec, cpus, available_memory()
         super().__init__(needs)
 
     def recv(self) -> object:
-        """Wait for the next message from the driver and return it."""
+        """Wait for the next message from the driver, and return it.
+
+        An engine on a CPU gets its share of the node's memory.
+        """
         return self._configured(super().recv())
 
     def _work(self, facts: NodeFacts) -> None:
         connection: Any = self
-        run_engine(self._placed(facts), Parent(connection), self._leave)
+        run_engine(self._placed(facts), ParentConnection(connection), self._leave)
 
     def _placed(self, facts: NodeFacts) -> WorkerSpec:
-        """Return the specification with the cores and GPUs of this node."""
+        """Return the specification of the engine, with cores or GPUs of this node for each of its ranks."""
         spec = self._spec
         ranks = 1 + len(spec.others)
         if ranks == 1:
             return spec
         if facts.machine.device == "cuda":
-            places = [EnginePlace(gpu=gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")[:ranks]]
+            resources = [
+                EngineResources(gpu=gpu) for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",")[:ranks]
+            ]
         elif self._cpus >= usable_cpus():
-            places = [EnginePlace(cores) for cores in split_cores(ranks)]
+            resources = [EngineResources(cores) for cores in split_cores(ranks)]
         else:  # other engines use the rest of the node, and which cores they use is unknown
-            places = [EnginePlace()] * ranks
+            resources = [EngineResources()] * ranks
         own, *others = (
-            replace(one, place=place) for one, place in zip((spec, *spec.others), places, strict=True)
+            replace(one, resources=own) for one, own in zip((spec, *spec.others), resources, strict=True)
         )
         return replace(own, others=tuple(others))
 
     def _configured(self, message: object) -> object:
-        """Add the share of this node's memory to the configuration of an engine on a CPU."""
         if not isinstance(message, Configure) or message.config.load.device != "cpu":
             return message
         part = min(1.0, self._cpus / usable_cpus())

@@ -1,4 +1,4 @@
-"""The facts of a node of a Ray cluster that determine whether it computes the same results as other nodes."""
+"""The facts of a Ray cluster's node that determine whether it computes the same bits as other nodes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,26 @@ _INSTRUCTION_SETS = ("avx", "avx2", "avx_vnni", "amx", "asimd", "bf16", "fma", "
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """The description of a node, as plain values that can be sent to the driver."""
+    """The description of a node of a Ray cluster, as plain values that can be sent to the driver.
 
-    name: str  # the address of the node
+    Attributes:
+        name: IP address of the node.
+        machine: Device, memory and cores of the node.
+        versions: Pairs of the name and the version of software that computes.
+        instructions: Instruction sets of the CPU. Empty for an engine on GPUs.
+    """
+
+    name: str
     machine: MachineFacts
-    versions: tuple[tuple[str, str], ...]  # pairs of name and version
-    instructions: tuple[str, ...] = ()  # of the CPU; empty for an engine on GPUs
+    versions: tuple[tuple[str, str], ...]
+    instructions: tuple[str, ...] = ()
 
     @property
     def machine_class(self) -> str:
-        """Return the class of the machine. Engines on machines of one class compute the same bits."""
+        """Return the class of the node's machine.
+
+        Engines on machines of the same class compute the same bits.
+        """
         hardware, machine = self.machine.hardware, self.machine
         if machine.device == "cuda":
             capability = ".".join(map(str, machine.capability or ()))
@@ -40,7 +50,11 @@ class NodeFacts:
 
 
 def node_facts(device: Device) -> NodeFacts:
-    """Describe this machine, in a task of Ray, for engines on `device`."""
+    """Describe the node on which this process runs. Runs as a task of Ray.
+
+    Args:
+        device: The device of the engines.
+    """
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from a task that reserves none
     machine = this_machine(device)
     instructions = () if machine.device == "cuda" else tuple(_instructions())
@@ -48,7 +62,7 @@ def node_facts(device: Device) -> NodeFacts:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return pairs of name and version, for the software on this machine that computes."""
+    """Return pairs of the name and the version of the software on this machine that computes."""
     return tuple(_versions())
 
 
@@ -63,7 +77,6 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _instructions() -> Iterator[str]:
-    """Yield the instruction sets of this CPU that determine which code runs."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -75,7 +88,7 @@ def _instructions() -> Iterator[str]:
 
 
 def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
-    """Return the facts of an engine's share of a node with `cpus` CPUs. Engines on GPUs have whole GPUs."""
+    """Return the part of a node that an engine with `cpus` CPUs gets. Engines on GPUs have whole GPUs."""
     machine = facts.machine
     if machine.device == "cuda":
         return replace(machine, cores=cpus)
@@ -92,7 +105,12 @@ def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
 
 
 def version_differences(expected: Sequence[tuple[str, str]], found: NodeFacts) -> str:
-    """Return a text such as "it has torch 2.12.0 instead of 2.13.0", or "" if all versions are equal."""
+    """Return a text such as "it has torch 2.12.0 instead of 2.13.0", or "" if all versions are equal.
+
+    Args:
+        expected: Pairs of name and version that the node must have.
+        found: Description of the node.
+    """
     theirs = dict(found.versions)
     pairs = ((name, theirs.get(name), wanted) for name, wanted in expected)
     text = ", ".join(f"{name} {has} instead of {wanted}" for name, has, wanted in pairs if has != wanted)

@@ -13,7 +13,12 @@ _NAMED = 5  # largest number of files in a message
 
 
 def folders_of(load: LoadConfig, tokenizer: Path | None) -> list[Path]:
-    """Return the folders and files that an engine reads."""
+    """Return the folders and files that an engine reads: model, adapters, draft model, draft heads and tokenizer.
+
+    Args:
+        load: How the engine loads its weights.
+        tokenizer: Folder of the tokenizer, or None.
+    """
     found = [load.model, *(path for _, path in load.adapters)]
     found += [] if load.draft_model is None else [load.draft_model.model]
     found += [] if load.heads is None else [load.heads]
@@ -21,7 +26,7 @@ def folders_of(load: LoadConfig, tokenizer: Path | None) -> list[Path]:
 
 
 def digests(path: Path, cache: MutableMapping[str, str]) -> dict[str, str]:
-    """Return the sha256 of each model file in a folder, or of a single file, by file name.
+    """Return the SHA-256 of each model file in a folder, or of a single file, by file name.
 
     Args:
         path: The folder or the file.
@@ -35,7 +40,12 @@ def digests(path: Path, cache: MutableMapping[str, str]) -> dict[str, str]:
 
 
 def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """Return a text that names the files that differ, or "" if all are equal."""
+    """Return a text that names the files that differ between this machine and a node, or "" if all are equal.
+
+    Args:
+        expected: SHA-256 by file name on this machine.
+        found: SHA-256 by file name on the node.
+    """
     names = [*_differing(expected, found)]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

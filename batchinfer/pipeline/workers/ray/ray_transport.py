@@ -37,10 +37,17 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ActorEnd:
-    """The way an actor ended."""
+    """The way an actor on a Ray cluster ended.
+
+    Attributes:
+        text: A phrase that completes "the engine's process ...".
+        lost: Whether its node is gone or cannot be reached.
+        out_of_memory: Whether Ray killed it because memory ran out.
+        out_of_cpu_time: Always False.
+    """
 
     text: str
-    lost: bool = False  # its node is gone, or cannot be reached
+    lost: bool = False
     out_of_memory: bool = False
     out_of_cpu_time: bool = False
 
@@ -49,7 +56,7 @@ class ActorEnd:
 
     @classmethod
     def of(cls, error: Exception) -> ActorEnd:
-        """Return the end that an error of Ray describes."""
+        """Return how an actor ended, from the error that Ray raises."""
         text = str(error)
         gone = isinstance(error, ActorUnavailableError) or getattr(error, "preempted", False)
         if gone or any(one in text for one in _NODE_GONE):
@@ -61,14 +68,16 @@ class ActorEnd:
 
 
 def _reason(text: str) -> str:
-    """Return the part of Ray's error that explains why an actor died."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if "because" in line or "Worker exit" in line), lines[-1])
     return reason.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0][:_MOST_CHARACTERS]
 
 
 class RayLink:
-    """The driver's link to an actor. A call of `take` is always pending, and returns when the actor has messages."""
+    """The driver's connection to an actor on a Ray cluster.
+
+    A call of the actor's `take` is always pending, and returns when the actor has messages.
+    """
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -79,22 +88,22 @@ class RayLink:
 
     @property
     def lost(self) -> bool:
-        """Return True if the node of the actor is gone."""
+        """Return True if the actor ended because its node is gone."""
         return self._end is not None and self._end.lost
 
     @property
     def open_call(self) -> Any:
-        """Return the pending call, or None if a message can be received already."""
+        """Return the pending call of `take`, or None if a message or the end of the actor was already received."""
         return None if self._messages or self._end is not None else self._taken
 
     def send(self, message: object) -> None:
-        """Send a message unless the actor has ended."""
+        """Send a message to the actor unless it has ended."""
         if self._end is None:
             for part in _parts(message):
                 self._actor.give.remote(part)
 
     def poll(self, timeout_s: float) -> bool:
-        """Return True if a message can be received, after waiting for at most `timeout_s` seconds."""
+        """Return True if `receive` would not block, after waiting for at most `timeout_s` seconds."""
         if self.open_call is None:
             return True
         ready, _ = ray.wait([self._taken], timeout=timeout_s)
@@ -103,7 +112,7 @@ class RayLink:
         return bool(ready)
 
     def fetch(self) -> None:
-        """Store the messages that the pending call has returned."""
+        """Store the messages that the finished call of `take` has returned, and start the next call."""
         try:
             found = ray.get(self._taken)
         except RayError as error:
@@ -119,7 +128,7 @@ class RayLink:
         self._taken = self._actor.take.remote()
 
     def receive(self) -> object:
-        """Return the next message, or raise EOFError after the last one."""
+        """Return the next message of the actor. Raises EOFError after the last one."""
         while not self._messages:
             if self._end is not None:
                 raise EOFError("the actor has ended")
@@ -135,12 +144,12 @@ class RayLink:
         return self._end
 
     def kill(self) -> None:
-        """End the actor. It may still run for a moment, but its messages are no longer received."""
+        """End the actor now. It may still run for a moment, but its messages are no longer received."""
         ray.kill(self._actor, no_restart=True)
         self._end = self._end or ActorEnd("was ended")
 
     def close(self) -> None:
-        """End the actor. May be called twice."""
+        """End the actor if it is still running. May be called twice."""
         self.kill()
 
 
@@ -161,7 +170,7 @@ def _parts(message: object) -> Iterator[object]:
 
 
 class RayTransport:
-    """Starts actors, each with the share of a node that the job requests."""
+    """Starts each worker as an actor on a Ray cluster, with the resources that the job reserves for an engine."""
 
     def __init__(
         self, engines: ClusterEngines, any_class: bool, wait_s: float, known: MutableMapping[str, str]
@@ -169,9 +178,9 @@ class RayTransport:
         """Prepare to start actors.
 
         Args:
-            engines: The machines of the cluster.
+            engines: The resources of an engine, and the nodes that may run one.
             any_class: Whether engines may run on any machine class.
-            wait_s: Seconds to wait for resources.
+            wait_s: Seconds to wait for resources while no engine has any.
             known: The cache of `file_sha256`.
         """
         self._engines, self._any_class, self._known = engines, any_class, known
@@ -179,17 +188,22 @@ class RayTransport:
         self.wait_s = wait_s
 
     def start(self, spec: WorkerSpec) -> Link:
-        """Start an actor, which may first wait for resources."""
+        """Start an actor for an engine. It may first wait for resources."""
         cpus = self._engines.share.cpus
         reads = folders_of(spec.load, spec.tokenizer)
         return RayLink(self._start_actor(EngineActor, reads, _with_threads(spec, cpus), cpus))
 
     def call(self, target: str, argument: object, load: LoadConfig) -> Link:
-        """Start an actor with the resources of an engine."""
+        """Start an actor that calls a function, with the resources of an engine.
+
+        Args:
+            target: The function, "module:function". Its arguments are `argument` and its end of a connection.
+            argument: The first argument of the function.
+            load: The model that the function reads.
+        """
         return RayLink(self._start_actor(CallActor, folders_of(load, None), target, argument))
 
     def _start_actor(self, kind: type[MessageActor], reads: Sequence[Path], *arguments: object) -> Any:
-        """Start an actor that reads these folders, once a node has the resources."""
         needs = NodeNeeds(self._engines.facts, self._any_class, {path: self._digests(path) for path in reads})
         share, others = self._engines.share, self._engines.others
         labels = dict(share.labels) | ({"ray.io/node-id": f"!in({','.join(others)})"} if others else {})
@@ -204,11 +218,16 @@ class RayTransport:
         return self._files[path]
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return False, because engines run on nodes."""
+        """Return False, because engines run on nodes of the cluster and not in a process of this machine."""
         return False
 
-    def speaking(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Return the links with messages, after waiting for at most `timeout_s` seconds for the first one."""
+    def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
+        """Wait until a worker has sent a message or has ended, and return the links of all such workers.
+
+        Args:
+            links: The links of the workers.
+            timeout_s: Maximum number of seconds to wait. Then the result is empty.
+        """
         ours = [link for link in links if isinstance(link, RayLink)]
         waiting = {link.open_call: link for link in ours if link.open_call is not None}
         if waiting:
@@ -222,12 +241,11 @@ class RayTransport:
 
     @property
     def wanted(self) -> str:
-        """Return a description of the node that an engine waits for."""
+        """Return a phrase that describes the node for which an engine waits."""
         return f"node of the Ray cluster {self._engines.address} with {self._engines.share} free"
 
 
 def _with_threads(spec: WorkerSpec, cpus: int) -> WorkerSpec:
-    """Return the specification with one CPU thread per reserved CPU, unless the job sets `engine.threads`."""
     if spec.load.threads is not None:
         return spec
     return replace(spec, load=replace(spec.load, threads=cpus))

@@ -64,13 +64,13 @@ def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -
             engines[which % count] = Engine(100 + number)
         else:
             engines[which % count].goes_on()
-        agreement.settle(engines)
+        agreement.answer_waiting(engines)
         used |= {one.uses for one in engines if one.uses is not None and not one.decides}
     assert used <= {agreement.chosen}
     for _ in range(3):
         for one in engines:
             one.goes_on()
-            agreement.settle(engines)
+            agreement.answer_waiting(engines)
     assert {one.uses for one in engines} == {agreement.chosen}, "nobody waits for ever"
     assert not any(one.asks or one.decides for one in engines)
 

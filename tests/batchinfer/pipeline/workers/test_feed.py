@@ -34,7 +34,7 @@ class SilentHost:
     def submit(self, requests: list[Request]) -> None:
         """It reads them later."""
 
-    def exhausted(self) -> None:
+    def end_plan(self) -> None:
         """It has not read what was submitted."""
 
     def finish(self, within_s: float) -> None:
@@ -52,13 +52,13 @@ class Nowhere:
     def __init__(self, interrupts: Interrupts, ticks: int) -> None:
         self.interrupts, self.ticks = interrupts, ticks
 
-    def planned(self, window: Any, requests: Any) -> None:
+    def register(self, window: Any, requests: Any) -> None:
         """Nothing is kept."""
 
     def take(self, done: WorkDone) -> None:
         raise AssertionError("nothing can have come")
 
-    def enough(self) -> bool:
+    def should_stop(self) -> bool:
         return False
 
     def tick(self) -> None:

@@ -184,7 +184,7 @@ class Kept:
         self.held = 0
         self.stop_after = stop_after
 
-    def planned(self, window: Any, requests: Sequence[Request]) -> None:
+    def register(self, window: Any, requests: Sequence[Request]) -> None:
         self.planned_rows += len(requests)
         self.held = max(self.held, self.planned_rows - self.answers.total())
 
@@ -192,7 +192,7 @@ class Kept:
         self.answers.update(completion.key for completion in done.completions)
         self.errors |= {one.key: one.error for one in done.completions if one.error is not None}
 
-    def enough(self) -> bool:
+    def should_stop(self) -> bool:
         return self.stop_after is not None and self.answers.total() >= self.stop_after
 
     def tick(self) -> None:

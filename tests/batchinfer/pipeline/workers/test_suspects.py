@@ -28,11 +28,11 @@ def deaths_until_found(count: int, killer: int) -> int:
         )
         if rows[killer].key not in {request.key for request in group.requests}:
             answered += len(group.requests)
-            suspects.finished(group)
+            suspects.record_finish(group)
             continue
         deaths += 1
         if len(group.requests) > 1:
-            suspects.died(group.requests, engine=0)
+            suspects.record_death(group.requests, engine=0)
     assert answered == count - 1
     return deaths
 
@@ -55,18 +55,18 @@ def test_one_row_of_a_group_can_be_tried_first() -> None:
 
 def test_one_row_is_taken_far_from_those_that_died() -> None:
     suspects, rows = Suspects(), requests(8)
-    suspects.died(rows, engine=0)
+    suspects.record_death(rows, engine=0)
     first = suspects.take()
     assert first.requests == rows[:4]
-    suspects.died(first.requests, engine=0)
-    suspects.died(rows[:1], engine=0)
+    suspects.record_death(first.requests, engine=0)
+    suspects.record_death(rows[:1], engine=0)
     taken = suspects.take(one=True)
     assert taken.requests == [rows[4]]
 
 
 def test_one_row_that_died_runs_elsewhere_if_it_can() -> None:
     suspects, (row,) = Suspects(), requests(1)
-    suspects.died([row], engine=1)
+    suspects.record_death([row], engine=1)
     assert suspects.take(not_of=1) is None
     group = suspects.take(not_of=0)
     assert (group.requests, group.died_in, len(suspects)) == ([row], 1, 0)

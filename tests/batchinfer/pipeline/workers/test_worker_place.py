@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from batchinfer.machine.cpus import usable_cpus
-from batchinfer.pipeline.workers.endings import settle
-from batchinfer.pipeline.workers.messages import EnginePlace
+from batchinfer.pipeline.workers.endings import restrict_process
+from batchinfer.pipeline.workers.messages import EngineResources
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def restored() -> Iterator[None]:
 @pytest.mark.usefixtures("restored")
 def test_a_worker_is_bound_to_its_cores() -> None:
     core = max(os.sched_getaffinity(0))
-    settle(EnginePlace((core,)))
+    restrict_process(EngineResources((core,)))
     assert os.sched_getaffinity(0) == {core}
     assert usable_cpus() == 1
 
@@ -33,8 +33,8 @@ def test_a_worker_sees_its_gpu_alone(
     monkeypatch: pytest.MonkeyPatch, before: str | None, order: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_VISIBLE_DEVICES": before})
-    settle(EnginePlace(gpu="1"))
+    restrict_process(EngineResources(gpu="1"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
     assert os.environ.get("CUDA_DEVICE_ORDER") == order
-    settle(EnginePlace())
+    restrict_process(EngineResources())
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"

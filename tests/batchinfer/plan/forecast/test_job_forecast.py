@@ -88,7 +88,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
     assert sum(number for _, number in found.lengths.buckets) == 37
     assert found.lengths.shortest <= found.lengths.median <= found.lengths.longest
     assert found.forecast.seconds is not None
-    assert (found.forecast.answers_from, found.forecast.times.known) == (0, "limit")
+    assert (found.forecast.answers_from, found.forecast.times.basis) == (0, "limit")
     said = text(found)
     for words in (
         "40: 2 error rows (",
@@ -154,11 +154,11 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     options = {"sampling": {"max_tokens": 20, "ignore_eos": True}, "engine": {"max_num_seqs": 4}}
     path = write_job(tmp_path, model, people(20), **options)
     least = planned(path).forecast
-    assert least.times.known == "limit"
+    assert least.times.basis == "limit"
     times = {**dict.fromkeys(PARTS, 3.0), "layers": 0.0, "rows": 0.0, HOST_STEP: 0.0, HOST_ROW: 0.0}
     runs_on(monkeypatch, replace(known_peaks, step_times={"float32": times}))
     first = planned(path)
-    assert first.forecast.times.known == "measured"
+    assert first.forecast.times.basis == "measured"
     # computing and moving add up here
     assert 3 * least.run.seconds <= first.forecast.seconds <= 6 * least.run.seconds
     assert least.seconds > 2 * least.run.seconds + least.run.steps * HOST_STEP_S
@@ -167,7 +167,7 @@ def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     row = run(path, REAL).row
     write_job(tmp_path, model, [{**one, "text": one["text"] + "!"} for one in people(20)], **options)
     second = planned(path)
-    assert (second.forecast.times.known, second.forecast.times.runs) == ("runs", 1)
+    assert (second.forecast.times.basis, second.forecast.times.runs) == ("runs", 1)
     assert second.forecast.seconds == pytest.approx(row["engine_wall_s"], rel=0.5)
     assert second.forecast.within.runs == 1
     assert "(as in 1 earlier run)" in text(second)
@@ -184,7 +184,7 @@ def test_answers_are_as_long_as_those_of_earlier_runs(nights: Nights) -> None:
     lengths = pq.read_table(requests).column("completion_tokens").to_numpy()
     mean = found.forecast.run.sampled_tokens / found.plan.to_run
     assert lengths.min() <= mean <= lengths.max()
-    assert "if they are as long as in 1 earlier run" in text(found)
+    assert "with lengths as in 1 earlier run" in text(found)
 
 
 def test_idle_time_of_devices_is_forecast_by_cause(nights: Nights) -> None:
@@ -222,7 +222,7 @@ def test_a_model_beside_takes_memory(tmp_path: Path, model: Path, known_peaks: H
     assert found.memory.kv_cache == 2 * size * blocks
     spare = size * spare_blocks(plain.memory.block_size, 256)
     assert blocks in (plain.memory.blocks, ((16 << 20) - spare) // (2 * size))
-    assert "proposes tokens beside the job's, in the same engine: the job says so" in text(found)
+    assert "proposes tokens in the engine of the job's model: the job says so" in text(found)
     assert forecast_json(found, None)["draft_model"] == {"runs": "beside", "why": "the job says so"}
     assert forecast_json(plain, None)["draft_model"] is None
 

@@ -109,7 +109,7 @@ def test_findings_are_told_in_text_and_json(tmp_path: Path, model: Path) -> None
     found = planned(ticket_job(tmp_path, model, "{{ text }}\n" + INSTRUCTIONS, tickets(40)))
     (finding,) = found.findings
     (line,) = (line for line in text(found).splitlines() if line.strip().startswith("lint"))
-    assert "if it stood before the first field" in line
+    assert "if it were before the first field" in line
     assert f"{finding.saved_tokens:,} prompt tokens fewer" in line
     (told,) = json.loads(json.dumps(forecast_json(found, None)))["lint"]
     assert told["kind"] == "text_behind_fields"

@@ -24,7 +24,7 @@ def test_a_job_is_forecast_for_a_machine_that_is_not_here(tmp_path: Path, model:
     slow, fast = planned(path, hardware="l4"), planned(path, hardware="h100")
     for found, name in ((slow, "NVIDIA L4"), (fast, "NVIDIA H100 80GB HBM3")):
         assert found.setting.endswith(f"on {name}")
-        assert found.forecast.times.known == "declared"
+        assert found.forecast.times.basis == "declared"
     assert slow.forecast.run.sampled_tokens == fast.forecast.run.sampled_tokens == 800
     assert (slow.forecast.seconds or 0) > (fast.forecast.seconds or 0) > 0
     write_job(tmp_path, model, engine={"device": "cuda"})

@@ -87,7 +87,7 @@ def test_layers_behind_the_pooling(tmp_path: Path) -> None:
     assert "dense" not in Embedding("mean", True, HIDDEN).to_json(), "or results would be made anew"
     with pytest.raises(JobFileError, match=r"is 31, and the model's vectors have 30 dimensions"):
         found(tmp_path, dimensions=31)
-    with pytest.raises(JobFileError, match=r"takes vectors of 48 numbers, and those before it have 64"):
+    with pytest.raises(JobFileError, match=r"takes vectors of 48 numbers, but its input vectors have 64"):
         job_embedding(job_of(tmp_path), 64)
 
 

@@ -12,7 +12,7 @@ from batchinfer.core.errors import BatchInferError, CannotSplit, JobFileError, U
 from batchinfer.machine.facts import MachineFacts
 from batchinfer.machine.hardware import Hardware
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.pipeline.workers.messages import EnginePlace, WorkerSpec
+from batchinfer.pipeline.workers.messages import EngineResources, WorkerSpec
 from batchinfer.pipeline.workers.worker_specs import worker_specs
 from batchinfer.plan.setup.resolve import resolve
 from batchinfer_kernels.cost import Peaks
@@ -48,7 +48,7 @@ def test_one_engine_a_gpu(
     setting = resolve(job, checkpoint, replace(GPUS, gpus=tuple(found)))
     assert (setting.placement.replicas, setting.placement.gpus) == (max(1, len(gpus)), gpus)
     specs = worker_specs(job, setting, "a:b")
-    assert [spec.place.gpu for spec in specs] == (list(gpus) or [None])
+    assert [spec.resources.gpu for spec in specs] == (list(gpus) or [None])
     assert setting.peaks == GPU.peaks(setting.numerics.dtype)
     config = setting.engine_config(job, 64)
     assert (config.kv_memory, config.memory) == (None, None)
@@ -62,7 +62,7 @@ def test_engines_share_a_cpu(tmp_path: Path, checkpoint: Checkpoint, monkeypatch
     setting = resolve(job, checkpoint, CORES)
     config = setting.engine_config(job, 64)
     specs = worker_specs(job, setting, "a:b")
-    assert [spec.place for spec in specs] == [EnginePlace(one) for one in cores]
+    assert [spec.resources for spec in specs] == [EngineResources(one) for one in cores]
     assert [spec.load.threads for spec in specs] == [1, 2, 2]
     assert (config.kv_memory, config.memory) == (3 << 30, 30 << 30)
     assert setting.peaks == Peaks(2e12 / 3, 1e10)
@@ -74,7 +74,10 @@ def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: li
     job = job_of(tmp_path, ("model.dtype", "bfloat16"), *divided)
     setting = resolve(job, checkpoint, CORES)
     specs = worker_specs(job, setting, "a:b")
-    assert [[one.place.cores for one in (spec, *spec.others)] for spec in specs] == [eight[:2], eight[2:4]]
+    assert [[one.resources.cores for one in (spec, *spec.others)] for spec in specs] == [
+        eight[:2],
+        eight[2:4],
+    ]
     assert {one.load.threads for spec in specs for one in (spec, *spec.others)} == {1}
     assert {spec.division for spec in specs} == {setting.placement.division}
     assert setting.for_rows(1).placement.replicas == 1
@@ -102,8 +105,8 @@ def test_engines_of_a_cluster_have_a_share_each(
     specs = worker_specs(job, setting, "a:b")
     assert len(specs) == engines
     assert {len(spec.others) for spec in specs} == {1}
-    assert {(one.place, one.load.threads) for spec in specs for one in (spec, *spec.others)} == {
-        (EnginePlace(), 2)
+    assert {(one.resources, one.load.threads) for spec in specs for one in (spec, *spec.others)} == {
+        (EngineResources(), 2)
     }
     assert setting.peaks == setting.placement.hardware.peaks(setting.numerics.dtype)
     assert setting.engine_config(job, 64).memory is None
@@ -137,7 +140,7 @@ def test_a_single_engine_has_the_machine_to_itself(tmp_path: Path, checkpoint: C
 def test_promised_bits_come_from_gpus_of_one_kind(tmp_path: Path, checkpoint: Checkpoint) -> None:
     machine, deterministic = replace(GPUS, several_kinds=True), ("engine.deterministic", "true")
     assert resolve(job_of(tmp_path), checkpoint, machine).placement.replicas == 3
-    with pytest.raises(JobFileError, match="all engines need GPUs of one kind"):
+    with pytest.raises(JobFileError, match="all engines need GPUs of the same model"):
         resolve(job_of(tmp_path, deterministic), checkpoint, machine)
     alone = job_of(tmp_path, deterministic, ("engine.data_parallel", "1"))
     assert resolve(alone, checkpoint, machine).placement.replicas == 1
