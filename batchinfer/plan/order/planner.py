@@ -58,8 +58,8 @@ def plan_job(
 ) -> Plan:
     """Plan the requests of a job: each distinct work key without a stored answer, in order of execution.
 
-    The order is a depth-first walk of the prefix tree. At each node, the prompts and branches with the largest number
-    of tokens come first (`run_order`). Long requests start early, and requests with a common prefix stay together.
+    The order is described in `run_order`. Raises OutOfMemory, or StorageError if a file is damaged or a stored answer
+    was deleted after its row was indexed.
 
     Args:
         index_parts: Parquet files of the job's index.
@@ -70,19 +70,13 @@ def plan_job(
         attempts: Maximum number of attempts per row. The first attempt without a valid answer is planned.
         reused: The first index parts, whose rows have answers from an earlier run.
         extra_prompts: Parquet files with prompts to run that belong to no row of the job.
-        in_flight: Work keys that engines compute now. They are not planned. Requests that share a prefix with them
-            come first, while the prefix is cached.
+        in_flight: Work keys that engines compute now. Unplanned; requests with their prefixes come first.
         begun: Work keys that the run has given to engines so far. They are not planned.
         more: Whether further rows will be read, so that `Plan.recurring` is estimated.
         shares: Whether prompts may reuse cached tokens of other prompts.
         retry_errors: Whether stored errors that may be retried count as missing answers.
         memory_limit: Memory limit of DuckDB, such as "2GB". None: DuckDB's default.
         threads: Threads of DuckDB.
-
-    Raises:
-        OutOfMemory: Memory does not suffice.
-        StorageError: A file is damaged, or a stored answer was deleted after the index had been written without the
-            tokens of its prompt.
     """
     with connection(out_dir / "spill", memory_limit, threads) as database:
         if completion_parts and attempts > 1:

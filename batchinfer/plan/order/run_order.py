@@ -1,4 +1,8 @@
-"""Orders prompts: common prefixes together, and the longest prompts first."""
+"""The order in which requests run: a depth-first walk of the prefix tree.
+
+At each node, the prompts and branches with the largest number of tokens come first. Long requests start early, and
+requests with a common prefix stay together.
+"""
 
 from __future__ import annotations
 
