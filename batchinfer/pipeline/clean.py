@@ -25,7 +25,7 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """What a cleanup removed, or would remove with `dry_run`.
+    """The answers and folders that a cleanup removed, or would remove with `dry_run`.
 
     Attributes:
         store: Folder of the stored answers.

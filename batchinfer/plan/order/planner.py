@@ -58,8 +58,7 @@ def plan_job(
 ) -> Plan:
     """Plan the requests of a job: each distinct work key without a stored answer, in order of execution.
 
-    The order is described in `run_order`. Raises OutOfMemory, or StorageError if a file is damaged or a stored answer
-    was deleted after its row was indexed.
+    Raises OutOfMemory, or StorageError if a file is damaged or a stored answer was deleted after its row was indexed.
 
     Args:
         index_parts: Parquet files of the job's index.
