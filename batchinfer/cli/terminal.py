@@ -22,7 +22,10 @@ _STYLES: dict[Look, dict[str, Any]] = {
 
 
 def say(text: str) -> bool:
-    """Print a text without control characters on stdout. Paths below the current folder become relative.
+    """Print a text on stdout. Paths below the current folder become relative.
+
+    Args:
+        text: The text. Control characters must be escaped already.
 
     Returns:
         False if the reader of stdout has gone. Further output is dropped.
@@ -41,7 +44,11 @@ def say_json(value: Mapping[str, Any]) -> bool:
 
 
 def say_lines(lines: Iterable[str]) -> None:
-    """Print lines without control characters on stdout, until the reader closes the pipe."""
+    """Print lines on stdout, until the reader closes the pipe.
+
+    Args:
+        lines: The lines. Control characters must be escaped already.
+    """
     for line in lines:
         if not _write(sys.stdout, line, flush=False):
             return
@@ -49,7 +56,11 @@ def say_lines(lines: Iterable[str]) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a text without control characters on stderr. If stderr is closed, the text is dropped."""
+    """Print a text on stderr. If stderr is closed, the text is dropped.
+
+    Args:
+        text: The text. Control characters must be escaped already.
+    """
     try:
         _write(sys.stderr, with_near_paths(text))
     except OSError:  # for example a closed terminal; the exit code still reports the outcome

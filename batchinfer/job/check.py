@@ -203,7 +203,10 @@ def _has_requests(sections: Mapping[str, dict[str, Any]], file: JobFile) -> bool
 
 
 def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
-    """Return True if the first line of the first input file, if it can be read, is an OpenAI batch request."""
+    """Return True if the first line of the job's first input file is an OpenAI batch request.
+
+    If the file cannot be read, return False.
+    """
     for path in _inputs(section, file)[:1]:
         try:
             with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as lines:
@@ -441,7 +444,7 @@ def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Find a second number of engines in a job for a Ray cluster, and bounds in the wrong order."""
+    """Find engine.data_parallel in a job for a Ray cluster, and a minimum of ray.engines above its maximum."""
     ray, asked = sections.get("ray"), sections.get("engine", {}).get("data_parallel", "auto")
     if ray is None:
         return

@@ -139,9 +139,9 @@ class _Pull:
 
     Attributes:
         name: The name of the model.
-        commit: The commit.
+        commit: The hash of the commit.
         tree: The files of the repository by name.
-        gguf: The files of a GGUF model; empty for other formats.
+        gguf: The names of the files of a GGUF model; empty for other formats.
     """
 
     name: ModelName

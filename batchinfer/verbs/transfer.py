@@ -53,7 +53,7 @@ class Blob:
 
 
 class Transfer:
-    """Downloads blobs in threads of the caller, until `stop` is called."""
+    """Downloads blobs in the threads that call `fetch`, until `stop` is called."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
