@@ -43,7 +43,7 @@ def bench(*workloads: str, **options: Any) -> BenchReport:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[WorkloadResult, dict[str, Any]]]:
-    """Results and JSON reports of one run per workload, and of two runs of duplicates."""
+    """Results and JSON reports: one run per workload, and two runs of `duplicates`."""
     short = [name for name in WORKLOADS if name not in ("duplicates", "long-context")]
     asked = [((*short,), 12, 1), (("duplicates",), 12, 2), (("long-context",), 2, 1)]
     reports = [bench(*names, rows=rows, repeat=runs, max_tokens=MOST) for names, rows, runs in asked]
@@ -53,13 +53,13 @@ def results() -> dict[str, tuple[WorkloadResult, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def every(results) -> dict[str, dict[str, Any]]:
-    """What the reports say of each workload."""
+    """The JSON report of each workload."""
     return {name: found for name, (_, found) in results.items()}
 
 
 @pytest.fixture(scope="module")
 def plain() -> BenchReport:
-    """Of a few short rows, for comparisons."""
+    """A report of a few short rows, for comparisons."""
     return bench("decode", rows=2, max_tokens=16)
 
 
@@ -90,7 +90,6 @@ def test_figures_are_consistent(every, name):
 
 
 def test_mfu_and_mbu_are_what_the_engine_s_samples_say(results):
-    """The figures come from the shapes of the steps; the samples count for themselves."""
     result, found = results["mixed"]
     run = result.series.ours[0]
     assert found["mfu"] == pytest.approx(sum(s.flops for s in run.steps) / (run.wall_s * 1e11), rel=1e-6)
@@ -117,7 +116,7 @@ def test_a_prefix_tree_runs_every_prefix_once(every):
 
 
 def test_answers_do_not_depend_on_limits_of_a_step():
-    """In float32; and they depend on the prompt, else this would say nothing."""
+    """In float32. Answers depend on the prompt, or equal answers would prove nothing."""
     wide = bench("decode", rows=5, max_tokens=64).results[0].series.ours[0]
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 16}
     report = bench("decode", rows=5, max_tokens=64, **limits)
@@ -149,7 +148,6 @@ def test_a_checkpoint_folder_is_run_with_its_weights(tmp_path):
 
 
 def test_int8_weights_are_a_byte_each_and_have_a_peak_of_their_own(plain):
-    """Peaks are measured before and after."""
     asked = []
 
     def measure(device: str, dtypes: tuple[str, ...]) -> MeasuredPeaks:
@@ -191,7 +189,7 @@ def fp8(tmp_path_factory):
 
 
 class Loading(Exception):
-    """What would be loaded."""
+    pass
 
 
 @pytest.mark.parametrize("asked", ["auto", "stored", "none"])
@@ -297,8 +295,7 @@ def test_a_wrong_option_ends_with_2(capsys):
     assert "WORKLOAD is 'decoding'" in capsys.readouterr().err
 
 
-def test_an_export_is_a_job_s_input(tmp_path, capsys):
-    """What is exported, `batchinfer run` reads: prompts as they are, and each row's own length."""
+def test_an_exported_workload_is_a_valid_input(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     assert cli._guarded(["bench", "mixed", "--model", "tiny", "--rows", "6", "--export", str(file)]) == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -323,7 +320,6 @@ def test_an_export_is_a_job_s_input(tmp_path, capsys):
 
 
 def test_rows_under_schemas_sample_as_many_tokens():
-    """And follow theirs; each round compiles its own, and counts no other run's work."""
     report = bench("decode", rows=3, max_tokens=24, repeat=2, schemas=(1, 3))
     series = report.results[0].series
     for number, found in zip((1, 3), report.json["results"][0]["under_schemas"], strict=True):
@@ -338,7 +334,7 @@ def test_rows_under_schemas_sample_as_many_tokens():
 
 
 def test_a_workload_with_drafts_has_the_same_answers(monkeypatch):
-    """With a clock by which looking for drafts takes nothing, and steps that take what their bounds say."""
+    """The clock makes the search for drafts free, and steps take their roofline."""
     monkeypatch.setattr(DraftedStepTimes, "record_time", lambda *_: None)
     monkeypatch.setattr(backoff, "SHARE", 1e9)
     report = bench("decode", rows=2, max_tokens=64, repeat=1, drafts=True)

@@ -1,4 +1,4 @@
-"""The ideal job against counting it out, token by token."""
+"""Costs of the ideal job, compared with a count token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = st.lists(
 @settings(max_examples=examples(25, 300), deadline=None)
 @given(ROWS)
 def test_prompt_tokens_are_those_of_the_trie(rows):
-    """Every distinct prefix once; of equal prompts with other outputs the last token for each."""
+    """Each distinct prefix counts once. Equal prompts with different outputs add the last token of each."""
     prefixes = {row.prompt[:end] for row in rows for end in range(1, len(row.prompt) + 1)}
     once = set(rows)
     twins = len(once) - len({row.prompt for row in once})
@@ -78,7 +78,7 @@ def test_duplicates_cost_nothing(rows, times):
 
 
 def test_one_row_alone_costs_its_steps():
-    """A prompt of 4 and 3 outputs: a prefill and two decodes, whose costs add up."""
+    """A prompt of 4 tokens and 3 outputs: a prefill and two decode steps, whose costs add up."""
     ideal = ideal_job([Row((1, 2, 3, 4), 3)], [None, None])
     steps = [StepShape(4, 1, 2 * 10, 2 * 4), StepShape(1, 1, 2 * 5, 2 * 5), StepShape(1, 1, 2 * 6, 2 * 6)]
     added = [SHAPE.step(step) for step in steps]

@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 def values(record: dict, engine: str, dtype: str, workload: str, key: str = "seconds") -> list[float]:
-    """What was measured in the runs of a record."""
+    """Return a figure of all runs of a record."""
     place = (engine, dtype, workload)
     return [r[key] for r in record["runs"] if (r["engine"], r["dtype"], r["workload"]) == place]
 
@@ -34,7 +34,7 @@ def typical(engine: str, dtype: str, workload: str, key: str = "seconds") -> flo
 
 
 def cells(workload: str) -> list[str]:
-    """As the page's first table has them."""
+    """Return the cells of a workload as the first table of the page shows them."""
     vllm, openvino = (typical(engine, "bfloat16", workload) for engine in (VLLM, OPENVINO))
     row = [f"{vllm:.1f} s", f"{openvino:.1f} s"]
     for dtype in ("bfloat16", "int8"):
@@ -45,7 +45,6 @@ def cells(workload: str) -> list[str]:
 
 
 def row_of(page: str, workload: str) -> list[str]:
-    """The cells of a workload's row in the first table of a page."""
     found = re.search(rf"(?m)^\| `{workload}`[^|]*\|(.*s.*)\|$", page)
     assert found is not None
     return [cell.strip() for cell in found[1].split("|")]

@@ -1,4 +1,4 @@
-"""The workloads are the ones that other engines were measured with, whatever the model's vocabulary."""
+"""Workloads are the published ones, independent of the model's vocabulary."""
 
 from __future__ import annotations
 

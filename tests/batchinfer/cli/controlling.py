@@ -1,4 +1,4 @@
-"""`python -m tests.batchinfer.cli.controlling module …` is `python -m module …` whose terminal controls its session."""
+"""`python -m tests.batchinfer.cli.controlling MODULE …` runs `python -m MODULE …` with a controlling terminal."""
 
 from __future__ import annotations
 

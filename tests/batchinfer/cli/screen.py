@@ -22,7 +22,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def lines_on(text: str) -> list[str]:
-    """The lines that a terminal shows after `text`: it knows returns, newlines, erased lines and colours."""
+    """Return the lines that a terminal shows after `text`. Handles returns, newlines, erased lines and colours."""
     lines, column = [""], 0
     for piece in re.findall(r"\x1b\[2K|\r|\n|[^\r\n\x1b]+|\x1b", _COLOUR.sub("", text)):
         if piece == "\n":
@@ -41,7 +41,7 @@ def lines_on(text: str) -> list[str]:
 
 @dataclass
 class OnTerminal:
-    """A process whose terminal is ours. `text` is all that it wrote so far."""
+    """A process on a pseudo-terminal of the test. `text` is its output so far."""
 
     process: subprocess.Popen[bytes]
     master: int
@@ -56,7 +56,6 @@ class OnTerminal:
         os.write(self.master, keys)
 
     def close(self) -> None:
-        """Close the window."""
         os.close(self.master)
         self.master = -1
 
@@ -67,7 +66,7 @@ class OnTerminal:
         return code
 
     def read(self) -> None:
-        """Gather what is written, in a thread of its own, until the terminal ends."""
+        """Collect the output until the terminal closes. Runs in a thread."""
 
         def gather(master: int) -> None:
             try:
@@ -84,7 +83,7 @@ class OnTerminal:
 def on_terminal(
     arguments: Sequence[str], folder: Path, env: dict[str, str], *, read: bool = True
 ) -> Iterator[OnTerminal]:
-    """`python -m …` in a session of its own whose controlling terminal is ours; it does not survive the block."""
+    """Run `python -m …` in a session whose terminal belongs to the test. It is killed when the block ends."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, COLUMNS))
     process = warm_commands.start(

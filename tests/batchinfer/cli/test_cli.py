@@ -1,4 +1,4 @@
-"""The verbs as a user meets them: help, documentation, output, signals, and runs after a kill."""
+"""Verbs as a user sees them: help, documentation, output, signals, and runs after a kill."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ SLOW = {"FAKE_ENGINE_DELAY_S": "0.3", "FAKE_ENGINE_BATCH": "4"}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
-    """A job that has run once. Tests that change it take a copy."""
+    """A job that ran once. Tests that change it copy it."""
     return run_once(make_place(tmp_path_factory.mktemp("finished") / "job", model))
 
 
 @contextmanager
 def started(place: Place, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """The command line with the fake engine in a process of its own, which does not survive the block."""
+    """Start the command line with the fake engine as a process. It is killed at the end of the block."""
     process = warm_commands.start(
         [sys.executable, "-m", "tests.fake_cli", *arguments],
         cwd=place.folder, env=environment(**env), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -69,7 +69,7 @@ def started(place: Place, *arguments: str, **env: str) -> Iterator[subprocess.Po
 
 
 def sections() -> dict[str, str]:
-    """The parts of docs/cli.md by their headings."""
+    """The sections of docs/cli.md by heading."""
     parts = re.split(r"^## ", REFERENCE.read_text("utf-8"), flags=re.MULTILINE)[1:]
     return {part.splitlines()[0].strip().strip("`"): part for part in parts}
 
@@ -167,10 +167,9 @@ def test_a_finished_job_has_nothing_to_do(finished: Place, cli_of: CliOf) -> Non
     assert finished.published() == before
 
 
-def test_the_folder_of_a_job_stands_for_it(
+def test_a_folder_or_no_argument_means_its_job_file(
     place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the current folder for a job that is not named."""
     run = cli_of(FAKE)
     assert run("run", place.folder, "-q") == Ended(0, "", "")
     assert json.loads(run("status", place.folder, "--json").out)["state"] == "finished"
@@ -218,8 +217,7 @@ def test_preview(place: Place, cli_of: CliOf) -> None:
     assert not (place.folder / "out").exists()
 
 
-def test_parameters_of_rows_are_named(place: Place, cli_of: CliOf) -> None:
-    """A row's own parameters are never a surprise: each verb says which there are."""
+def test_each_verb_names_the_parameters_of_rows(place: Place, cli_of: CliOf) -> None:
     place.rows(*({**row, "most": 3} for row in ROWS))
     place.job(sampling="sampling: {max_tokens: 8, from_columns: {max_tokens: most}}")
     run = cli_of()
@@ -238,10 +236,9 @@ def test_parameters_of_rows_are_named(place: Place, cli_of: CliOf) -> None:
 
 
 @pytest.mark.slow
-def test_paths_are_shown_as_they_are_typed(
+def test_paths_are_shown_relative_to_the_current_folder(
     place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Relative below the current folder: no verb names the same file in two ways."""
     monkeypatch.chdir(place.folder.parent)
     run, folder = cli_of(), place.folder.name
     told = [run(verb, folder) for verb in ("validate", "plan", "run", "run", "status", "history", "clean")]
@@ -276,8 +273,7 @@ def test_doctor(cli_of: CliOf) -> None:
     assert (idle.code, idle.out, "add --measure" in idle.err) == (2, "", True)
 
 
-def test_limit_publishes_beside(place: Place, cli_of: CliOf) -> None:
-    """A trial's answers count for the whole job."""
+def test_a_trial_publishes_separately_and_a_run_reuses_its_answers(place: Place, cli_of: CliOf) -> None:
     run = cli_of()
     assert run("run", place.folder / "job.yaml", "--limit", "3", "-q").code == 0
     assert not place.results.exists()
@@ -308,13 +304,12 @@ def test_verify(finished: Place, tmp_path: Path, cli_of: CliOf) -> None:
 
 
 def committed(place: Place) -> int:
-    """Answers that are stored for good."""
+    """Return the number of stored answers."""
     records = (place.state / "completions").glob("*.json")
     return sum(json.loads(record.read_text())["rows"] for record in records)
 
 
 def runs(place: Place) -> list[dict[str, Any]]:
-    """The run tables, oldest first."""
     tables = [
         pq.read_table(path).to_pylist()
         for path in (place.folder / "out" / "res-report").glob("run-*.parquet")
@@ -329,7 +324,7 @@ def long_job(place: Place) -> Place:
 
 
 def continue_to_the_end(place: Place, cli_of: CliOf) -> None:
-    """Run the job again, without delays: each row has its answer."""
+    """Run the job again without delays, and check that each row has an answer."""
     assert cli_of(FAKE)("run", place.folder / "job.yaml", "-q").code == 0
     assert [row["custom_id"] for row in place.table()] == [row["id"] for row in MANY]
 
@@ -337,8 +332,9 @@ def continue_to_the_end(place: Place, cli_of: CliOf) -> None:
 @pytest.mark.parametrize(
     ("signum", "code"), first_of([(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)], 1)
 )
-def test_a_signal(signum: signal.Signals, code: int, place: Place, cli_of: CliOf) -> None:
-    """What is finished is kept and readable, the rest is done by the same command, nothing is done twice."""
+def test_a_run_after_a_signal_computes_nothing_twice(
+    signum: signal.Signals, code: int, place: Place, cli_of: CliOf
+) -> None:
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
         wait_until(lambda: committed(place) >= 8)
@@ -364,8 +360,8 @@ def test_a_signal(signum: signal.Signals, code: int, place: Place, cli_of: CliOf
     assert (second["reused_requests"], second["computed_requests"]) == (done, len(MANY) - done)
 
 
-def test_the_parent_is_killed(place: Place, cli_of: CliOf) -> None:
-    """No process is left behind, `status` says that the run crashed, and the next run finishes."""
+def test_a_run_after_a_kill_of_the_driver_finishes(place: Place, cli_of: CliOf) -> None:
+    """`status` reports the crash, and no process survives."""
     long_job(place)
     with started(place, "run", "job.yaml", **SLOW) as process:
         wait_until(lambda: committed(place) >= 4)

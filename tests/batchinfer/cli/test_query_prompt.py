@@ -1,4 +1,4 @@
-"""`batchinfer query RESULT` without SQL: queries from a pipe, and typed at a terminal."""
+"""`batchinfer query RESULT` without SQL: queries from a pipe and from a terminal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_where_a_query_ends(text: str, whole: bool) -> None:
 
 
 def test_queries_from_a_pipe(piped) -> None:
-    """Over several lines, several on a line, and the last one without its end."""
+    """A query over several lines, several queries in a line, and a last one without a semicolon."""
     ended = piped(
         "select 1\n  as n;\nselect 2 as n; select 3 as n;\nselect count(*) as n from results", "--json"
     )
@@ -97,7 +97,7 @@ def test_the_help_names_the_tables_that_a_query_has() -> None:
 
 
 def test_typed_at_a_terminal(measured: Place, tmp_path: Path) -> None:
-    """A wrong query, a query over two lines, a query that is dropped; and the next prompt remembers the typed lines."""
+    """A wrong query, a query over two lines, a cancelled query; the next prompt has the history."""
     env = {
         **os.environ,
         "TERM": "xterm",

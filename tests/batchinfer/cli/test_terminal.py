@@ -1,4 +1,4 @@
-"""What reaches a terminal, a pipe or a closed stream: escapes, colours, JSON, completion, closed windows."""
+"""Output to a terminal, a pipe or a closed stream: escapes, colours, JSON, completion, closed windows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHELL = {"TERM": "xterm-256color", "NO_COLOR": ""}
 
 
 def harmless(text: str) -> None:
-    """No character that a terminal would obey."""
+    """Check that the text has no control characters."""
     found = re.findall("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert found == []
 
@@ -165,8 +165,7 @@ def test_each_error_has_a_word_for_how_a_run_ended() -> None:
     assert {kind.status for kind in kinds(BatchInferError)} <= set(MEANINGS)
 
 
-def test_published_once_and_over_budget_later(place: Place, cli_of: CliOf) -> None:
-    """What is in place is never called not published."""
+def test_a_result_stays_published_when_a_later_run_is_over_budget(place: Place, cli_of: CliOf) -> None:
     place.rows({"id": "a", "text": "one"}, b"{not json")
     run = cli_of()
     first = run("run", place.folder / "job.yaml", "--set", "on_error.publish=true")
@@ -232,7 +231,7 @@ def test_a_full_disk_under_stdout_is_told_with_the_outcome(
 def test_a_command_whose_streams_are_none(
     place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the interpreter sets closed streams."""
+    """The interpreter sets closed streams to None."""
     run = cli_of()
     with monkeypatch.context() as patch:
         for name in ("stdin", "stdout", "stderr"):
@@ -253,8 +252,7 @@ def test_the_entry_point_needs_no_stream() -> None:
 # --- signals of a terminal
 
 
-def test_a_closed_window_ends_a_run_in_order(place: Place) -> None:
-    """If the terminal has gone, the run table still has the summary."""
+def test_a_run_whose_terminal_closes_still_writes_its_summary(place: Place) -> None:
     long_job(place)
     env = environment(**SLOW, **SHELL)
     with on_terminal(["tests.fake_cli", "run", "job.yaml"], place.folder, env, read=False) as terminal:
@@ -268,8 +266,7 @@ def test_a_closed_window_ends_a_run_in_order(place: Place) -> None:
     assert row["computed_requests"] == committed(place) < len(MANY)
 
 
-def test_ctrl_c_on_a_terminal(place: Place) -> None:
-    """The bar, the terminal's own ^C and the messages do not run into each other."""
+def test_ctrl_c_on_a_terminal_does_not_mix_the_bar_with_messages(place: Place) -> None:
     long_job(place)
     env = environment(**SLOW, **SHELL)
     with on_terminal(["tests.fake_cli", "run", "job.yaml"], place.folder, env) as terminal:

@@ -1,4 +1,4 @@
-"""Numbers of a schema keep every digit, wherever the schema is written."""
+"""Numbers of a schema keep every digit in every spelling of the schema."""
 
 from __future__ import annotations
 

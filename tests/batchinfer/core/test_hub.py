@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def without_hub() -> dict[str, str]:
-    """Return the environment without the variables that say where the cache is."""
+    """Return the environment without the variables that locate the cache."""
     return {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
 
 
@@ -186,7 +186,7 @@ for name in ("getaddrinfo", "gethostbyname", "create_connection"):
 
 
 def test_no_verb_but_pull_uses_the_network(tmp_path: Path, model: Path) -> None:
-    """With the real engine: its process, and that which converts a tokenizer, inherit the ban."""
+    """Uses the real engine: its process and the one that converts a tokenizer inherit the ban."""
     put_into_cache(tmp_path / "home/hub", model)
     path = job_at(tmp_path / "job", "org/tiny")
     (tmp_path / "site").mkdir()

@@ -1,4 +1,4 @@
-"""Where the tokens of an answer are its reasoning, for any tokens and any markers."""
+"""Finding the reasoning tokens of an answer, for any tokens and markers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ marks = st.lists(tokens, min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def reasonings(draw: st.DrawFn) -> ReasoningTokens:
-    """Markers that may begin alike or hold each other; an answer's header ends the marker before it."""
+    """Draw markers that may share a beginning or contain each other. An answer's header ends the marker before it."""
     begin, end = draw(st.one_of(st.just(()), marks)), draw(marks)
     answer = draw(st.one_of(st.just(()), marks))
     return ReasoningTokens(begin, (*end, *answer), answer)

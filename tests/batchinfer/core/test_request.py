@@ -24,7 +24,7 @@ from batchinfer.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class WithMadeUpOption(SamplingParams):
-    """The parameters as a later version may have them: with one more."""
+    """Sampling parameters of a later version, with one more field."""
 
     made_up: int = 3
 
@@ -46,7 +46,7 @@ def test_an_option_that_is_added_later_changes_no_text(given: dict[str, Any]) ->
 
 
 def test_the_defaults_stay() -> None:
-    """A stored text leaves them out: with another default it would mean other parameters, under the same key."""
+    """A stored text leaves defaults out: a changed default would change its meaning but not its key."""
     constraints = ("json_schema", "regex", "grammar", "tool_call")
     none = (*constraints, "logprobs", "prompt_logprobs", "thinking_budget", "pooling")
     empty = ("stop", "stop_token_ids", "choice", "logit_bias", "allowed_token_ids", "bad_words", "bad_tokens")

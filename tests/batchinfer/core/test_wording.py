@@ -1,5 +1,3 @@
-"""Numbers and units as people read them."""
-
 from __future__ import annotations
 
 import pytest

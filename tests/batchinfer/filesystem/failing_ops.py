@@ -1,4 +1,4 @@
-"""A `FileOps` whose n-th operation fails, or kills the process."""
+"""A `FileOps` whose n-th operation fails or kills the process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CHANGES = [name for name in vars(FileOps) if not name.startswith("_")]
 
 
 class FailingOps(FileOps):
-    """Counts operations; at number `fail_at` (0-based) raises OSError(code), or with `code` None dies by SIGKILL.
+    """Counts operations. Number `fail_at` (0-based) raises OSError(code), or kills the process if `code` is None.
 
-    Operations of several threads are counted in the order in which they come, which may be another one each time.
+    Operations of several threads are counted in the order of execution, which may vary.
     """
 
     def __init__(self, fail_at: int = -1, code: int | None = None) -> None:
@@ -52,7 +52,7 @@ for _name in CHANGES:
 
 
 class ShortWrites(FileOps):
-    """Every write takes at most 7 bytes."""
+    """Writes at most 7 bytes per call."""
 
     def write(self, fd: int, data: memoryview) -> int:
         return super().write(fd, data[:7])

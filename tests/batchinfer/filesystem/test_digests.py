@@ -1,4 +1,4 @@
-"""Digests are computed once for each state of a file, and never believed of a file that changed."""
+"""A file's digest is computed once per state of the file, and recomputed after a change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with each file that is read whole."""
+    """A list that grows with each file that is read whole."""
     seen: list[int] = []
     read = digests._sha256
     monkeypatch.setattr(digests, "_sha256", lambda file: (seen.append(1), read(file))[1])
@@ -36,7 +36,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every file had been written long ago."""
+    """Pretend that every file was written long ago."""
     monkeypatch.setattr(digests, "SETTLED_S", -1.0)
 
 
@@ -79,8 +79,8 @@ def test_a_file_changed_with_its_old_time(file: Path, settled: None, change: Cal
     assert digest_of(file) == sha256(NEW)
 
 
-def test_what_was_written_a_moment_ago_is_not_remembered(file: Path, reads: list[int], cache: Path) -> None:
-    """It could be written again within the same tick of the file system's clock, which would not show."""
+def test_the_digest_of_a_just_written_file_is_not_cached(file: Path, reads: list[int], cache: Path) -> None:
+    """A second write within a tick of the file system's clock would not change its time."""
     assert [digest_of(file) for _ in range(2)] == [sha256(OLD)] * 2
     assert len(reads) == 2
     assert not cache.exists()
@@ -100,10 +100,10 @@ def test_a_change_while_reading_is_seen(file: Path, settled: None, monkeypatch: 
     assert digest_of(file) == sha256(NEW)
 
 
-def test_fresh_digests_replace_what_is_remembered(
+def test_fresh_digests_replace_cached_ones(
     file: Path, reads: list[int], settled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that fails below the file system changes no time."""
+    """A disk error does not change a file's time."""
     digest_of(file)
     with monkeypatch.context() as patch:
         patch.setattr(digests, "_sha256", lambda opened: "rotten")

@@ -1,4 +1,4 @@
-"""The state folder: private, locked by one run at a time, refused when newer, swept when old."""
+"""The state folder: private, locked by one run, refused if a newer version wrote it, cleaned when old."""
 
 from __future__ import annotations
 
@@ -125,8 +125,9 @@ def test_old_generations_go_after_an_hour(tmp_path: Path) -> None:
     assert not list(state.generations.iterdir())
 
 
-def test_too_little_space_is_told_in_enough_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it read: needs about 0.00 GiB of disk, 0.00 GiB are free."""
+def test_missing_disk_space_is_reported_with_enough_digits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = StateFolder(tmp_path / "not" / "yet" / "res")
     state.check_space(1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4_300_000))

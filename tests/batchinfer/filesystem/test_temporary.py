@@ -32,7 +32,7 @@ def holding() -> subprocess.Popen[str]:
 
 
 def folder_of(process: subprocess.Popen[str]) -> Path:
-    """Once it is there, and old."""
+    """Return the folder once it exists, and make it old."""
     folder = Path(process.stdout.readline().strip())
     os.utime(folder, (LONG_AGO, LONG_AGO))
     return folder

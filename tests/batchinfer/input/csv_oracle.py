@@ -21,7 +21,7 @@ class _TooLong(Exception):
 
 
 def expected(data: bytes, dialect: CsvDialect, cap: int) -> list[Row]:
-    """A record that cannot be read costs its first line; blank lines are none."""
+    """Return the rows. A record that cannot be parsed costs its first line. Blank lines are skipped."""
     csv.field_size_limit(sys.maxsize)
     lines = data.split(b"\n")
     if not lines[-1]:
@@ -37,7 +37,7 @@ def expected(data: bytes, dialect: CsvDialect, cap: int) -> list[Row]:
 
 
 def _record(lines: list[bytes], dialect: CsvDialect, cap: int) -> tuple[list[str] | str, int]:
-    """The first record of these lines, and how many of them it takes."""
+    """Return the first record of these lines, and the number of lines that it takes."""
     quoting = csv.QUOTE_NONE if dialect.quote is None else csv.QUOTE_MINIMAL
     parser = csv.reader(
         _fed(lines, cap), delimiter=dialect.delimiter, quotechar=dialect.quote, quoting=quoting, strict=True
@@ -86,7 +86,7 @@ def drawn(source: random.Random) -> tuple[bytes, CsvDialect, int]:
 
 
 def cuts(data: bytes, source: random.Random) -> Iterator[list[bytes]]:
-    """The same bytes whole, in single bytes, in two pieces at every place, and in random ones."""
+    """Yield the bytes whole, byte by byte, cut in two at every offset, and cut at random."""
     yield [data]
     yield [data[at : at + 1] for at in range(len(data))]
     for at in range(1, len(data)):

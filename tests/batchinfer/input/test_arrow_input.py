@@ -1,4 +1,4 @@
-"""Arrow IPC files and streams: what is accepted, what costs one row, what stops the job."""
+"""Arrow IPC files and streams: accepted inputs, errors of rows, errors of jobs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def test_rows_in_order(tmp_path: Path, write: Callable[..., Path], compression: 
     assert read(path, columns=["text"]) == [{"text": row["text"]} for row in ROWS]
 
 
-def test_other_names_and_none(tmp_path: Path) -> None:
-    """The layout is told by the content, whatever the name."""
+def test_the_layout_is_detected_from_the_content(tmp_path: Path) -> None:
     feather.write_feather(TABLE, tmp_path / "x.feather")
     assert read(tmp_path / "x.feather") == ROWS
     for name in ("x.ipc", "x.arrows", "nothing-known"):

@@ -1,4 +1,4 @@
-"""Small files that claim to hold very much are refused before the first row; honest repetition is read."""
+"""Small files that claim to be huge are refused before the first row. Real repetition is read."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WRITERS = {
 
 @pytest.fixture
 def small_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What unpacks to more than 16 MiB in place of 256 may be a bomb."""
+    """Lower the limit for suspected bombs from 256 to 16 MiB unpacked."""
     monkeypatch.setattr(unpacked, "_BOMB_BYTES", 16 << 20)
 
 
@@ -61,7 +61,7 @@ def in_lists(values: pa.Array, each: int) -> pa.Array:
 
 
 def views(bytes_each: int, rows: int) -> pa.Array:
-    """All of them show the same bytes."""
+    """Return an array whose rows all view the same bytes."""
     one = np.array([bytes_each, int.from_bytes(b"xxxx", "little"), 0, 0], np.int32)
     shown = pa.py_buffer(np.tile(one, rows).tobytes())
     return pa.Array.from_buffers(pa.string_view(), rows, [None, shown, pa.py_buffer(b"x" * bytes_each)])
@@ -116,7 +116,7 @@ def test_a_value_that_is_wider_than_any_row(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_bombs")
 def test_a_packed_line_without_end(tmp_path: Path) -> None:
-    """gzip packs no more than 1,032-fold, zstd 30,000-fold."""
+    """gzip packs at most 1,032-fold, zstd 30,000-fold."""
     path = tmp_path / "x.jsonl.zst"
     path.write_bytes(pa.compress(b"x" * (20 << 20), "zstd", asbytes=True))
     with pytest.raises(InputCorrupt, match="decompression bomb"):
@@ -124,7 +124,7 @@ def test_a_packed_line_without_end(tmp_path: Path) -> None:
 
 
 def hashes(count: int) -> list[str]:
-    """Texts that nothing packs."""
+    """Return incompressible texts."""
     source = random.Random(1)
     return [source.randbytes(9).hex() for _ in range(count)]
 
@@ -147,8 +147,7 @@ def test_honest_repetition_is_read(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("small_bombs")
-def test_the_rows_of_a_query_may_be_so(tmp_path: Path) -> None:
-    """Many answers to one prompt: the job's own file of equal rows is no bomb."""
+def test_a_query_may_return_many_equal_rows(tmp_path: Path) -> None:
     query = "select repeat('x', 2000) as a from range(12000)"
     file = materialise(query, tmp_path / "job.yaml", tmp_path / "scratch" / "rows.parquet")
     assert file.size < 20_000
@@ -190,8 +189,8 @@ def rows_or_error(path: Path) -> int | BatchInferError:
         return error
 
 
-def test_mutants(tmp_path: Path) -> None:
-    """Rows, or an error of ours that names the file: nothing else, and not more than the file could hold."""
+def test_mutated_files_give_rows_or_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """The number of rows never exceeds the capacity of the file."""
     table = pa.table({
         "t": pa.array(["a", "b", None] * 30).dictionary_encode(),
         "l": pa.array([["x"], None, ["y", "z"]] * 30),

@@ -1,4 +1,4 @@
-"""CSV: what is accepted, what costs one row, what stops the job."""
+"""CSV: accepted inputs, errors of rows, errors of jobs."""
 
 from __future__ import annotations
 

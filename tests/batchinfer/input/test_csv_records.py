@@ -1,4 +1,4 @@
-"""Records of CSV against Python's own csv module, and what the worst files cost."""
+"""CSV records compared with Python's csv module, and the cost of adversarial files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def chunked(data: bytes) -> Iterator[bytes]:
     return (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
 
 
-def test_as_pythons_own_csv() -> None:
-    """Each drawn file, cut into chunks in every way, against the oracle."""
+def test_records_equal_those_of_pythons_csv_module() -> None:
+    """Each random file is cut into chunks in every way."""
     kinds = set[str]()
     for seed in range(examples(300, 20_000)):
         source = random.Random(seed)
@@ -48,7 +48,7 @@ WORST = {
 
 
 def steps(data: bytes) -> int:
-    """Python functions entered while the records of a file are read: what grows where lines are read again."""
+    """Return the number of Python calls while reading a file. It grows if lines are read again."""
     count = 0
 
     def counted(frame: object, event: str, arg: object) -> None:
@@ -86,8 +86,8 @@ def _records(chunks: Iterator[bytes], cap: int) -> Iterator[csv_records.Found]:
     return iter(csv_records.CsvRecords(lines, PLAIN, cap, lambda: False))
 
 
-def test_the_cap_is_a_limit_on_what_is_held() -> None:
-    """A gigabyte in quotes: no more is kept than the limit and a few chunks."""
+def test_memory_stays_within_the_cap_plus_a_few_chunks() -> None:
+    """A gigabyte inside quotes."""
     mebibyte = b"x\n" * (1 << 19)
 
     def endless() -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""How a job file says that its files are written: encodings, delimiters, quotes."""
+"""Encodings, delimiters and quotes as job files declare them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,6 @@ def test_dialects(tmp_path: Path, options: dict[str, Any], data: bytes, row: dic
 
 
 def job(tmp_path: Path, options: str, source: str = "path: x.csv") -> Job:
-    """A job over x.csv."""
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "job.yaml").write_text(
         f"name: j\nmodel: {{path: model}}\ninput:\n  {source}\n  {options}\nprompt: {{user: '{{{{ a }}}}'}}\n"

@@ -1,4 +1,4 @@
-"""Which format a file has, and what is said about a file of another one."""
+"""Detection of input formats, and messages about a file in another format."""
 
 from __future__ import annotations
 

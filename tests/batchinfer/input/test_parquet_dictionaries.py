@@ -1,4 +1,4 @@
-"""Columns of Parquet files of which a stored value may stand in many rows are found by their dictionaries."""
+"""Parquet columns that repeat a stored value in several rows are detected by their dictionaries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CELLS = st.lists(st.tuples(st.sampled_from([0, 1, WIDE, WIDE + 1, 5 * WIDE]), st
 
 
 def doubtful(path: Path, forged: int | None = None) -> DoubtfulColumns:
-    """Look at a file; `forged`: where all chunks are said to begin."""
+    """Inspect a file. `forged`: offset that all chunks claim as their start."""
     with pq.ParquetFile(path) as footer, path.open("rb") as raw:
         chunks: list[ColumnChunk] = column_chunks(raw)
         chunks = [one if forged is None else replace(one, start=forged) for one in chunks]
@@ -100,7 +100,7 @@ def test_a_dictionary_of_one_value_is_doubtful(tmp_path: Path, small_bounds: Non
 
 @pytest.mark.parametrize("first", ["a", "a.b"])
 def test_a_field_is_no_column_of_its_path(tmp_path: Path, small_bounds: None, first: str) -> None:
-    """Both have the path a.b; the column's values are short, and the field's are long."""
+    """Field `b` of column `a` and a column named `a.b` have the same path. Only the field has long values."""
     path = tmp_path / "a.parquet"
     short, long = ["x", "y"] * 3000, ["x" * 5 * WIDE, "y" * 5 * WIDE] * 3000
     columns = {"a.b": pa.array(short), "a": pa.array([{"b": one} for one in long])}

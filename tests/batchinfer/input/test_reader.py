@@ -1,4 +1,4 @@
-"""Reading: what is accepted, what costs one row, what stops the job, and where it is said to be."""
+"""Reading: accepted inputs, errors of rows, errors of jobs, and the positions in their messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOOD = b'{"a": 1}'
 
 
 def read(path: Path | str, cap: int = 1 << 24, columns: list[str] | None = None) -> list[Any]:
-    """All rows of a path, an error as its code."""
+    """Return all rows of a path, with error codes for bad rows."""
     reader = Reader.open(list_inputs(str(path), Path("/")), TextOptions(cap))
     rows = [row for batch in reader.batches(columns) for row in batch.rows]
     assert len(reader.sha256) == len(reader.files)
@@ -166,7 +166,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
 
 
 def form_bytes(form: str, letter: str) -> bytes:
-    """2,000 rows; of the same size for every letter."""
+    """Return 2,000 rows as bytes, with the same size for every letter."""
     table = pa.table({"a": [letter * 9] * 2000, "n": list(range(2000))})
     if form == "csv":
         return b"a,n\n" + b"".join(b"%b,%d\n" % (letter.encode() * 9, n) for n in range(2000))
@@ -176,7 +176,7 @@ def form_bytes(form: str, letter: str) -> bytes:
 
 
 def edited(path: Path, data: bytes) -> None:
-    """Written again with its old time."""
+    """Rewrite a file and restore its old time."""
     before = path.stat()
     assert len(data) == before.st_size
     path.write_bytes(data)
@@ -201,7 +201,7 @@ def test_an_edit_with_the_old_size_and_time_is_noticed(tmp_path: Path, form: str
 
 
 def test_the_same_content_is_the_same_file(tmp_path: Path) -> None:
-    """A folder that is copied or restored, a mode, a link: another inode or ctime alone changes nothing."""
+    """Copied, restored or linked files have another inode or ctime, and are not read again."""
     data = form_bytes("jsonl", "a")
     path = write(tmp_path / "x.jsonl", data)
     reader = Reader.open(list_inputs(str(path), tmp_path))
@@ -261,7 +261,7 @@ def test_a_huge_line_costs_one_row_and_no_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_file_that_decodes_to_gigabytes(tmp_path: Path) -> None:
-    """What is less than a thousand times the file's size is read, in bounded memory."""
+    """Up to a thousand times the file's size is read, in bounded memory."""
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), pa.array(["x" * (1 << 20)]))
     noise = pa.array([os.urandom(2000) for _ in range(3000)])
     table = pa.table({"a": values, "b": noise})
@@ -395,7 +395,7 @@ def test_any_file_is_rows_or_an_error_of_ours(tmp_path_factory: Any, data: bytes
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "csv with newlines in quotes"])
 def test_a_sample_of_long_lines_holds_whole_rows_only(tmp_path: Path, form: str) -> None:
-    """Lines longer than what is read at a time: the one that the sample's end cuts is left out."""
+    """Lines exceed the read size. A line cut by the end of the sample is skipped."""
     text = "x" * 400_000
     if form == "jsonl":
         path = write(tmp_path / "in.jsonl", (json.dumps({"a": text}).encode() + b"\n") * 60)

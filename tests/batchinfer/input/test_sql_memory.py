@@ -1,4 +1,4 @@
-"""How much memory a query may take, and what is said when it needs more."""
+"""Memory limits of input queries, and the message when a query exceeds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.batchinfer.store.index.ingest_kit import checkpoint, make_job, run
 
 @pytest.fixture
 def many(tmp_path: Path) -> Path:
-    """A folder of 40 JSONL files with two rows each."""
     folder = tmp_path / "rows"
     folder.mkdir()
     for number in range(40):
@@ -27,7 +26,7 @@ def many(tmp_path: Path) -> Path:
 
 
 def test_many_tiny_files_fit_by_default(tmp_path: Path, many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DuckDB reserves 32 MiB a file; 20 of them broke a hidden limit of 600 MB. Also where little is free."""
+    """DuckDB reserves 32 MiB per file; 20 files exceeded a limit of 600 MB. Also with little free memory."""
     monkeypatch.setattr(sql_input, "available_memory", lambda: 1 << 30)
     query = f"select * from '{many}/*.jsonl'"
     file = materialise(query, tmp_path / "job.yaml", tmp_path / "scratch" / "rows.parquet")

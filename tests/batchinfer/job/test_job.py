@@ -1,4 +1,4 @@
-"""A right job file: what it becomes, its defaults, variables, overrides and identity."""
+"""Valid job files: values, defaults, variables, overrides and identity."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_identity_is_what_the_rows_depend_on(tmp_path: Path, key: str, value: st
 
 
 def test_a_parameter_that_is_written_out_counts_for_openai_requests(tmp_path: Path) -> None:
-    """What is not written out is as OpenAI's API has it, whatever our default."""
+    """Other parameters have the defaults of OpenAI's API."""
     text = MINIMAL.replace('prompt: {user: "{{ q }}"}\n', "").replace("input: {", "input: {format: openai, ")
     plain, said = load(tmp_path, text), load(tmp_path, text, ("sampling.temperature", "0"))
     assert plain.identity_json() != said.identity_json()
@@ -340,16 +340,15 @@ IDENTITIES: list[tuple[tuple[tuple[str, str], ...], dict[str, Any]]] = [
 def test_the_identity_of_an_older_job_stays(
     tmp_path: Path, settings: tuple[tuple[str, str], ...], wanted: dict[str, Any]
 ) -> None:
-    """Results that were published before there was an option are still those of the job that leaves it out."""
+    """Results published before an option existed belong to jobs that omit the option."""
     text = load(tmp_path, MINIMAL, *settings).identity_json()
     assert json.loads(text.replace(str(tmp_path), "")) == wanted
 
 
 def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
-    """With another default, a stored identity without the option would mean another job.
+    """A changed default would change the meaning of a stored identity that omits the option.
 
-    A new option is added here; one that is here never changes. `none` was the default of quantization once, and is left
-    out, too.
+    Add new options here, and never change an existing one. `none` was once the default of quantization.
     """
     sections = (ModelSection, InputSection, PromptSection)
     model, source, prompt = (

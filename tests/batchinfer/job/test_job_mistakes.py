@@ -1,4 +1,4 @@
-"""Wrong job files: every mistake at once, each with its line, what was found and what would be right."""
+"""Invalid job files: all mistakes at once, each with its line, the value found and the valid values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mistakes(folder: Path, text: str | bytes, overrides: tuple[tuple[str, str], 
 
 
 def instead(section: str, *lines: str) -> str:
-    """GOOD with one section replaced by `lines`, which stand in the same place."""
+    """Return GOOD with the lines of one section replaced."""
     old = next(line for line in GOOD.splitlines() if line.startswith(f"{section}:"))
     return GOOD.replace(old, "\n".join(lines))
 
@@ -340,7 +340,6 @@ def test_mistakes_of_file_and_override_come_together(folder: Path) -> None:
 
 
 def test_an_override_repairs_what_the_file_has_wrong(folder: Path) -> None:
-    """Also a variable that is not set."""
     text = GOOD.replace("results", '"${NOPE}"') + "sampling: {max_tokens: 0}\n"
     (folder / "job.yaml").write_text(text)
     job = load_job(folder / "job.yaml", [("sampling.max_tokens", "9"), ("output.path", "r")], env={})

@@ -1,4 +1,4 @@
-"""What tells people and editors about the job file: schema, documentation, the example to start from."""
+"""Documentation of the job file: its schema, its page, and the example of `init`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCUMENT = (REPOSITORY / "docs/job-file.md").read_text()
 
 
 def options() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Dotted key → its part of the schema, for sections too."""
+    """Yield each dotted key with its schema, sections included."""
     schema = job_schema()
     for name, part in schema["properties"].items():
         yield name, part
@@ -92,7 +92,7 @@ def test_the_first_job_loads(tmp_path: Path, model: str) -> None:
 def test_the_first_job_fits_its_folder_and_its_model(
     tmp_path: Path, config: dict[str, Any] | None, weights: str, told: str
 ) -> None:
-    """It has the name of its folder, and names each quantisation."""
+    """The job has the name of its folder, and lists all quantisations."""
     model, folder = tmp_path / "m", tmp_path / "a 'job': $x\n"
     model.mkdir()
     (model / weights).write_bytes(b"")

@@ -1,4 +1,4 @@
-"""What a job file's YAML means, and that no text whatever gets past the mistakes."""
+"""YAML of job files: its values, and mistakes in any text."""
 
 from __future__ import annotations
 

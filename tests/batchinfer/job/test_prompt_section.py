@@ -1,4 +1,4 @@
-"""The prompt section: arguments of the chat template, another template, none, and what does not go together."""
+"""The prompt section: template arguments, other templates, no template, invalid combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command and its processes start without pandas; programs that call batchinfer keep it."""
+"""The command and its processes start without pandas. Programs that import batchinfer keep it."""
 
 from __future__ import annotations
 

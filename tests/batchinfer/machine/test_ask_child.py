@@ -1,4 +1,4 @@
-"""What is asked of a process of its own is asked again after one that anything may have ended."""
+"""A question to a child process is repeated if the process died for an unknown reason."""
 
 from __future__ import annotations
 

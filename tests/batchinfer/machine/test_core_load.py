@@ -1,4 +1,4 @@
-"""What other processes take of the cores, by the kernel's count less this process's own."""
+"""CPU use of other processes: the kernel's total minus this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 class Machine:
-    """Counts as the kernel does; `foreign` is a core that this process may not use."""
+    """Counts CPU time as the kernel does. This process may not use the core `foreign`."""
 
     def __init__(self, folder: Path) -> None:
         self.stat = folder / "stat"

@@ -1,4 +1,4 @@
-"""The number of threads follows what a container allows, not what the machine has."""
+"""The number of threads follows the limits of a container."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def written(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(("text", "wanted"), [("150000 100000", 2), ("5000 10000", 1), ("max 100000", None)])
 @pytest.mark.parametrize("folder", ["", "system.slice", "system.slice/nightly.service"])
 def test_a_quota_bounds_the_cores(tmp_path: Path, folder: str, text: str, wanted: int | None) -> None:
-    """systemd's CPUQuota stands in the service's own group, a container's in the root of what it sees."""
+    """systemd sets CPUQuota on the service's group, a container runtime on the root of its view."""
     membership = written(tmp_path / "cgroup", "0::/system.slice/nightly.service")
     written(tmp_path / "fs" / folder / "cpu.max", text)
     assert usable_cpus(tmp_path / "fs", membership) == min(CORES, wanted or CORES)
@@ -38,7 +38,7 @@ def test_older_quotas_bound_the_cores(tmp_path: Path, mounted: str, quota: str, 
 
 
 def test_cores_are_divided_by_nodes_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of two cores with two threads each, as Linux numbers them; the first thread may not be used."""
+    """Two nodes of two cores with two threads each, numbered as on Linux. The first thread is forbidden."""
     written(tmp_path / "node/node0/cpulist", "0-1,4-5")
     written(tmp_path / "node/node1/cpulist", "2-3,6-7")
     for core in range(8):

@@ -1,4 +1,4 @@
-"""Energy counters: sums over their wrap-around, and null wherever one cannot be read."""
+"""Energy counters: sums across counter overflows, and null for unreadable counters."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def test_counters_are_looked_at_before_they_start_again() -> None:
 
 
 class FakeNvml(SimpleNamespace):
-    """The functions of `pynvml` that are called; a GPU whose counter rises by 1,500 mJ a look."""
+    """Fake `pynvml` functions. A GPU's counter rises by 1,500 mJ per read."""
 
     class NVMLError(Exception):
-        """As pynvml's."""
+        pass
 
     def __init__(self) -> None:
         super().__init__(asked=[], total=0, fails=False)
 
     def nvmlInit(self) -> None:
-        """Nothing to do."""
+        pass
 
     def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
         self.asked.append(name)
@@ -86,8 +86,10 @@ class FakeNvml(SimpleNamespace):
 
 
 @pytest.mark.parametrize(("gpus", "joules"), [(["GPU-ab"], 1.5), (["GPU-ab", "GPU-cd"], 6.0)])
-def test_gpus_that_compute_are_asked(monkeypatch: pytest.MonkeyPatch, gpus: list[str], joules: float) -> None:
-    """All look at one counter, which rises with each look: two see four rises between them."""
+def test_energy_of_all_used_gpus_is_added(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], joules: float
+) -> None:
+    """All GPUs share one counter, which rises with each read: two GPUs count four rises between their reads."""
     nvml = FakeNvml()
     nvml.__spec__ = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)

@@ -1,5 +1,3 @@
-"""A machine describes itself, and the description can be sent."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,7 @@ H100, T4 = Gpu("NVIDIA H100 80GB HBM3", 80 << 30), Gpu("NVIDIA T4", 16 << 30)
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Find an H100 three times, and a T4; return the queries of the driver."""
+    """Report three H100 and one T4; return the driver queries that were made."""
     asked: list[str] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(facts, "version", lambda package: "2.9.0")
@@ -112,7 +110,7 @@ def test_an_arm_cpu_adds_up_in_its_own_way(arm: bool, fast: bool, dtype: str, su
 def test_the_driver_says_whether_the_gpus_that_are_used_multiply_fp8(
     monkeypatch: pytest.MonkeyPatch, said: list[str], names: str, can: bool | None
 ) -> None:
-    """Whatever the peaks of the first one say; these are all that is known of a machine elsewhere."""
+    """This holds even if the peaks of the first GPU differ. A remote machine has no other facts."""
     lines = "\n".join(f"{number}, GPU-{number}a, {each}" for number, each in enumerate(said))
     monkeypatch.setattr(hardware, "_output", lambda _: lines)
     found = hardware.min_capability(names.split(","))

@@ -1,4 +1,4 @@
-"""Peaks: measured before stated before unknown, and never a zero or a crash."""
+"""Peaks: measured values before datasheets before unknown; never zero, never a crash."""
 
 from __future__ import annotations
 

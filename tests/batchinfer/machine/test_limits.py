@@ -32,7 +32,7 @@ NEEDED = PROCESSES + PROCESSES_OF_A_CORE * CORES
 
 
 def ended(place: Place, limit: str, *before: str) -> tuple[int, str]:
-    """How a run under that `ulimit` ends."""
+    """Run under a `ulimit`; return the exit code and the output."""
     command = [*before, *limited(limit), "-m", "batchinfer", "run", "job.yaml", "--quiet"]
     done = subprocess.run(
         command, cwd=place.folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S
@@ -41,7 +41,7 @@ def ended(place: Place, limit: str, *before: str) -> tuple[int, str]:
 
 
 def limited(limit: str) -> list[str]:
-    """Return the command of Python under a limit."""
+    """Return a Python command under a limit."""
     return ["bash", "-c", f'ulimit {limit} && exec "$@"', "-", sys.executable]
 
 
@@ -56,7 +56,7 @@ def test_too_little_address_space_is_told(place: Place, mib: int) -> None:
 
 @on_linux
 def test_too_little_memory_for_data_is_refused(place: Place) -> None:
-    """With this limit the engine's process ended by SIGSEGV."""
+    """The engine's process once died of SIGSEGV under this limit."""
     code, told = ended(place, "-d 409600")
     assert (code, len(told.splitlines())) == (71, 1)
     assert "400 MiB of memory for data (RLIMIT_DATA; `ulimit -d`" in told

@@ -1,4 +1,4 @@
-"""How much memory there is: the machine's, or what a container leaves of it."""
+"""Available memory: the machine's, or a container's limit."""
 
 from __future__ import annotations
 

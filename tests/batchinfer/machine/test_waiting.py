@@ -1,4 +1,4 @@
-"""A wait counts the seconds in which this process could run."""
+"""A wait counts only the seconds in which this process could run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from batchinfer.machine.waiting import WaitTimer
 
 
-def test_a_look_counts_for_so_much_at_the_most() -> None:
-    """While a terminal, a container or a virtual machine has stopped both processes, the clock goes on."""
+def test_a_poll_counts_for_a_bounded_time() -> None:
+    """A stopped terminal, container or virtual machine pauses both processes, but not the clock."""
     now = 100.0
     waited = WaitTimer(most_s=0.5, clock=lambda: now)
     for passed, seconds in ((0.25, 0.25), (0.3, 0.55), (13.0, 1.05), (0.1, 1.15)):

@@ -1,4 +1,4 @@
-"""An engine loads beside the reading of the input: from the first key on that the store lacks, and not without one."""
+"""The engine loads while the input is read, as soon as a key is missing in the store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TWO = ("engine.data_parallel", "2")
 
 
 class Seen(Progress):
-    """What happens in a run, in its order: its phases, "512 rows" read, and what becomes of its engines."""
+    """Events of a run in order: phases, "512 rows" read, and starts and ends of engines."""
 
     def __init__(self) -> None:
         super().__init__(None, quiet=True)
@@ -64,7 +64,7 @@ class Seen(Progress):
         super().read(rows, *of_bytes)
 
     def run(self, path: Path, *sets: tuple[str, str], **options: Any) -> Outcome:
-        """Run the job. However it ends, no engine is left."""
+        """Run the job. No engine survives, however the run ends."""
         wanted = replace(FAKE, transport=self.transport, **options)
         try:
             with self.interrupts.installed():
@@ -74,16 +74,16 @@ class Seen(Progress):
 
     @property
     def reads(self) -> list[str]:
-        """How many rows were read, each time that some were."""
+        """Return the number of rows of each read."""
         return [event for event in self.events if event.endswith(" rows")]
 
     def order(self, *events: str) -> bool:
-        """Whether these happened, once each and in this order."""
+        """Return True if each event happened once, in this order."""
         return [event for event in self.events if event in events] == [*events]
 
 
 class Watched(FakeWorker):
-    """Notes the steps of its loading."""
+    """Records the steps of its loading."""
 
     def __init__(self, spec: WorkerSpec, note: Callable[[str], None]) -> None:
         super().__init__(spec)
@@ -96,7 +96,7 @@ class Watched(FakeWorker):
 
 
 def joined_anew(path: Path) -> None:
-    """Forget that the result is published, so that a run looks at every row."""
+    """Remove the marker of the published result. The next run then reads every row."""
     (path.parent / "out/.batchinfer-res/published.json").unlink()
 
 
@@ -113,16 +113,16 @@ def test_it_is_opened_before_a_row_is_read_and_loads_with_the_first_batch(
 
 @pytest.fixture
 def stands_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineStandby]:
-    """A process for the fake engine, as the command line starts it first of all."""
+    """A standby process for the fake engine, as the command line starts it first."""
     monkeypatch.setattr(standby, "usable_cpus", lambda: 2)
     with EngineStandby(FAKE.engine) as found:
         yield found
 
 
-def test_the_process_that_stands_by_becomes_the_engine(
+def test_the_standby_process_becomes_the_engine(
     tmp_path: Path, model: Path, stands_by: EngineStandby
 ) -> None:
-    """It also ends with the run, which takes it from its owner."""
+    """It ends with the run."""
     transport, child = FakeTransport(), stands_by._child
     assert child is not None
     options = replace(FAKE, transport=transport, standby=stands_by)
@@ -221,7 +221,7 @@ def test_an_input_that_cannot_be_opened_starts_nothing(tmp_path: Path, model: Pa
 
 
 def test_the_beginning_of_every_file_is_read_before_anything_starts(tmp_path: Path, model: Path) -> None:
-    """Also of the second one, which is none: no engine is started for the rows of the first."""
+    """The second file has an unknown format: no engine starts for the rows of the first."""
     (tmp_path / "a.jsonl").write_text('{"text": "Ann"}\n')
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "Bob"}\n')[:-6])
     path, seen = write_job(tmp_path, model, input={"path": ["a.jsonl", "b.jsonl.gz"]}), Seen()
@@ -249,7 +249,7 @@ def test_footers_are_read_once(tmp_path: Path, model: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_damage_that_is_found_while_it_loads_ends_the_run(tmp_path: Path, model: Path) -> None:
-    """It is far behind what is looked at before anything is started."""
+    """The damage is far after the rows that are read before the engine starts."""
     dice, seen = random.Random(0), Seen()
     rows = ({"id": str(n), "text": dice.randbytes(200).hex()} for n in range(6 * BATCH))
     lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
@@ -270,8 +270,7 @@ def test_what_keeps_it_from_loading_is_told_while_rows_are_read(
     assert not {"planning", "Configure"} & {*seen.events}
 
 
-def test_a_signal_ends_both(tmp_path: Path, model: Path) -> None:
-    """Whenever it comes; and then the same command does the work."""
+def test_a_signal_ends_reading_and_loading_and_the_next_run_finishes(tmp_path: Path, model: Path) -> None:
     path, again = write_job(tmp_path, model, people(BATCH + 1)), Seen()
     stages = ("Load", "Configure", "open", f"{BATCH + 1} rows", "planning")
     for stage in stages[: examples(1, 5)]:

@@ -1,5 +1,3 @@
-"""`batchinfer.run`: jobs from Python."""
-
 from __future__ import annotations
 
 import datetime
@@ -83,7 +81,7 @@ def test_overrides_are_pythons_values(place: Place) -> None:
 
 
 def test_a_job_may_be_a_dict(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its paths start from the working directory, and its result is that of the file that says the same."""
+    """Relative paths start at the working directory. The result equals that of the same job as a file."""
     given: dict[str, Any] = {name: YAML(typ="safe").load(text)[name] for name, text in SECTIONS.items()}
     given["model"]["path"] = place.folder / "model"
     monkeypatch.chdir(place.folder)
@@ -128,7 +126,7 @@ def test_what_the_command_would_end_with_is_raised(place: Place) -> None:
 def test_a_thread_may_run_a_job_and_show_its_progress(
     place: Place, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As in a notebook's or a scheduler's worker thread: no signal handler can be installed there."""
+    """No signal handler can be installed in a worker thread of a notebook or scheduler."""
     with ThreadPoolExecutor(1) as workers, io.StringIO() as stream:
         result = workers.submit(batchinfer.run, place.folder / "job.yaml", progress=stream).result(120)
         assert result.rows_ok == 20
@@ -167,10 +165,10 @@ def test_every_field_is_documented_and_the_example_runs(
 
 
 class Unknown:
-    """Nothing that an argument could be."""
+    """Not a valid value of any argument."""
 
     def __repr__(self) -> str:
-        """Without its address: test processes name the tests alike."""
+        """Without its address: the names of parametrised tests must not change."""
         return "Unknown()"
 
 

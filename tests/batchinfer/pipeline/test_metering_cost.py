@@ -1,4 +1,4 @@
-"""Measuring a run costs less than a hundredth of it. Takes half a minute: a shorter run would mostly start and end."""
+"""Measuring a run costs less than a hundredth of its time. Takes 30 s, since start and end dominate shorter runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST = 0.01
 
 @pytest.mark.slow
 def test_metering_takes_less_than_a_hundredth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers of a Llama of 135 million weights. Counted is what the engine and the command sum up themselves."""
+    """The layers of a Llama with 135M weights. Counts the time that the engine and the driver sum up themselves."""
     make_model_folder(tmp_path / "model", "llama", tied=True, dtype=torch.bfloat16, **LAYERS)
     place, rng = make_place(tmp_path / "job", tmp_path / "model"), random.Random(1)
     texts = (

@@ -1,4 +1,4 @@
-"""No child outlives its parent, at whatever instant it is killed; and what a child's end is called."""
+"""No child process outlives its parent, whenever that is killed; and names of the ways in which a child ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = [
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that have the mark in their environment."""
+    """Return the processes with this mark in their environment."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -55,7 +55,7 @@ def marked(mark: str) -> list[int]:
 
 
 def killed_after(delay_s: float, command: list[str], cwd: Path, **env: str) -> list[int]:
-    """Return what outlived a command that was killed then, if it still ran. Only a failing test leaves it running."""
+    """Kill a command after a delay, and return the processes that outlived it. A failing test leaves them running."""
     mark = uuid.uuid4().hex
     with subprocess.Popen(
         [sys.executable, *command], cwd=cwd, start_new_session=True, env=environment(**{MARK: mark}, **env),
@@ -75,7 +75,7 @@ def killed_after(delay_s: float, command: list[str], cwd: Path, **env: str) -> l
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("turn", range(6))
 def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: int, tmp_path: Path) -> None:
-    """The parent kills itself while it starts one child after another: some have not begun, some run already."""
+    """The parent kills itself while it starts children: some have not begun, some already run."""
     delay = random.Random(turn).uniform(0.02, 0.4)
     left = killed_after(PATIENCE_S, ["-c", PARENT, str(delay)], tmp_path)
     assert left == [], f"killed after {delay} s"
@@ -83,7 +83,7 @@ def test_children_end_with_a_parent_that_is_killed_while_it_starts_them(turn: in
 
 @pytest.mark.parametrize("turn", first_of([3, 1, 0, 2, *range(4, 60)], 1))
 def test_nothing_is_left_of_a_run_that_is_killed(turn: int, tmp_path: Path, model: Path) -> None:
-    """At a random time of its start, of rendering, of the engine's start, or of its work."""
+    """At a random time during start, rendering, the engine's start, or its work."""
     write_job(tmp_path, model, people(3000))
     delay = random.Random(turn).uniform(0.3, 6.0)
     command = ["-m", "tests.fake_cli", "run", "job.yaml"]
@@ -92,7 +92,6 @@ def test_nothing_is_left_of_a_run_that_is_killed(turn: int, tmp_path: Path, mode
 
 
 def test_a_child_whose_parent_is_gone_imports_nothing() -> None:
-    """Started for a parent that has ended by the time it runs: no module of ours is read."""
     with Child(f"{TASKS}:greet") as child:
         child.connection.recv()  # it runs: before, the kernel may not have set its command line up yet
         command = Path(f"/proc/{child.pid}/cmdline").read_bytes().split(b"\0")[:-1]
@@ -108,7 +107,7 @@ def test_a_child_whose_parent_is_gone_imports_nothing() -> None:
 
 
 def test_a_child_is_killed_with_the_thread_that_made_it() -> None:
-    """That is what the kernel means by a parent: children are made in threads that live as long."""
+    """The kernel counts the starting thread as the parent. Children start in threads that live long enough."""
     made: list[Child] = []
 
     def make() -> None:
@@ -135,7 +134,7 @@ def test_a_child_gets_its_arguments_and_hears_no_signal_of_a_terminal() -> None:
 def test_a_child_imports_before_it_gets_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be imported is told by whoever needs it."""
+    """Errors of imports are raised where the module is needed."""
     (tmp_path / "made_for_this.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()")
     monkeypatch.syspath_prepend(tmp_path)
     with Child.standing_by(f"{TASKS}:echo", ("no_such_module", "made_for_this")) as child:
@@ -148,7 +147,7 @@ def test_a_child_imports_before_it_gets_its_arguments(
 
 
 def test_a_child_has_no_descriptor_but_its_own(tmp_path: Path) -> None:
-    """Least of all the one that holds the lock of the state folder."""
+    """Most importantly, no descriptor of the lock of the state folder."""
     with open(tmp_path / "lock", "w"), Child(f"{TASKS}:greet") as child:
         child.connection.recv()  # it runs
         links = {os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()}
@@ -177,10 +176,10 @@ def test_how_a_child_ended(how: str, words: str, memory: bool) -> None:
     assert ended.out_of_memory == memory
 
 
-def test_a_kill_at_the_limit_on_cpu_time_is_not_taken_for_lack_of_memory(
+def test_sigkill_at_the_cpu_time_limit_is_not_reported_as_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`ulimit -t 5` sets both limits, and then the kernel sends SIGKILL at once."""
+    """`ulimit -t 5` sets both limits, and the kernel then sends SIGKILL at once."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (5, 5))
     at_limit, early = Ended(-signal.SIGKILL, 5.01), Ended(-signal.SIGKILL, 2.0)
     assert (at_limit.out_of_cpu_time, at_limit.out_of_memory) == (True, False)

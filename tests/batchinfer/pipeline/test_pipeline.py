@@ -1,4 +1,4 @@
-"""Whole jobs, from the file to the published Parquet: with a fake engine, and with a tiny real model."""
+"""Whole jobs, from the input file to the published Parquet, with a fake engine and a tiny real model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def no_engine(*_: object) -> None:
 
 
 def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None = None, **sections: Any) -> Path:
-    """job.yaml (JSON is YAML) and its input; `sections` are merged into a job that greets `text`."""
+    """Write job.yaml (as JSON) and its input. `sections` are merged into a job that greets `text`."""
     if rows is not None:
         lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
         (folder / "in.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -116,8 +116,8 @@ def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model)
 
 
 @pytest.mark.slow
-def test_every_run_that_reads_its_input_asks_for_space_first(tmp_path, model, monkeypatch):
-    """Not the first one alone; only what an unfinished run has read already needs no more."""
+def test_every_run_that_reads_its_input_checks_for_space_first(tmp_path, model, monkeypatch):
+    """A continued run whose input was read completely needs no more space."""
     path = write_job(tmp_path, model, people(5))
     run(path)
     write_job(tmp_path, model, people(6))
@@ -184,7 +184,7 @@ def test_a_run_over_its_budget_loses_no_answer_and_the_next_run_needs_no_engine(
 
 
 def phases_of(row: dict[str, Any]) -> dict[str, float]:
-    """What was spent in each phase; together it is the whole run."""
+    """Return the seconds of each phase. They add up to the duration of the run."""
     spent = {name: row[f"{name}_s"] for name in PHASES if row[f"{name}_s"] is not None}
     assert sum(spent.values()) == pytest.approx(row["wall_s"], rel=0.01)
     assert row["wall_s"] == pytest.approx((row["finished_at"] - row["started_at"]).total_seconds())
@@ -192,7 +192,7 @@ def phases_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def test_every_moment_of_a_run_is_in_a_phase(tmp_path, model, monkeypatch):
-    """Before, a second of the quickstart stood in none. A busy machine may hold a run up in none, but not each run."""
+    """A busy machine may delay a run outside of its phases, but not every run."""
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.5")
     path = write_job(tmp_path, model, people(30))
     starts = replace(FAKE, already_s=0.7)
@@ -205,8 +205,8 @@ def test_every_moment_of_a_run_is_in_a_phase(tmp_path, model, monkeypatch):
     assert set(phases_of(done)) == {"startup", "close", "other"}
 
 
-def test_what_duplicates_saved_is_counted(tmp_path, model):
-    """Eight rows ask the same, and one of the others asks it in an earlier run: that is no saving of this one."""
+def test_savings_by_duplicates_are_counted_per_run(tmp_path, model):
+    """Eight rows have the same request. One other request was answered by an earlier run, which is no saving."""
     rows = [*people(10), *[people(1)[0] | {"id": f"again{i}"} for i in range(7)]]
     first = run(write_job(tmp_path, model, rows)).row
     _, prompt, answer = table(tmp_path / "job.yaml", "row_id, prompt_tokens, completion_tokens")[0].values()
@@ -243,8 +243,8 @@ def test_parquet_and_sql_keep_types(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
-    """What was answered before the interruption is kept; rows that changed since are not published as they were."""
+def test_an_interrupted_query_runs_again_and_answers_are_kept(tmp_path, model, monkeypatch):
+    """Rows that changed since then are published with their new values."""
     sql = {"path": None, "sql": "SELECT text FROM 'in.jsonl'"}
     path = write_job(tmp_path, model, people(12), input=sql)
     monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "6")
@@ -265,7 +265,7 @@ def test_an_interrupted_query_is_asked_again(tmp_path, model, monkeypatch):
 
 
 def mixed_rows() -> list[dict[str, Any]]:
-    """Greedy and sampled rows, equal sampled rows among them, prompts of many lengths."""
+    """Return greedy and sampled rows with duplicates among the sampled ones, and prompts of many lengths."""
     rng = random.Random(2)
     rows = []
     for i in range(9):
@@ -275,7 +275,7 @@ def mixed_rows() -> list[dict[str, Any]]:
 
 
 def answers(folder: Path, model: Path, rows: list[dict[str, Any]], seqs: int) -> Counter[tuple[Any, ...]]:
-    """(text, temperature, answer) of every row: equal rows are compared as a multiset."""
+    """Run the rows, and return (text, temperature, answer) of each. Duplicates are compared as a multiset."""
     folder.mkdir()
     path = write_job(
         folder,
@@ -326,10 +326,10 @@ def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
     (MemoryError("no more of it"), 71, "out of memory"),
     (ValueError("nobody expects it"), 70, "bug"),
 ])  # fmt: skip
-def test_the_run_table_says_of_an_error_what_the_process_says(
+def test_the_run_table_and_the_process_report_the_same_error(
     tmp_path, model, monkeypatch, capsys, error, code, status
 ):
-    """Also of errors that are not of our own tree."""
+    """Also of errors that are not subclasses of BatchInferError."""
 
     def fails(*_: object, **__: object) -> None:
         raise error

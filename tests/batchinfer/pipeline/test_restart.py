@@ -1,4 +1,4 @@
-"""A worker that dies is replaced: nothing is lost, nothing is computed twice, and a row that kills workers is found."""
+"""A dead worker is replaced: no row is lost or computed twice, and a row that kills workers is found."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ Faulty = Callable[..., None]
 
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
-    """Ask for faults of the fake engine, in the first `deaths` of its starts; five rows are a step. Starts are counted,
-    and so is what is computed."""
+    """Inject faults into the first `deaths` starts of the fake engine, with five rows per step. Starts and computed
+    rows are counted.
+    """
 
     def ask(deaths: int, **faults: object) -> None:
         wanted = {"BATCH": BATCH, "STARTS": tmp_path / "starts", "LOG": tmp_path / "log", "DEATHS": deaths}
@@ -44,7 +45,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faulty:
 
 
 class Ran:
-    """A job's run, with its notices."""
+    """A run of a job, and its notices."""
 
     def __init__(self, path: Path, options: RunOptions = FAKE) -> None:
         self.notices: list[str] = []
@@ -56,7 +57,7 @@ class Ran:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Of the run table, which a run that failed has too."""
+        """The run table's row. A failed run has one, too."""
         newest = sorted((self.path.parent / "out/res-report").glob("run-*.parquet"))[-1]
         return dict(pq.read_table(newest).to_pylist()[0])
 
@@ -69,7 +70,7 @@ class Ran:
         return Counter((self.path.parent / "log").read_text().split())
 
     def is_replaced_once(self) -> str:
-        """Run the job, whose worker dies once: no row is lost or computed twice. Return the notices of the death."""
+        """Run the job, whose worker dies once. Check that no row is lost or computed twice. Return the notices."""
         outcome = self()
         assert (outcome.exit_code, self.starts, outcome.row["worker_restarts"]) == (0, 2, 1)
         assert {row["status"] for row in table(self.path)} == {"ok"}
@@ -81,7 +82,6 @@ class Ran:
 
 @pytest.fixture
 def job(tmp_path: Path, model: Path) -> Path:
-    """Forty rows with ids."""
     return job_of(tmp_path, model, people(ROWS))
 
 
@@ -135,7 +135,7 @@ def test_the_traceback_of_a_replaced_engine_is_in_a_file_that_the_run_names(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may be silent for one and a half seconds. The fake engine's model is forecast to be fast."""
+    """Lower the watchdog to 1.5 s. The fake engine's model has a short forecast."""
     monkeypatch.setattr("batchinfer.pipeline.workers.replica.SILENT_S", 1.5)
 
 
@@ -144,7 +144,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_falls_silent_is_replaced_and_accuses_no_row(
     job: Path, faulty: Faulty, step: int
 ) -> None:
-    """Its rows run again as if nothing had been, with others."""
+    """Its rows run again with other rows."""
     faulty(1, HANGS_AT_STEP=step, **SLOWLY)
     ran = Ran(job)
     told = ran.is_replaced_once()
@@ -167,7 +167,7 @@ LONG = "person " * 20  # a text of more than 100 tokens
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_row_that_hangs_engines_is_found(tmp_path: Path, model: Path, faulty: Faulty) -> None:
-    """Once it was in work for the second time when an engine fell silent, its group runs by itself."""
+    """A group of rows runs separately after the engine fell silent twice while computing it."""
     faulty(0, HANGS_OF_MORE_TOKENS=100)
     rows = people(ROWS)
     rows[7] |= {"text": LONG}
@@ -180,7 +180,7 @@ def test_a_row_that_hangs_engines_is_found(tmp_path: Path, model: Path, faulty: 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_while_it_sends_is_replaced(job: Path, faulty: Faulty) -> None:
-    """Half of a message is received: its answers are lost with it, and are computed again."""
+    """The driver received half of a message. The answers in it are lost and computed again."""
     faulty(1, DIES_AT_STEP=3, DIES_SENDING=1, **SLOWLY)
     Ran(job).is_replaced_once()
 
@@ -229,10 +229,10 @@ def test_a_row_that_kills_workers_becomes_an_error_row(
 
 
 @pytest.mark.slow
-def test_neighbours_that_kill_workers_cost_themselves_alone(
+def test_neighbours_that_kill_workers_cost_only_themselves(
     tmp_path: Path, model: Path, faulty: Faulty
 ) -> None:
-    """A worker runs an answered row again to show that it works: no table has heard of that."""
+    """A worker runs an answered row again to prove that it works. That repetition appears in no table."""
     faulty(0, DIES_OF_MORE_TOKENS=100)
     rows, killers = people(12), range(5, 9)
     for place in killers:
@@ -265,7 +265,7 @@ def test_a_worker_that_always_dies_while_loading_ends_the_job(job: Path, faulty:
 def test_a_signal_while_a_new_worker_loads_is_not_waited_out(
     job: Path, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing runs that could finish; what the first worker answered is stored."""
+    """No running row could finish. The answers of the first worker are stored."""
     faulty(1, DIES_AT_STEP=3, RELOAD_S=8, **SLOWLY)
     ran, receive = Ran(job), ReplicaPool.receive
 

@@ -1,4 +1,4 @@
-"""Verbs other than `run` end at once at a signal, with its exit code and no traceback, and leave no process behind."""
+"""On a signal, verbs other than `run` end at once with its exit code, without a traceback or surviving processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def query(folder: Path, model: Path) -> list[str]:
 
 
 def processor_time(pid: int) -> float:
-    """Seconds that a process and those below it have used."""
+    """Return the CPU seconds of a process and its descendants."""
     return sum(psutil.Process(one).cpu_times()[0] for one in (pid, *children(pid)))
 
 

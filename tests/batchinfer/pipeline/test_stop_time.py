@@ -1,4 +1,4 @@
-"""`--stop-at`: a run that stops at a given time, whatever it is doing, and is continued later."""
+"""`--stop-at`: a run stops at a given time during any activity, and is continued later."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = 40
 
 
 class Watched(Progress):
-    """A run's progress, in which the stop time comes with an event: a phase, or a number of answers."""
+    """A run's progress. The stop time comes with an event: a phase, or a number of answers."""
 
     def __init__(self, event: str) -> None:
         super().__init__(None, quiet=True)
@@ -80,7 +80,7 @@ class Watched(Progress):
 
 @pytest.fixture(autouse=True)
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The keys of what engines computed."""
+    """The log of keys that engines computed."""
     monkeypatch.setattr(waits, "LOOK_S", 0.01)
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
@@ -135,7 +135,7 @@ def test_a_stop_time_that_comes_before_the_engines_run(
 
 @pytest.mark.parametrize("event", ["publishing", f"{ROWS - 1} answers"])
 def test_a_run_whose_rows_all_have_answers_is_published(tmp_path: Path, model: Path, event: str) -> None:
-    """The engine's last step, which is under way at the stop time, answers the rest of the rows."""
+    """The engine's last step runs at the stop time, and answers all remaining rows."""
     path = write_job(tmp_path, model, people(ROWS))
     assert Watched(event).run(path).row["exit_status"] == "published"
 

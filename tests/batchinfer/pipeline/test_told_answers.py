@@ -1,4 +1,4 @@
-"""Answers of an earlier result, as engines are told of them."""
+"""Engines receive answers of an earlier result."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What waves cost against one plan of all rows, in the simulator: tokens that run more, and seconds.
+"""Cost of waves compared with one plan of all rows, in the simulator: extra tokens and seconds.
 
     python -m tests.batchinfer.pipeline.test_wave_costs 100000
 
-The engine's steps are those of an 8B model on an H100, whose figures were measured on one; an input of so many rows is
-read in a twentieth of the time that the engine takes for it.
+Steps take the times of an 8B model, measured on an H100. Reading an input of this size takes a twentieth of the
+engine's time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Ints = NDArray[np.int64]
 
 
 def tree(leaves: Ints, rows: int, own: TokenIds) -> TokenIds:
-    """Four branches at each level, 40 tokens a level, and 30 tokens of the row alone."""
+    """Prompts of a tree with four branches per level and 40 tokens per level, plus 30 tokens of each row."""
     levels = max(1, int(np.log2(rows) / 2) - 1)
     digits = [(leaves * 4**level // rows)[:, None] for level in range(1, levels + 1)]
     found = [np.broadcast_to(digit * 1000 + level, (rows, 40)) for level, digit in enumerate(digits)]
@@ -69,8 +69,6 @@ KINDS: dict[str, Callable[[Ints, int, TokenIds], TokenIds]] = {
 
 @dataclass(frozen=True)
 class Made:
-    """An index of made-up rows."""
-
     folder: Path
     parts: list[Path]
     tokens: TokenStore
@@ -108,7 +106,7 @@ def made(folder: Path, kind: str, rows: int, shuffled: bool) -> Made:
 
 @dataclass
 class Wavy:
-    """Gives an engine the requests of waves, by its clock: parts of the index are there one after another."""
+    """Submits the requests of waves to an engine by its clock. Parts of the index become available one by one."""
 
     index: Made
     part_s: float  # until a part more is read
@@ -124,7 +122,7 @@ class Wavy:
     _requests: Iterator[Request] = field(default_factory=lambda: iter(()))
 
     def next(self, most: int) -> list[Request]:
-        """Return requests as `Waves` would give them: rows are planned anew when few are left of those known."""
+        """Return requests as `Waves` does: rows are planned again when few known rows are left."""
         read = PARTS if self.waits else min(PARTS, 1 + int(self.now_s / self.part_s))
         rate = len(self.done) / self.now_s if self.now_s else 0.0
         if read > self._known and self._left <= rate * LEAD_S:
@@ -162,8 +160,6 @@ def requests(plan: Plan, index: Made) -> Iterator[Request]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What waves cost."""
-
     plans: int
     waits: bool
     tokens: float  # prompt tokens run, as a multiple of those with one plan
@@ -203,7 +199,8 @@ def cost(folder: Path, kind: str, rows: int, shuffled: bool) -> Cost:
 
 def run_again(index: Made) -> Iterator[tuple[float, float]]:
     """Run some parts of the index before the others are known. Yield the expected and the actual share of tokens that
-    run again."""
+    run again.
+    """
     once = index.plan(PARTS, "once", [], [])
     for parts in (1, PARTS // 2):
         plan = index.plan(parts, f"first-{parts}", [], [])
@@ -231,8 +228,8 @@ def test_rows_that_share_with_rows_far_away_wait(tmp_path: Path, kind: str, wait
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_waves_run_few_tokens_more(tmp_path: Path, kind: str, shuffled: bool) -> None:
-    """Or engines wait for all rows. Others end earlier than if they had been read first."""
+def test_waves_run_few_extra_tokens_and_end_earlier(tmp_path: Path, kind: str, shuffled: bool) -> None:
+    """Unless engines must wait until all rows are read (`waits`)."""
     found = cost(tmp_path, kind, 12_000, shuffled)
     assert found.tokens <= (1.05 if shuffled else 1.01)
     if not found.waits:

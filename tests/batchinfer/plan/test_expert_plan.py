@@ -1,4 +1,4 @@
-"""Plans of which rank has which experts: when they leave their ranges, and when copies pay."""
+"""Placements of experts on ranks: when they differ from ranges, and when copies are faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAST_MEMORY, FAST_PRODUCTS = Peaks(1e9, 1e15), Peaks(1e18, 1e9)
 
 
 def spec_of(layers: int = 3, chosen: int = 1) -> ModelSpec:
-    """The layers behind the first one have 8 experts each."""
+    """Return a model whose layers after the first have 8 experts each."""
     spec = llama_spec(layers, 64, 128, 4, 2, 16, vocab=100)
     routed = ExpertsSpec(Routing(8, chosen), 128, "silu")
     with_experts = (replace(each, feed_forward=routed) for each in spec.layers[1:])
@@ -62,8 +62,8 @@ def test_copies_stay_within_their_memory() -> None:
     assert plan_experts(spec, 2, history(HOT), None, 4, -1).repeated == 0
 
 
-def test_copies_that_would_only_be_read_are_not_made() -> None:
-    """Where memory is slow and each expert is read anyway, ranges are as good as any placement."""
+def test_experts_are_not_copied_if_reading_them_dominates() -> None:
+    """With slow memory, all experts are read anyway, and ranges are as good as any placement."""
     found = plan_experts(spec_of(), 2, history(HOT, 100_000), FAST_PRODUCTS, 4, PLENTY)
     assert (found.placement, found.repeated) == (None, 0)
     assert found.in_ranges == found.expected == pytest.approx(1.8)
@@ -74,8 +74,8 @@ def test_copies_that_would_only_be_read_are_not_made() -> None:
     assert plan_experts(spec_of(), 2, history([9] * 8), None, 4, PLENTY).placement is None
 
 
-def test_experts_that_few_steps_read_count_for_less() -> None:
-    """Of two tokens a step, one or both go to the hot expert: the others are seldom read."""
+def test_rarely_read_experts_count_for_less() -> None:
+    """With two tokens per step, one or both use the hot expert."""
     found = plan_experts(spec_of(), 2, history(HOT, 2), FAST_PRODUCTS, 4, 0)
     assert found.placement.layers[1] != split_into_ranges(8, 2)
 

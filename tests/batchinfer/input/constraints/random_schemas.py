@@ -57,13 +57,10 @@ DRAFTS = ["http://json-schema.org/draft-07/schema#",
 
 
 class SchemaMaker:
-    """Draws schemas from a seeded generator."""
-
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def document(self) -> dict[str, Any]:
-        """A whole schema."""
         made = self._schema(3)
         pick = self._random
         if pick.random() < 0.7:
@@ -197,7 +194,7 @@ def library() -> LLTokenizer:
 
 
 def compiled(schema: Any) -> LLMatcher:
-    """The grammar of a schema, or of its text. Raises BadConstraint."""
+    """Compile a schema, given as an object or a text. Raises BadConstraint."""
     params = SamplingParams(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
     made = LLMatcher(library(), grammar_of(params), log_level=0)
     made.compute_ff_tokens()
@@ -208,7 +205,7 @@ def compiled(schema: Any) -> LLMatcher:
 
 
 def drawn(grammar: LLMatcher, rng: random.Random) -> str | None:
-    """A whole answer by a random walk over the mask; None where it becomes too long. Some draws begin with digits."""
+    """Return an answer by a random walk over the mask, or None if it gets too long. Some walks start with digits."""
     matcher, said = grammar.deep_copy(), bytearray()
     bits = allocate_token_bitmask(1, library().vocab_size)
     while not matcher.is_stopped() and len(said) < MOST_BYTES:
@@ -225,7 +222,7 @@ def drawn(grammar: LLMatcher, rng: random.Random) -> str | None:
 
 
 def _weighed(allowed: list[int], rng: random.Random) -> list[int]:
-    """Mostly what ends something; sometimes anything."""
+    """Return the allowed tokens, weighted towards those that end a value."""
     ends = [one for one in allowed if one >= 256 or chr(one) in '"]}0195.\\-']
     return ends if ends and rng.random() < 0.7 else allowed
 
@@ -236,12 +233,12 @@ def accepts(grammar: LLMatcher, text: str) -> bool:
 
 
 def exact(text: str) -> Any:
-    """Parsed with numbers that lose no digit; whole Decimals are ints, as JSON Schema has it."""
+    """Parse JSON with exact numbers. Whole Decimals become ints, as JSON Schema defines."""
     return json.loads(text, parse_float=Decimal)
 
 
 def problem(schema: Any, text: str) -> str | None:
-    """Why a text is not valid under a schema, all numbers exact."""
+    """Return why a text is not valid under a schema, or None. Compares numbers exactly."""
     root = _modern(exact(json.dumps(schema)))
     validator = _exact_validator(root)
     try:
@@ -252,7 +249,7 @@ def problem(schema: Any, text: str) -> str | None:
 
 
 def _modern(schema: Any) -> Any:
-    """What older drafts wrote, as draft 2020-12 writes it, which the oracle follows."""
+    """Translate keywords of older drafts to draft 2020-12, which the oracle implements."""
     if isinstance(schema, list):
         return [_modern(one) for one in schema]
     if not isinstance(schema, dict):
@@ -329,14 +326,14 @@ def named_twice(text: str) -> bool:
 
 
 def mutated(text: str, rng: random.Random) -> str:
-    """A text near another one, perhaps still JSON."""
+    """Return a text with small random edits. It may no longer be JSON."""
     at = rng.randrange(len(text) + 1)
     put = rng.choice(["", "0", "1", "9", ".5", "-", "e3", '"', "\\u0061", "null", ", ", "\\ud83d\\ude00"])
     return text[:at] + put + text[at + rng.randint(0, 2) :]
 
 
 def try_schema(schema: dict[str, Any], seed: int, counts: Counts, walks: int = 6) -> None:
-    """Count one schema: refused, or all of its answers valid."""
+    """Check a schema: it is refused, or all sampled answers are valid."""
     rng = random.Random(seed)
     try:
         grammar = compiled(schema)

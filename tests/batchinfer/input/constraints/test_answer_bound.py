@@ -162,7 +162,7 @@ def test_what_has_no_bound_is_named(schema: Any, message: str) -> None:
 
 
 def test_shared_parts_are_bounded_once() -> None:
-    """2^40 ways lead to the last definition, whether it has a bound or none."""
+    """2^40 paths lead to the last definition."""
     for last, problem in (({"type": "null"}, "more than max_tokens"), ({"type": "string"}, "maxLength")):
         defs: dict[str, Any] = {"d40": last}
         for at in range(40):

@@ -34,7 +34,7 @@ DECOMPOSED = "e\u0301tat"
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated, and whether it is whole."""
+    """A generated answer, and whether it is complete."""
 
     ids: list[int]
     text: str
@@ -116,7 +116,7 @@ def test_what_is_decoded_follows_the_constraint(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_allowed_one_by_one_as_by_the_mask(kind: str) -> None:
-    """When what was forced is taken; where the mask is narrower than the grammar no token is known to be allowed."""
+    """If the mask is narrower than the grammar, no token is known to be allowed."""
     make, eos = KINDS[kind]
     tokenizer, rng, vocab = make(), np.random.default_rng(3), 400
     ends = ends_of(tokenizer, eos)
@@ -147,8 +147,8 @@ def test_text_that_a_normalizer_would_change_is_written_as_it_is(kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["bytes, no end", "Llama, no end", "bytes, no specials"])
-def test_without_an_end_no_token_of_text_stands_for_it(kind: str) -> None:
-    """llguidance takes token 0 for it otherwise: text could not have it, and it would end answers."""
+def test_without_an_end_token_no_token_of_text_replaces_it(kind: str) -> None:
+    """llguidance would use token 0, which would end answers and could not occur in text."""
     tokenizer = KINDS[kind][0]()
     open_ended = answer(tokenizer, (), SamplingParams(regex="[a-c!]*"), 1)
     assert (open_ended.whole, len(open_ended.ids)) == (False, MOST)

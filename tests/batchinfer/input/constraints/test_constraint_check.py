@@ -42,8 +42,8 @@ def test_a_constraint_that_ends_two_is_refused(tmp_path: Path, monkeypatch: pyte
         assert checker.problem(CHOICE) is None
 
 
-def test_a_process_that_is_silent_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped, or the machine has no time for it."""
+def test_a_silent_process_refuses_no_constraint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped, or the machine was busy."""
     ended(monkeypatch, tmp_path, 2, signal.SIGSTOP)
     monkeypatch.setattr(constraint_check, "_WAIT_S", 0.5)
     with ConstraintChecker(None) as checker:

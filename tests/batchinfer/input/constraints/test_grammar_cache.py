@@ -1,4 +1,4 @@
-"""Which compiled grammars the engine keeps."""
+"""The engine's cache of compiled grammars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def small(number: int) -> SamplingParams:
 
 
 def made(number: int) -> Any:
-    """In place of a compiled grammar."""
+    """Return a stand-in for a compiled grammar."""
     return cast(Any, number)
 
 

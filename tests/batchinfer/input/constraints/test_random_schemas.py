@@ -1,4 +1,4 @@
-"""Answers under random schemas, older keywords among them: all that a grammar allows are valid, or it is refused."""
+"""Answers under random schemas, older keywords included: all are valid, or the schema is refused."""
 
 from __future__ import annotations
 

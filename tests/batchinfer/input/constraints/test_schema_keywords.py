@@ -1,4 +1,4 @@
-"""Keywords, numbers, names and formats of JSON Schemas that answers once did not follow."""
+"""Regression tests of keywords, numbers, names and formats of JSON Schemas."""
 
 from __future__ import annotations
 

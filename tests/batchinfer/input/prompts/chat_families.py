@@ -15,7 +15,7 @@ _OPEN = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the arguments that it reads, and some sets of them."""
+    """A template, its arguments, and some sets of values."""
 
     source: str
     reads: frozenset[str] = frozenset()

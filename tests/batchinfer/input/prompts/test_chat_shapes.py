@@ -1,4 +1,4 @@
-"""The chat-template shortcut gives exactly the text of the template, or is not taken."""
+"""The chat-template shortcut returns exactly the template's text, or is not used."""
 
 from __future__ import annotations
 

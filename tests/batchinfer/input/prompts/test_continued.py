@@ -1,4 +1,4 @@
-"""Continuations have the tokens of both texts as one, whichever way these are found."""
+"""A continuation's tokens are those of the whole text, however they are computed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def encode(tokenizer: Tokenizer, draft: Draft) -> list[int]:
 
 
 def brute(tokenizer: Tokenizer, draft: Draft, each: list[str]) -> tuple[list[int], tuple[int, ...]]:
-    """The tokens and lengths that the whole texts have."""
+    """Return the tokens and lengths by encoding the whole texts."""
 
     def whole(text: str) -> list[int]:
         ids = encode(tokenizer, draft._replace(text=text))
@@ -87,7 +87,7 @@ def brute(tokenizer: Tokenizer, draft: Draft, each: list[str]) -> tuple[list[int
 def test_the_tokens_are_those_of_whole_texts(
     tokenizer: Tokenizer, prompts: list[str], labels: list[str], special: bool, of_job: bool
 ) -> None:
-    """Of a job's labels only the end of a prompt is encoded with each, and once for all prompts that end so."""
+    """Only the end of a prompt is encoded with each label, once per distinct end."""
     continued = ContinuedPrompts(tokenizer, tokenizer.segments(), labels if of_job else ())
     encoded = partial(encode, tokenizer)
     for text in prompts:

@@ -1,4 +1,4 @@
-"""What is remembered of the bounds of rows' constraints."""
+"""The cache of answer bounds of rows' constraints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.batchinfer.input.tokenizer.made_tokenizers import byte_level
 
 
 def test_constraints_themselves_are_not_remembered() -> None:
-    """Each may take a megabyte, and a thousand are remembered."""
+    """A constraint may take a megabyte, and the cache has a thousand entries."""
     fits, checked = Fits(), CheckedConstraints(SamplingParams(), byte_level().to_str())
     checked.check(SamplingParams(regex="a"))
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The keys under which answers are stored: a later version must find them."""
+"""Work keys of stored answers are stable across versions."""
 
 from __future__ import annotations
 

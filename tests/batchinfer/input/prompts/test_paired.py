@@ -1,4 +1,4 @@
-"""Pairs of texts: put together and cut as the tokenizer itself does."""
+"""Pairs of texts are joined and truncated as the tokenizer itself does."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FIELDS = RowFields((), "id")
 
 
 def prepared(rows: list[str]) -> PreparedRows:
-    """As a worker does: parameters are listed once, in the order in which rows first have them."""
+    """Prepare rows as a worker does. Parameters are listed once, in order of first use."""
     errors = {at: BAD for at, row in enumerate(rows) if row == "!"}
     good = [row for row in rows if row != "!"]
     params = list(dict.fromkeys(row[0] for row in good))
@@ -55,7 +55,7 @@ def prepared(rows: list[str]) -> PreparedRows:
 
 
 def told(rows: PreparedRows) -> list[Any]:
-    """What can be compared."""
+    """Return the comparable parts of prepared rows."""
     prompts, further = rows.prompts, rows.prompts.further
     arrays = [prompts.counts, prompts.tokens, prompts.params_of, prompts.max_tokens, prompts.openings]
     arrays += [prompts.answers(2), further.rows, further.counts, further.tokens]
@@ -77,9 +77,10 @@ def test_pieces_join_to_the_whole(rows: list[str], data: st.DataObject) -> None:
 
 
 @given(ROWS.filter(bool), st.data())
-def test_processes_that_end_cost_only_what_ends_them_again(rows: list[str], data: st.DataObject) -> None:
-    """Accidents end up to four processes at any row; a row of `killers` ends each that renders it, and one of
-    `deadly` each that reads it. The chunk may have fewer rows than it was thought to have."""
+def test_only_rows_that_end_processes_again_become_errors(rows: list[str], data: st.DataObject) -> None:
+    """Accidents end up to four processes at any row. A row of `killers` ends each process that renders it, and one of
+    `deadly` each that reads it. The chunk may have fewer rows than expected.
+    """
     numbers = st.integers(0, len(rows) - 1)
     killers, accidents = data.draw(st.sets(numbers)), data.draw(st.lists(numbers, max_size=4, unique=True))
     deadly = data.draw(st.sets(st.sampled_from(sorted(killers)))) if killers else set()

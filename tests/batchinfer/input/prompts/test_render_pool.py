@@ -16,7 +16,7 @@ LATE = 4  # the first chunk takes the time of this number of others
 
 
 class Worker:
-    """Answers with the chunk that it was given: at once, but the first one only once LATE others were given out."""
+    """Answers with its chunk: the first worker only after LATE other chunks were given out, others at once."""
 
     started: list[Worker]
     given: int
@@ -51,7 +51,7 @@ class Worker:
         return done
 
     def look(self) -> None:
-        """It never hangs."""
+        pass
 
     def close(self) -> None:
         self._events.unregister(self._read)

@@ -1,4 +1,4 @@
-"""A reply holds what was prepared, and one that a worker has forged is refused or stays within its bounds."""
+"""A reply contains the prepared rows. A forged reply is refused, or stays within its bounds."""
 
 from __future__ import annotations
 

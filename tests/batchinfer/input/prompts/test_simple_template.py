@@ -1,4 +1,4 @@
-"""Templates that are rendered without Jinja give what Jinja gives, and the others are left to it."""
+"""Simple templates render as with Jinja. Other templates are rendered by Jinja."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chat templates of published families read, how they render it, and what rows cannot do with arguments."""
+"""Arguments of published chat templates: which they read, how they render, and limits on rows' arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_template_says_what_it_reads(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arguments_render_as_in_transformers(name: str) -> None:
-    """With the shortcut for conversations of one shape, too: every one of them is rendered under every argument."""
+    """Includes the shortcut for conversations of one shape."""
     family = FAMILIES[name]
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_bpe(), chat_template=family.source, **NAMED)
     ours = Chat(ChatTemplate(family.source, NAMED, datetime.now()))
@@ -195,7 +195,7 @@ def ids_of(tokenizer: Tokenizer, draft: Draft) -> list[int]:
 
 
 def _draft(builder: PromptBuilder, row: dict[str, Any]) -> Draft | str:
-    """The row's draft, or the code of its error."""
+    """Return the row's draft, or its error code."""
     try:
         return builder.build(row)
     except RowProblem as problem:
@@ -216,10 +216,10 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[PromptBuilder, Toke
     documents=st.none() | st.lists(st.dictionaries(st.text(max_size=5), JSON, max_size=3), max_size=2) | JSON,
     effort=st.none() | st.text(max_size=5) | JSON,
 )
-def test_whatever_rows_tell_they_reach_nothing(
+def test_arguments_of_rows_cannot_reach_python(
     shown: tuple[PromptBuilder, Tokenizer], kwargs: Any, documents: Any, effort: Any
 ) -> None:
-    """A row is a prompt or an error; its special tokens are those of the template; nothing of Python shows."""
+    """Each row gives a prompt or an error. Only the template adds special tokens."""
     builder, tokenizer = shown
     body = {"messages": messages([("user", "x")]), "chat_template_kwargs": kwargs}
     body |= {"documents": documents, "reasoning_effort": effort}

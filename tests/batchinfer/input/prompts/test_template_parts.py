@@ -1,4 +1,4 @@
-"""A template comes apart where its lines can change places, and nowhere else."""
+"""A template is divided only between lines that may change places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names that a template reads: none is missed, by Jinja's own judgement."""
+"""The names that a template reads, compared with Jinja's analysis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of each kind that checkpoints have, with small vocabularies."""
+"""Tokenizers of each kind found in checkpoints, with small vocabularies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = ["no", "es", "yes", '": "', "true", "▁yes", "▁no", "▁▁"]
 
 
 def byte_level(specials: tuple[str, ...] = ("<s>", "</s>", "<|end|>"), **parts: Any) -> Tokenizer:
-    """Bytes, three words, and special tokens 259, 260, …; `parts` are set on it."""
+    """Return a tokenizer with all bytes, three words, and special tokens from 259 on. `parts` are set on it."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ye", "yes", "Ġyes"]
     merges = [("y", "e"), ("ye", "s"), ("Ġ", "yes")]
     made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, merges))
@@ -25,7 +25,7 @@ def byte_level(specials: tuple[str, ...] = ("<s>", "</s>", "<|end|>"), **parts: 
 
 
 def padded() -> Tokenizer:
-    """As a checkpoint has it that was saved after training on texts cut or padded to four tokens."""
+    """Return a tokenizer that pads or truncates to four tokens, as some saved checkpoints do."""
     made = byte_level()
     made.enable_padding(pad_id=259, pad_token="<s>", length=4)
     made.enable_truncation(4)
@@ -33,14 +33,14 @@ def padded() -> Tokenizer:
 
 
 def pieces(with_bytes: bool) -> list[str]:
-    """<unk>, <s>, </s>, perhaps bytes, letters, words."""
+    """Return the pieces: <unk>, <s>, </s>, optionally bytes, letters, words."""
     letters = [letter.replace(" ", "▁") for letter in LETTERS]
     named = [f"<0x{byte:02X}>" for byte in range(256)] if with_bytes else []
     return ["<unk>", "<s>", "</s>", *named, *letters, *WORDS]
 
 
 def sentence_pieces(decoder: Any, with_bytes: bool = True) -> Tokenizer:
-    """A Unigram model as SentencePiece makes it."""
+    """Return a Unigram model as SentencePiece builds it."""
     scored = [(piece, -float(at) / 10) for at, piece in enumerate(pieces(with_bytes))]
     made = Tokenizer(models.Unigram(scored, 0, with_bytes))
     made.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -50,7 +50,7 @@ def sentence_pieces(decoder: Any, with_bytes: bool = True) -> Tokenizer:
 
 
 def llama() -> Tokenizer:
-    """A BPE of SentencePiece's, its space before a text put there by a normalizer, its bytes as tokens."""
+    """Return a BPE in SentencePiece style: the normalizer adds the leading space, and bytes are tokens."""
     vocabulary = {piece: at for at, piece in enumerate(pieces(True))}
     merges = [("n", "o"), ("e", "s"), ("y", "es"), ("▁", "yes"), ("▁", "no"), ("▁", "▁")]
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -61,13 +61,13 @@ def llama() -> Tokenizer:
 
 
 def steps(strip: bool) -> Any:
-    """The decoder of a Llama, or of a Gemma, which keeps a space at the beginning."""
+    """Return the decoder of Llama, or of Gemma, which keeps a leading space."""
     made = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*made, *([decoders.Strip(" ", 1, 0)] if strip else [])])
 
 
 def with_gaps() -> Tokenizer:
-    """Ids are missing below its largest."""
+    """Return a tokenizer with unused ids below its highest id."""
     vocabulary = {piece: at for at, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE({**vocabulary, "yes": 300}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -77,7 +77,7 @@ def with_gaps() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """Of whole words, from which no other text can be made."""
+    """Return a tokenizer of whole words. It cannot encode other texts."""
     made = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "yes": 2, "no": 3}, "<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens(["</s>"])

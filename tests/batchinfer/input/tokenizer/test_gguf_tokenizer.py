@@ -1,4 +1,4 @@
-"""Tokenizers that GGUF files hold give the tokens of the models' own."""
+"""Tokenizers in GGUF files produce the same tokens as the original ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write(file: Path, keys: dict[str, Any], arch: str = "llama") -> Path:
 
 
 def trained(pre: str) -> RustTokenizer:
-    """A tokenizer as the model's own tokenizer.json would have it."""
+    """Return a tokenizer as the model's tokenizer.json would define it."""
     rust = RustTokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     patterns = PATTERNS[pre]
     cuts: list[Any] = [DIGITS] if pre == "smollm" else []
@@ -86,7 +86,7 @@ def trained(pre: str) -> RustTokenizer:
 
 
 class Wrapped:
-    """What `tokenizer_keys` reads of a tokenizer."""
+    """The attributes of a tokenizer that `tokenizer_keys` reads."""
 
     def __init__(self, rust: RustTokenizer) -> None:
         self.backend_tokenizer = rust
@@ -157,7 +157,7 @@ def test_tokens_are_put_around_texts_where_the_file_says_so(tmp_path: Path) -> N
 
 
 def pieces(seed: int = 5) -> tuple[list[str], list[float]]:
-    """A vocabulary of sentencepiece: three tokens, bytes, pieces that can be merged, and single letters."""
+    """Return a sentencepiece vocabulary: three specials, bytes, pieces that can be merged, single letters."""
     rng = random.Random(seed)
     letters = ["\u2581", *"abcdeé東"]
     found = [*letters]
@@ -172,7 +172,7 @@ def pieces(seed: int = 5) -> tuple[list[str], list[float]]:
 
 
 def merged(text: str, tokens: list[str], scores: list[float], prefixed: bool) -> list[int]:
-    """As sentencepiece merges: the neighbours whose token has the best score, the first of equal ones."""
+    """Merge as sentencepiece does: the adjacent pair with the best score first, the leftmost on a tie."""
     known = {token: number for number, token in enumerate(tokens) if 259 <= number < len(tokens) - 1}
     symbols = [*("\u2581" * prefixed + text.replace(" ", "\u2581"))] if text else []
     while True:
@@ -233,7 +233,7 @@ def test_special_tokens_of_phi_3_take_white_space_along(tmp_path: Path) -> None:
 
 
 def test_gemmas_scores_are_not_used(tmp_path: Path) -> None:
-    """Its tokens are in the order of their merges."""
+    """Gemma's token ids already follow the order of merges."""
     tokens, scores = pieces()
     backwards = [*scores[:259], *reversed(scores[259:])]
     file = write(tmp_path / "x.gguf", piece_keys(add_space_prefix=False, scores=backwards), "gemma2")

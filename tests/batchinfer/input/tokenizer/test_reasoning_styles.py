@@ -1,4 +1,4 @@
-"""Six families in the shapes of their published checkpoints: which markers they have, and what their prompts begin."""
+"""Six families as published checkpoints define them: their reasoning markers, and the start of their prompts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_that_names_no_reasoning_has_none(tmp_path: Path) -> None:
 def test_a_prompt_says_whether_it_has_begun_the_reasoning(
     name: str, messages: list[dict[str, str]], arguments: dict[str, Any], ends: int, tmp_path: Path
 ) -> None:
-    """Also where an answer is begun behind the marker, and whatever prompt stands before or behind it."""
+    """Includes answers begun after the marker, with any text around it."""
     fast = make_reasoning_tokenizer(tmp_path, name)
     tokenizer = Tokenizer.load(tmp_path)
     reasoning = find_reasoning("auto", tokenizer)

@@ -1,4 +1,4 @@
-"""Stop strings: found as soon as the decoded text holds one, wherever the tokens are cut."""
+"""Stop strings are found as soon as the decoded text contains one, across token borders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANY_IDS = st.lists(st.integers(0, BPE.get_vocab_size() - 1), max_size=40)
 
 
 def expected(ids: list[int], stops: list[str], include: bool = False) -> tuple[int, int] | None:
-    """(tokens, characters) by decoding everything at every step."""
+    """Return (tokens, characters) by decoding the whole text at every step."""
     for count in range(1, len(ids) + 1):
         text = BPE.decode(ids[:count], skip_special_tokens=True)
         keep = cut_at_stop(text, stops)
@@ -74,7 +74,7 @@ def test_no_stop_string_ends_an_answer_below_min_tokens() -> None:
 
 
 def test_a_stop_string_before_a_character_that_never_ends() -> None:
-    """The token holds " 🙂" and half of another: an answer that ended with it kept its stop string."""
+    """The token contains " 🙂" and half of another character."""
     token = next(
         i for i in range(BPE.get_vocab_size()) if BPE.decode([i]).strip("\ufffd") == " 🙂" != BPE.decode([i])
     )

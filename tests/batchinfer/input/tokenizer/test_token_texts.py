@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes: byte-level, with byte fallback, and special ones."""
+"""Single tokens as text and bytes: byte-level, byte fallback, special tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_bytes_of_a_texts_tokens_are_its_bytes() -> None:
 
 
 def sentencepiece() -> Rust:
-    """As Llama 2 has it: a word's space is a part of its token, and a text's first space is stripped."""
+    """Return a tokenizer as in Llama 2: spaces belong to tokens, and a text's first space is stripped."""
     pieces = ["<unk>", "<s>", "</s>", "<0xE6>", "<0xBC>", "<0xA2>", "▁the", "▁a", "a", "b", "▁", "x"]
     rust = Rust(
         models.BPE(
@@ -51,7 +51,7 @@ def test_a_words_space_stays_where_decoders_strip_it() -> None:
 
 
 def test_ids_that_only_the_model_has_are_no_text() -> None:
-    """A head may be wider than the vocabulary."""
+    """A model's head may have more rows than the vocabulary."""
     tokens = TokenTexts(sentencepiece(), [])
     assert tokens.texts([500]) == [""]
     assert tokens.bytes_of(500) == b""

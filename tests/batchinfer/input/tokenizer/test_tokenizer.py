@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder, and special-token text that stays text."""
+"""Tokenizers of checkpoint folders, and special-token text that stays text."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def test_loads_what_a_checkpoint_has(tmp_path: Path) -> None:
     ("generation_config.json", {"eos_token_id": [7, 259]}),
     ("config.json", {"eos_token_id": 259}),
 ])  # fmt: skip
-def test_an_end_that_is_not_special_is_left_out(tmp_path: Path, file: str, said: dict[str, object]) -> None:
-    """At the end of an answer alone: elsewhere it is text that the model was not stopped by."""
+def test_an_end_token_that_is_not_special_is_removed_only_at_the_end(
+    tmp_path: Path, file: str, said: dict[str, object]
+) -> None:
     rust = byte_level(())
     rust.add_tokens([AddedToken("<end>", special=False, normalized=False)])
     end = rust.token_to_id("<end>")
@@ -115,8 +116,8 @@ def test_an_older_form_is_converted_without_torch_here(tmp_path: Path) -> None:
     assert ("torch" in sys.modules) is before
 
 
-def test_more_tokens_than_there_is_memory_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that renders prompts has three copies of a tokenizer, and bounded memory."""
+def test_a_tokenizer_with_too_many_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The render process has three copies of a tokenizer and bounded memory."""
     monkeypatch.setattr(tokenizer_module, "MAX_TOKENS", 1_000)
     make_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
@@ -128,7 +129,7 @@ def test_more_tokens_than_there_is_memory_for(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_id_that_is_too_high_is_refused(tmp_path: Path) -> None:
-    """Tables of all tokens have a place for each id below the highest: this one would take gigabytes."""
+    """Tables of tokens have an entry for each id up to the highest. This id would take gigabytes."""
     make_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     raw = json.loads(path.read_text())
@@ -142,7 +143,7 @@ def test_an_id_that_is_too_high_is_refused(tmp_path: Path) -> None:
     "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"]
 )
 def test_a_link_out_of_the_folder_is_refused_unread(tmp_path: Path, name: str) -> None:
-    """Whoever reads the tokenizer: a query of an unfinished run has no other check."""
+    """The tokenizer is also read by a query of an unfinished run, which has no other check."""
     folder = tmp_path / "model"
     make_tokenizer(folder)
     path = folder / name

@@ -1,4 +1,4 @@
-"""What one engine of a run chooses by time, all of them use, whoever of them dies."""
+"""All engines of a run use the choice that one of them made by timing, even if it dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = EngineConfig(LOAD, 64, 64)
 
 @dataclass
 class Engine:
-    """As a WorkerHandle."""
+    """Stands in for a WorkerHandle."""
 
     number: int
     asks: bool = False
@@ -41,7 +41,7 @@ class Engine:
         self.asks, self.decides, self.told = False, chosen is None, chosen
 
     def goes_on(self) -> None:
-        """It loads as far as it can."""
+        """Continue loading until the engine needs the choice."""
         if self.decides:
             self.decides, self.chosen = False, f"as {self.number} chose"
         elif self.told is None and self.chosen is None:
@@ -57,7 +57,7 @@ class Engine:
     st.lists(st.tuples(st.sampled_from(("goes on", "dies")), st.integers(0, 3)), max_size=40),
 )
 def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -> None:
-    """In whatever order they ask, choose, die and are started again."""
+    """Independent of the order in which engines ask, choose, die and restart."""
     agreement, engines, used = Agreement(), [Engine(n) for n in range(count)], set()
     for number, (event, which) in enumerate(events):
         if event == "dies":
@@ -76,7 +76,7 @@ def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -
 
 
 class Asking(fake_engine.FakeWeights):
-    """Chooses the number of its process; the first one that is to choose may die of it, or hang."""
+    """Chooses the number of its process. The first process that must choose may die or hang."""
 
     def engine(self, config: EngineConfig, streams: object, agreed: Agreed) -> fake_engine.BuiltFake:
         built = super().engine(config)
@@ -103,7 +103,7 @@ def asking(load: LoadConfig, constraints: None, untimed: Untimed) -> Asking:
 def test_processes_agree_whatever_becomes_of_the_first_that_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, count: int
 ) -> None:
-    """What it died of is not tried again."""
+    """A choice that killed a process is not tried again."""
     monkeypatch.setattr(replica, "CHOOSING_S", 1.0)
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
     monkeypatch.setenv("HOW", how)

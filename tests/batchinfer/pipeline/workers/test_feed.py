@@ -1,4 +1,4 @@
-"""How a plan is fed to the engine's process, and how long a signal waits for it."""
+"""Submitting a plan to the engine's process, and the wait after a signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = EngineConfig(LoadConfig(Path("model"), "float32", "cpu"), max_model_len
 
 
 class SilentHost:
-    """A worker in the middle of a step, or of loading a model, that takes for ever."""
+    """A worker that never finishes its step, or the loading of its model."""
 
     left = False
     dies = False  # once it has rows; the worker in its place has no engine yet
@@ -32,7 +32,7 @@ class SilentHost:
         return self.info is not None
 
     def submit(self, requests: list[Request]) -> None:
-        """It reads them later."""
+        pass
 
     def end_plan(self) -> None:
         """It has not read what was submitted."""
@@ -47,7 +47,7 @@ class SilentHost:
 
 
 class Nowhere:
-    """A sink for which the time to leave comes after so many ticks."""
+    """A sink whose stop time comes after a number of ticks."""
 
     def __init__(self, interrupts: Interrupts, ticks: int) -> None:
         self.interrupts, self.ticks = interrupts, ticks
@@ -68,7 +68,7 @@ class Nowhere:
 
 
 def drive(host: SilentHost) -> list[float]:
-    """Runs one request until a signal comes; how often and for how long a draining was announced."""
+    """Run one request until a signal comes. Return the announced waits in seconds."""
     announced: list[float] = []
     interrupts = Interrupts()
     sink = Nowhere(interrupts, ticks=3)
@@ -77,7 +77,7 @@ def drive(host: SilentHost) -> list[float]:
 
 
 def test_a_step_that_never_ends_is_not_waited_for(monkeypatch):
-    """At most 20 s, however long the step that the worker is in."""
+    """Waits at most 20 s, however long the step takes."""
     assert feed.DRAIN_S + feed.LATE_S < 20
     monkeypatch.setattr(feed, "DRAIN_S", 0.1)
     monkeypatch.setattr(feed, "LATE_S", 0.1)
@@ -87,7 +87,7 @@ def test_a_step_that_never_ends_is_not_waited_for(monkeypatch):
 
 
 def test_a_model_that_is_loading_is_not_waited_for():
-    """The first worker of a run may load, or the worker that replaces a dead one."""
+    """The first worker of a run may be loading, or the replacement of a dead one."""
     first, again = SilentHost(), SilentHost(fake_engine.build(CONFIG.load).engine(CONFIG).info)
     again.dies = True
     for host in (first, again):

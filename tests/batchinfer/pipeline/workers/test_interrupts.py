@@ -1,4 +1,4 @@
-"""Signals: what a run or a query does when one comes."""
+"""Runs and queries during signals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def signalled(after_s: float, signum: signal.Signals = signal.SIGTERM) -> Iterat
 
 
 def test_a_signal_during_a_query_is_an_interruption_and_no_bug(tmp_path):
-    """DuckDB answers it with RuntimeError("Query interrupted"), which the command line would call a bug."""
+    """DuckDB raises RuntimeError("Query interrupted"), which the command line would report as a bug."""
     long = "SELECT sum(a.i * b.i % 7) FROM range(100000) a(i), range(1000000) b(i)"
     interrupts = Interrupts()
     with (
@@ -53,14 +53,14 @@ class Clock:
 
 
 def waited(clock: Clock, until: datetime) -> None:
-    """Wait for longer than the test lasts, while the clock jumps."""
+    """Wait longer than the test takes, while the clock jumps."""
     time.sleep(0.05)
     clock.now = until
     time.sleep(PATIENCE_S)
 
 
 def test_a_stop_time_ends_a_wait_and_is_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock counts: it jumps, as after a suspend."""
+    """Uses the wall clock, which jumps after a suspend."""
     monkeypatch.setattr("batchinfer.pipeline.workers.interrupts.LOOK_S", 0.01)
     clock = Clock()
     at, interrupts = clock.now + timedelta(hours=1), Interrupts(clock=clock)
@@ -72,8 +72,8 @@ def test_a_stop_time_ends_a_wait_and_is_no_signal(monkeypatch: pytest.MonkeyPatc
         waited(clock, at)
 
 
-def test_of_a_signal_and_the_stop_time_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop time ends no work that a signal lets finish. A signal ends work that the stop time lets finish."""
+def test_a_signal_takes_precedence_over_the_stop_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop time after a signal has no effect. A signal after the stop time interrupts at once."""
     at = datetime(2026, 6, 1, 6, tzinfo=UTC)
     clock, interrupts = Clock(), Interrupts(clock=lambda: clock.now)
     monkeypatch.setattr("batchinfer.pipeline.workers.interrupts.LOOK_S", 0.01)

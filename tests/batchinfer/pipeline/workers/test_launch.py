@@ -1,4 +1,4 @@
-"""Engines that are started before the plan: what ends a run at once, and what is left to the pool."""
+"""Engines that start before the plan: errors that end the run, and deaths that the pool handles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIES = "dies"
 
 
 class Ending:
-    """A worker that says twice that it is at work, once it loads, and then ends as its fate says."""
+    """A worker that sends two heartbeats while loading, and then ends as its fate says."""
 
     def __init__(self, fate: type[BatchInferError] | str | None) -> None:
         self._fate, self._loads, self._said = fate, False, 0
@@ -41,7 +41,7 @@ class Ending:
 
 
 def launched(*fates: type[BatchInferError] | str | None) -> tuple[Launch, MemoryTransport]:
-    """Start workers with these fates, and look until nothing new can come."""
+    """Start workers with these fates, and poll until nothing more can happen."""
     left = iter(fates)
     transport = MemoryTransport(lambda _: Ending(next(left)))
     launch = Launch(transport)
@@ -52,7 +52,7 @@ def launched(*fates: type[BatchInferError] | str | None) -> tuple[Launch, Memory
 
 
 def looked(launch: Launch) -> int | None:
-    """The exit code of what ends the run."""
+    """Return the exit code of the error that ends the run."""
     try:
         for _ in range(20):
             launch.look()
@@ -90,8 +90,8 @@ def test_only_the_engines_that_are_wanted_are_handed_over() -> None:
     assert all(link.closed for link in transport.started)
 
 
-def test_engines_that_wait_are_not_heard() -> None:
-    """One that cannot even import what it needs fails a run that needs it, and no other."""
+def test_messages_of_engines_that_wait_are_not_read() -> None:
+    """An engine that fails to import a library only fails runs that need it."""
     transport = MemoryTransport(lambda _: Ending(DIES))
     with Launch(transport) as launch:
         launch.open([SPEC])

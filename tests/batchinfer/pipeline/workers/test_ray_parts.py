@@ -1,4 +1,4 @@
-"""The parts of a run on a Ray cluster that need no cluster: which nodes can run engines, and what ends an actor."""
+"""Parts of a run on Ray that need no cluster: the choice of nodes, and the reasons why actors end."""
 
 from __future__ import annotations
 
@@ -112,8 +112,7 @@ def test_engines_have_all_cpus_of_the_smallest_node(found: Found) -> None:
     assert engines.machine.hardware.peak_flops == {"float32": 4e11}
 
 
-def test_engines_on_gpus(found: Found) -> None:
-    """A cluster that has GPUs computes on them, also if most nodes have none."""
+def test_a_cluster_with_any_gpu_computes_on_gpus(found: Found) -> None:
     nodes = (node("cpu"), facts()), (node("gpu", gpus=2), facts(H100))
     engines = found(*nodes)
     assert (engines.share.cpus, engines.share.gpus, engines.machine.engines) == (4, 1, 2)
@@ -212,7 +211,7 @@ def test_a_run_that_ray_cannot_have_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_engines_know_their_share_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks have cores of their own only if the engine has the whole node."""
+    """Ranks have their own cores only if the engine has the whole node."""
     monkeypatch.setattr(engine_actor, "usable_cpus", lambda: 8)
     monkeypatch.setattr(engine_actor, "split_cores", lambda parts: [(number,) for number in range(parts)])
     actor = object.__new__(EngineActor)

@@ -1,4 +1,4 @@
-"""Several engines over one plan: whatever their speeds and deaths, every row is answered once."""
+"""Several engines run one plan: each row is answered once, at any speeds and with any deaths."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KILLED = (
 
 @dataclass
 class Fate:
-    """How one start of an engine goes."""
+    """The course of one start of an engine."""
 
     speed: int = 1  # rows that it finishes each time it is heard
     dies_after: int | None = None  # rows
@@ -63,7 +63,7 @@ class Fate:
 
 
 class Engines(MemoryTransport):
-    """Starts workers with the fates in turn; `other` is that of further starts."""
+    """Starts workers with the given fates in order, and further ones with the fate `other`."""
 
     def __init__(self, fates: Sequence[Fate] = (), other: Fate | None = None) -> None:
         self.workers: list[Started] = []
@@ -78,7 +78,7 @@ class Engines(MemoryTransport):
 
 
 class NodeLink(MemoryLink):
-    """A worker on a cluster. It waits for resources until it was looked at so many times; its death loses its node."""
+    """A worker on a cluster. It waits for resources during a number of polls. When it dies, its node is lost."""
 
     def __init__(self, worker: Started, waits: int) -> None:
         super().__init__(worker)
@@ -102,8 +102,9 @@ class NodeLink(MemoryLink):
 
 
 class OnNodes(Engines):
-    """Engines on a node each. `waits` has how often each worker is looked at, in the order of starts, before it has a
-    node; 0 for further ones."""
+    """Engines on a node each. `waits`: for each worker in the order of starts, the polls until it has a node; 0 if
+    not listed.
+    """
 
     wanted, wait_s = "node with 1 free CPU", 0.2
 
@@ -120,7 +121,7 @@ NEVER, MOST_LOOKS = 1 << 30, 100_000  # at an engine before it has a node
 
 
 class Started:
-    """A worker whose fate is known. It heard so many times that it was its turn."""
+    """A worker with a known fate. It counts how often its turn was announced."""
 
     def __init__(self, fate: Fate) -> None:
         self.fate = fate
@@ -175,8 +176,6 @@ class Started:
 
 
 class Kept:
-    """A sink that counts answers."""
-
     def __init__(self, stop_after: int | None = None) -> None:
         self.answers: Counter[bytes] = Counter()
         self.errors: dict[bytes, RowError] = {}
@@ -196,7 +195,7 @@ class Kept:
         return self.stop_after is not None and self.answers.total() >= self.stop_after
 
     def tick(self) -> None:
-        """Time does not matter here."""
+        pass
 
 
 @contextmanager
@@ -235,7 +234,7 @@ def batches_of(requests: Sequence[Request]) -> Iterator[tuple[PlanBatch, list[Re
 
 
 class LaterPlans:
-    """Plans that follow some turns after everything before them was answered."""
+    """Plans that each appear some polls after all earlier requests were answered."""
 
     def __init__(self, pool: ReplicaPool, later: Sequence[Sequence[Request]], turns: int) -> None:
         self._pool, self._later, self._turns, self._waited = pool, [*later], turns, 0
@@ -266,7 +265,7 @@ def failure(pool: ReplicaPool, requests: Sequence[Request], sink: Kept) -> Batch
 
 @dataclass
 class Ended:
-    """How a run over a pool ended."""
+    """The outcome of a run over a pool."""
 
     pool: ReplicaPool
     sink: Kept
@@ -275,7 +274,7 @@ class Ended:
 
 
 def run_of(engines: Engines, replicas: int, requests: Sequence[Request], log: Path = NO_LOG) -> Ended:
-    """Run the requests, whether or not that fails."""
+    """Run the requests, and return the outcome, also of a failed run."""
     sink = Kept()
     with pool_of(engines, replicas, requests, log=log) as (pool, notices):
         failed = failure(pool, requests, sink)
@@ -283,7 +282,7 @@ def run_of(engines: Engines, replicas: int, requests: Sequence[Request], log: Pa
 
 
 def whole_run(engines: Engines, replicas: int, requests: Sequence[Request], log: Path = NO_LOG) -> Ended:
-    """Run the requests, which must not fail: each is answered once."""
+    """Run the requests, and check that the run succeeds and answers each of them once."""
     ended = run_of(engines, replicas, requests, log)
     assert ended.failed is None
     assert ended.sink.answers == Counter(request.key for request in requests)
@@ -333,7 +332,7 @@ def test_every_row_is_answered_once_or_all_engines_are_dead(
 def test_engines_that_lose_their_nodes_are_started_again(
     count: int, fates: list[Fate], waits: list[int], replicas: int
 ) -> None:
-    """Every row is answered once and none is given up, unless no engine gets a node in time."""
+    """All rows are answered once, unless no engine gets a node in time."""
     requests = rows(*[(1, 0, 10)] * count)
     engines = OnNodes(fates, waits)
     ended = run_of(engines, replicas, requests)
@@ -351,7 +350,7 @@ def test_engines_that_lose_their_nodes_are_started_again(
 
 
 def test_a_row_is_not_to_blame_for_lost_nodes_nor_is_a_new_engine() -> None:
-    """The same row is in work each time."""
+    """The same row is running each time."""
     engines = OnNodes([Fate(dies_after=0)] * 8, [0, 1, 2] * 4)
     ended = whole_run(engines, 1, rows((1, 0, 10)))
     assert (len(engines.workers), ended.sink.errors) == (9, {})
@@ -359,7 +358,7 @@ def test_a_row_is_not_to_blame_for_lost_nodes_nor_is_a_new_engine() -> None:
 
 @pytest.mark.parametrize("waits", [[0, 0, 20], [0, 20], [20, 0]])
 def test_others_go_on_without_an_engine_that_waits(waits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start, too. It then gets rows of its own. Its wait is no silence, however long it takes."""
+    """Also at the start. The waiting engine gets rows later. The watchdog ignores its wait."""
     monkeypatch.setattr("batchinfer.pipeline.workers.replica.STARTING_S", 0.0)
     engines = OnNodes([Fate(), Fate(dies_after=4 if len(waits) > 2 else None)], waits)
     ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 2000))
@@ -429,8 +428,8 @@ def test_groups_go_to_one_engine_each() -> None:
     assert len(set(place.values())) == 2
 
 
-def test_a_group_of_all_rows_is_shared_out() -> None:
-    """One system prompt must not leave all work to one engine."""
+def test_a_group_of_all_rows_is_divided_among_engines() -> None:
+    """A common system prompt must not assign all rows to one engine."""
     engines = Engines([Fate(2), Fate(2)])
     whole_run(engines, 2, rows((400, 30, 20)))
     assert min(one.finished for one in engines.workers) > 150
@@ -462,7 +461,7 @@ def test_what_is_held_is_bounded() -> None:
 
 
 def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
-    """They run elsewhere: the first dies early, and again, and the others go on."""
+    """Other engines run these rows. The first engine dies twice."""
     engines = Engines([Fate(dies_after=5), Fate(), Fate(dies_after=7)])
     ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 300))
     assert ended.pool.restarts == 2
@@ -482,7 +481,7 @@ def test_an_engine_that_dies_with_nothing_to_do_accuses_no_row() -> None:
 
 
 def test_an_engine_that_fails_as_it_answers_loses_no_answer() -> None:
-    """Its answers are taken first, and its failure the next time that it is heard."""
+    """The answers are taken first. The failure is read at the next poll."""
     engines = Engines([Fate(speed=3, fails_after=3)])
     ended = whole_run(engines, 1, rows(*[(1, 0, 10)] * 20))
     assert (ended.pool.restarts, engines.workers[0].finished) == (1, 3)
@@ -493,8 +492,8 @@ def test_an_engine_that_fails_as_it_answers_loses_no_answer() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (7, 1), (99, 1), (0, 3), (40, 4), (95, 5), (50, 12)])
-def test_rows_that_kill_engines_cost_themselves_alone(replicas: int, first: int, count: int) -> None:
-    """A plan brings rows together that are alike, so that one cause kills engines several times in a row."""
+def test_rows_that_kill_engines_cost_only_themselves(replicas: int, first: int, count: int) -> None:
+    """A plan groups similar rows: one cause may kill several engines in a row."""
     requests = rows(*[(1, 0, 10)] * 100)
     killers = frozenset(request.key for request in requests[first : first + count])
     engines = Engines(other=Fate(speed=3, loads_for=3 * (replicas % 2), killers=killers))
@@ -508,7 +507,7 @@ def test_rows_that_kill_engines_cost_themselves_alone(replicas: int, first: int,
 
 
 def test_a_run_ends_when_the_last_rows_kill_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody had asked for more rows while the engines were full; then no engine was left to want any."""
+    """No rows were requested while the engines were full, and afterwards no engine was left."""
     monkeypatch.setitem(globals(), "AT_ONCE", 2)
     requests = rows(*[(1, 0, 10)] * 4)
     killers = frozenset(request.key for request in requests[1:])
@@ -528,8 +527,8 @@ def test_a_run_ends_when_the_last_rows_kill_all_engines(monkeypatch: pytest.Monk
     assert len(sink.answers) == 4
 
 
-def test_an_engine_that_is_doubted_runs_a_row_that_was_answered() -> None:
-    """When it dies of that, too, it is given up, and no row is blamed."""
+def test_an_engine_that_cannot_repeat_an_answered_row_is_given_up() -> None:
+    """No row is blamed for these deaths."""
     spoilt = Fate(dies_after=0)
     engines = Engines([Fate(dies_after=8), *[spoilt] * 9])
     ended = run_of(engines, 1, rows(*[(1, 0, 10)] * 12))
@@ -595,7 +594,7 @@ def test_what_all_engines_refuse_ends_the_run(problems: list[BatchInferError], c
 
 
 def test_a_traceback_is_logged_or_the_run_says_why_not(tmp_path: Path) -> None:
-    """A log that has grown too large is started again."""
+    """A log that has grown too large is restarted."""
     log, fates = tmp_path / "engine_errors.log", [Fate(fails_after=20), Fate(refuses=BatchInferError("no"))]
     for size in (2_000_000, 0):
         log.write_bytes(size * b"x")
@@ -608,8 +607,8 @@ def test_a_traceback_is_logged_or_the_run_says_why_not(tmp_path: Path) -> None:
     assert "its traceback could not be written: /dev/null/engine_errors.log.tmp: cannot " in line
 
 
-def test_nothing_is_handed_out_before_all_engines_are_there() -> None:
-    """Else a small job would go to the first one alone."""
+def test_no_row_is_submitted_before_all_engines_have_loaded() -> None:
+    """The first engine would compute a small job alone."""
     engines = Engines([Fate(), Fate(loads_for=40)])
     whole_run(engines, 2, rows(*[(1, 0, 10)] * 10))
     assert [one.finished for one in engines.workers] == [5, 5]
@@ -643,7 +642,7 @@ def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
 
 
 def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets something done between deaths; a night would be spent on loading its model."""
+    """It answers rows between its deaths. Loading its model again and again would take all night."""
     monkeypatch.setitem(globals(), "AT_ONCE", 64)
     engines = Engines(other=Fate(dies_after=1))
     ended = run_of(engines, 1, rows(*[(1, 0, 10)] * 64))
@@ -651,8 +650,8 @@ def test_an_engine_that_dies_after_each_row_is_given_up_in_time(monkeypatch: pyt
     assert (len(engines.workers), len(ended.sink.errors)) == (1 + MOST_ISOLATED, 0)
 
 
-def test_what_a_broken_engine_accuses_others_run() -> None:
-    """Its rows die one by one, because it is broken; the other engine, which is done by then, answers them."""
+def test_rows_that_a_broken_engine_accuses_run_on_other_engines() -> None:
+    """Rows die in it one by one. The other engine has finished its rows, and answers them."""
     broken = Fate(dies_after=0)
     engines = Engines([broken, Fate(loads_for=0, speed=2), *[broken] * 9])
     assert not whole_run(engines, 2, rows(*[(1, 0, 10)] * 12)).sink.errors

@@ -1,4 +1,4 @@
-"""When other processes want the cores, the engine's threads stop spinning; when they have gone, they spin again."""
+"""Engine threads stop spinning while other processes use the cores, and spin again afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batchinfer.pipeline.workers.shared_cores import LOOK_EVERY_S, SharedCores
 
 
 class Spins:
-    """Remembers what it was told last."""
+    """Remembers its last setting."""
 
     short = False
 
@@ -20,7 +20,7 @@ class Spins:
 
 
 class Load:
-    """Of a machine with two cores."""
+    """The load of a machine with two cores."""
 
     cores = 2
 

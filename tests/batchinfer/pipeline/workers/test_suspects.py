@@ -1,4 +1,4 @@
-"""Rows that kill engines are found by halves, in as few deaths as halving allows."""
+"""A row that kills engines is found by bisection, with the minimum number of deaths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def requests(count: int) -> list[Request]:
 
 
 def deaths_until_found(count: int, killer: int) -> int:
-    """Of engines that run the groups as they come, until the killer dies by itself; all other rows are answered."""
+    """Return the number of deaths until the killer ran in a group of one. All other rows are answered."""
     suspects, rows = Suspects(), requests(count)
     suspects.add(rows)
     deaths, answered = 0, 0

@@ -1,4 +1,4 @@
-"""The parent's end of the engine's process: nothing that it sent before it failed is lost."""
+"""The driver's end of an engine's process: messages sent before a failure are received."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOAD = LoadConfig(Path("model"), "float32", "cpu")
 
 
 class FailsInItsSecondStep(fake_engine.FakeEngine):
-    """Finishes what it was given in one step, and fails in the next."""
+    """Finishes its requests in one step, and fails in the next."""
 
     @property
     def unfinished(self) -> int:
@@ -45,13 +45,13 @@ def failing(load: LoadConfig, constraints: object, untimed: Untimed) -> FailingW
 
 
 def tells_of_teardown(load: LoadConfig, *_: object) -> fake_engine.FakeWeights:
-    """The exit status of its process says whether Python tore it down."""
+    """Load weights whose process ends with a status that shows if Python tore it down."""
     atexit.register(os._exit, 7)
     return fake_engine.build(load)
 
 
-def test_a_worker_that_has_left_ends_without_being_torn_down() -> None:
-    """Torch and CUDA take seconds for it, during which the results could have the memory and the cores."""
+def test_a_finished_worker_exits_without_teardown() -> None:
+    """Teardown of torch and CUDA takes seconds of cores and memory that publishing could use."""
     with WorkerHandle(
         WorkerSpec(LOAD, None, "tests.batchinfer.pipeline.workers.test_worker_handle:tells_of_teardown"),
         PROCESSES,

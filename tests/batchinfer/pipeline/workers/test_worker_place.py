@@ -1,4 +1,4 @@
-"""A worker keeps to what it was given of the machine, from before it loads anything."""
+"""A worker uses only its share of the machine, also while it imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecasts of jobs, on machines whose peaks are known."""
+"""Forecasts of jobs on machines with known peaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def planned(
     hardware: Hardware | str | None = None,
     sample: int | None = None,
 ) -> JobForecast:
-    """Return what `batchinfer plan` knows of a job, here or on another machine."""
+    """Return the forecast of `batchinfer plan` for this machine or another one."""
     machine = devices_by_name(hardware) if isinstance(hardware, str) else hardware and devices_of(hardware)
     said: list[str] = [] if notices is None else notices
     return forecast_job(load_job(path, settings), lambda at: None, said.append, machine, sample)
@@ -34,17 +34,17 @@ def text(found: JobForecast, price: float | None = None) -> str:
 
 
 def machine_of(peak: float) -> Hardware:
-    """Return a machine that reaches this many FLOP/s, and as many bytes a second."""
+    """Return a machine with this peak in FLOP/s and in bytes/s."""
     return Hardware("a machine", "cpu", 2, 8 << 30, {"float32": peak, "bfloat16": peak}, peak, "measured")
 
 
 def runs_on(monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
-    """Have jobs find this machine, whatever was measured here."""
+    """Make jobs find this machine instead of the real one."""
     monkeypatch.setattr(facts, "detect", lambda device, gpu=None: machine)
 
 
 def quick_plan(monkeypatch: pytest.MonkeyPatch, *kept: str) -> None:
-    """Leave out what takes a forecast most of its time, but for what is `kept`: quantizations, findings."""
+    """Skip the slow parts of a forecast except `kept`: "quantizations", "findings"."""
     if "quantizations" not in kept:
         monkeypatch.setattr(job, "quantized_forecasts", lambda *_: [])
     if "findings" not in kept:

@@ -1,4 +1,4 @@
-"""What `plan` says of a calibration: how long the first run of a job takes for it, and that later ones have none."""
+"""`plan` forecasts the duration of a calibration for the first run of a job, and none for later runs."""
 
 from __future__ import annotations
 

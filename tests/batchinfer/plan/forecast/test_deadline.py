@@ -1,4 +1,4 @@
-"""Deadlines: when they are, whether they will be met, and what was done by then."""
+"""Deadlines: their time, the forecast that they are met, and the rows finished by then."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_a_deadline_says_that_a_calibration_is_not_counted() -> None:
     assert "calibration" not in Deadline(NOON, 9.0, 5.0).text
 
 
-def test_an_upper_bound_is_no_last_word() -> None:
-    """Answers may become shorter than the forecast took them to be: only the run then says that it is too late."""
+def test_only_a_run_reports_a_missed_deadline_if_the_forecast_is_an_upper_bound() -> None:
+    """Answers may be shorter than forecast."""
     clock, said = Clock(), list[str]()
     deadline = Deadline(NOON + timedelta(seconds=100), 100.0, 800.0, upper_bound=True)
     assert "12 min after it if every answer has max_tokens tokens" in deadline.text

@@ -1,5 +1,6 @@
-"""Tokens that a run was forecast to take, beside those that it took: whole jobs on a tiny model, whose answers' lengths
-are known beforehand, or from an earlier run of other rows."""
+"""Forecast and actual tokens of whole jobs on a tiny model. The lengths of answers are known, or learned from an
+earlier run.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ FORCED = {"regex": "[ab] and so on until the very end of it"}
 
 @dataclass(frozen=True)
 class KnownJob:
-    """`taught`: an earlier run of as many other rows says how long answers become; or, with `again`, one of the same
-    rows, whose answers were deleted."""
+    """`taught`: an earlier run of the same number of other rows taught the lengths of answers. With `again`: of the
+    same rows, whose answers were deleted.
+    """
 
     rows: list[dict[str, Any]]
     sampling: dict[str, Any]

@@ -1,4 +1,4 @@
-"""`batchinfer plan`: what is known of a job before it runs, compared with what the run then did."""
+"""The forecast of `batchinfer plan`, compared with the following run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 class Nights(NamedTuple):
-    """The forecasts of a job before and after its first run, which answered half of the rows that it then has."""
+    """Forecasts of a job before and after a first run that answered half of the later rows."""
 
     first: JobForecast
     row: dict[str, Any]
@@ -104,8 +104,7 @@ def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, k
 
 
 def test_a_run_takes_the_steps_that_plan_showed(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
-    """Where the lengths of answers are known beforehand, and a step gives each row one token. The tiny real model, the
-    real engine."""
+    """The lengths of answers are known, and a step gives one token per row. Uses a tiny model and the real engine."""
     path = write_job(tmp_path, model, people(60), sampling=FIXED, engine=SMALL_STEPS, drafts="off")
     before = planned(path)
     row = run(path, REAL).row
@@ -138,7 +137,7 @@ def test_a_run_takes_the_steps_that_plan_showed(tmp_path: Path, model: Path, kno
 
 
 def spread(forecast: Any) -> float:
-    """Return how many times the least of the engine's range its most is."""
+    """Return the upper end of the engine's range divided by its lower end."""
     least, most = forecast.within.engine_s
     assert least < forecast.seconds < most
     whole = forecast.within.run_s
@@ -150,7 +149,7 @@ def spread(forecast: Any) -> float:
 def test_a_first_forecast_knows_what_steps_take_and_the_next_one_what_they_took(
     tmp_path: Path, model: Path, known_peaks: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forecast of a first run is as if each part of a step took three times its least; a run then says more."""
+    """The first forecast assumes three times the minimum for each part of a step. A run improves it."""
     options = {"sampling": {"max_tokens": 20, "ignore_eos": True}, "engine": {"max_num_seqs": 4}}
     path = write_job(tmp_path, model, people(20), **options)
     least = planned(path).forecast
@@ -347,8 +346,10 @@ def test_lengths_are_spread_as_those_of_prompts_of_about_the_same_length() -> No
 
 
 @pytest.mark.parametrize("cores", [2, None])
-def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path, cores: int | None) -> None:
-    """A GPU has no count of cores. Older tables do not say how many steps were launched at once: one."""
+def test_steps_of_earlier_runs_count_only_on_the_same_machine_and_arithmetic(
+    tmp_path: Path, cores: int | None
+) -> None:
+    """GPUs have no number of cores. Older tables lack the number of steps launched together: it is one."""
     arithmetic = {"dtype": "float32", "quantization": "none", "deterministic": False}
     alike: dict[str, Any] = {"model": "m", "hardware": "a", "cores": cores, "device": "cpu", **arithmetic}
     steps = {name: pa.array([1.0, 2.0]) for name in STEP_COLUMNS}
@@ -365,8 +366,8 @@ def test_steps_count_where_machine_and_arithmetic_are_the_same(tmp_path: Path, c
     assert earlier_steps(tmp_path, {**alike, "cores": 4}) is None
 
 
-def test_energy_is_that_of_earlier_runs_for_so_long(tmp_path: Path) -> None:
-    """Of runs that are alike and know it; null is not known, never 0."""
+def test_power_is_averaged_over_similar_earlier_runs(tmp_path: Path) -> None:
+    """Unknown energy is null, never 0."""
     alike: dict[str, Any] = {"model": "m", "hardware": "a"}
     runs: list[tuple[str, float | None, float | None]] = [
         ("a", 300.0, 10.0), ("a", None, 10.0), ("b", 9000.0, 1.0), ("a", 100.0, 30.0), ("a", 5.0, None)

@@ -1,4 +1,4 @@
-"""Layouts of a job on several devices: which fit, which is chosen, and how near their times come to published ones."""
+"""Layouts on several devices: fitting ones, the chosen one, and their times compared with published ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def llama_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def laid_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobForecast]:
-    """A job of a model as large, of fewer layers, and what is known of it on eight GPUs."""
+    """A job of the same model with fewer layers, and its forecast for eight GPUs."""
     folder = tmp_path_factory.mktemp("job")
     wide = hollow_checkpoint(folder / "wide", num_hidden_layers=20, intermediate_size=131_072)
     path = job_of(folder, wide, 24, 20)
@@ -226,10 +226,10 @@ WORKS = [(300, 2, 60, 64), (240, 120, 6, 64), (200, 60, 30, 256), (16, 8, 40, 64
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["8xh100", "8xa100-pcie"])
 @pytest.mark.parametrize("work", WORKS)
-def test_the_choice_is_that_of_an_exhaustive_search(
+def test_the_chosen_layout_is_the_fastest_of_all_layouts(
     tmp_path: Path, llama_70b: Path, work: tuple[int, ...], hardware: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every layout is simulated, with all rows; the chosen one is the fastest of all, or takes no longer."""
+    """Every layout is simulated with all rows."""
     searched = dict[tuple[int, int], float]()
     plain = module._timed
 
@@ -250,7 +250,7 @@ def test_the_choice_is_that_of_an_exhaustive_search(
 
 
 class Published(NamedTuple):
-    """A published figure: output tokens a second of Llama 70B with `tensor` GPUs."""
+    """A published figure: output tokens per second of Llama 70B on `tensor` GPUs."""
 
     gpus: str
     tensor: int
@@ -306,8 +306,8 @@ def test_names_say_what_a_layout_is() -> None:
     assert LayoutForecast(1, 1, 1, 1).name == "1 engine"
 
 
-def test_one_gpus_host_launches_several_steps_at_once(tmp_path: Path, model: Path) -> None:
-    """In a forecast, too: not where heads or a model beside propose drafts, or ranks follow."""
+def test_one_gpu_is_forecast_with_multi_step_decoding(tmp_path: Path, model: Path) -> None:
+    """Not with draft heads, a draft model or several ranks."""
     job, devices = load_job(write_job(tmp_path, model, people(1))), devices_by_name("2xh100")
     found = check_setup(job, state_of(job), MachineFacts(devices.hardware))
     room = engine_module.engine_room(job, found, 100)

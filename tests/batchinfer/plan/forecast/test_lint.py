@@ -1,4 +1,4 @@
-"""What `plan` says that another way to write the prompt saves, compared with plans of that way."""
+"""Savings that `plan` reports for a reordered prompt, compared with a plan of that prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INSTRUCTIONS = (
 
 
 def tickets(count: int) -> list[dict[str, Any]]:
-    """Each with a text of its own about one of four products, whose description is long."""
+    """Return tickets with different texts about four products, whose descriptions are long."""
     return [
         {
             "id": f"t{i}",
@@ -45,7 +45,7 @@ def ticket_job(folder: Path, model: Path, user: str, rows: list[dict[str, Any]],
 
 
 def tokens_to_run(path: Path) -> int:
-    """Prompt tokens of a plan, which are those that a run then takes."""
+    """Return the number of prompt tokens that a run computes."""
     with pytest.MonkeyPatch.context() as patch:
         quick_plan(patch)
         plan = planned(path).plan

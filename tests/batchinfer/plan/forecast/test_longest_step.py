@@ -1,4 +1,4 @@
-"""An engine is taken to hang only when it is silent for longer than any of its steps may take."""
+"""The watchdog waits longer than any step of the engine may take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def longest(hardware: Hardware, cost: object, tokens: int) -> float:
     return longest_step_s(setting_of(hardware), cost, 2048, info)  # type: ignore[arg-type]
 
 
-def test_a_large_model_on_a_small_cpu_has_its_time() -> None:
+def test_the_watchdog_waits_long_enough_for_a_large_model_on_a_small_cpu() -> None:
     """7e9 parameters and 2,048 tokens are 2.9e13 FLOPs: 5 minutes at the peak, and more on a busy machine."""
     cost = llama_cost(32, 4096, 11008, 32, 32, 128, 32000, 2, 2)
     assert longest(CPU, cost, 2048) == pytest.approx(3300, rel=0.3)

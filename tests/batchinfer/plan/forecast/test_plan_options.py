@@ -1,4 +1,4 @@
-"""`batchinfer plan` for another machine, as JSON for DuckDB, and what it says of prefixes, context and memory."""
+"""`batchinfer plan` for another machine and as JSON, with prefixes, context and memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known() -> None:
 
 
 def test_shared_prefixes_are_a_tree(tmp_path: Path, model: Path) -> None:
-    """All rows share the system prompt, half of them one text, the others another."""
+    """All rows share the system prompt. Half of them share a text, the others another one."""
     texts = (
         "a long winter's tale of snow and ice that everybody knows " * 3,
         "the rules of the game are simple " * 5,

@@ -1,4 +1,4 @@
-"""What `batchinfer plan` says of other quantisations of a job's model."""
+"""Quantisations of a job's model that `batchinfer plan` compares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quantizations")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """One on which reading the weights is what takes the time."""
+    """A machine on which reading the weights dominates."""
     found = replace(machine_of(1e10), peak_flops=dict.fromkeys(("float32", "bfloat16", "int8", "int4"), 1e14))
     runs_on(monkeypatch, found)
     return found

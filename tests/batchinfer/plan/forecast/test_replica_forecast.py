@@ -1,4 +1,4 @@
-"""What is forecast of a job that several engines share."""
+"""Forecasts of a job on several engines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_engines_that_share_a_cpu_are_not_faster_at_its_limit(job: Path) -> None
     assert two.memory.weights == 2 * one.memory.weights
 
 
-def test_on_gpus_each_engine_brings_its_own(job: Path) -> None:
-    """Two have half of the rows each, and take about half of the time; the prefix of all rows both of them run."""
+def test_each_gpu_engine_has_its_own_device(job: Path) -> None:
+    """Two engines have half of the rows each and take half of the time. Both compute the common prefix."""
     one, two = planned(job, hardware=GPU).forecast, planned(job, TWO, hardware=GPU).forecast
     assert one.seconds * 0.45 < (two.seconds or 0) < one.seconds * 0.75
     assert two.run.sampled_tokens == pytest.approx(one.run.sampled_tokens, rel=0.02)

@@ -1,4 +1,4 @@
-"""A sample of a job's rows: from everywhere, and honest about how far it may be off."""
+"""Samples of a job's rows: drawn from the whole input, with a correct error estimate."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_no_more_rows_than_asked_for_are_all_read(tmp_path: Path, model: Path) -
     assert "rows: too few to estimate the error of token counts;" in text(few)
 
 
-def test_the_rows_of_a_query_are_drawn_from(tmp_path: Path, model: Path) -> None:
-    """It runs once: rows of a query that is random would otherwise be counted in one draw and read in another."""
+def test_a_sample_of_a_query_uses_one_execution(tmp_path: Path, model: Path) -> None:
+    """A random query would otherwise return other rows the second time."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in varied(900)))
     query = "select *, row_number() over () as n from read_json('in.jsonl') where random() < 0.9"
     path = write_job(tmp_path, model, input={"path": None, "sql": query, "id": "id"})
@@ -96,7 +96,7 @@ def test_the_rows_of_a_query_are_drawn_from(tmp_path: Path, model: Path) -> None
 
 
 def test_the_error_holds_19_times_of_20() -> None:
-    """For rows in any order, and for lengths that rise along the input, 200 samples each."""
+    """For rows in any order and for increasing lengths, 200 samples each."""
     rng = np.random.default_rng(3)
     rows = [row for start, end in Strata(160, RUN_ROWS).runs(0, 16_000) for row in range(start, end)]
     for rising in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""Where the rows of a plan are divided among engines."""
+"""Dividing the rows of a plan among engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.plan.order.backlog import DIVIDES_AT, Backlog, cut, piece_rows, 
 
 
 def rows(*groups: tuple[int, int, int]) -> list[Request]:
-    """Groups of (rows, tokens that they share, tokens of each beyond these), one after the other."""
+    """Return rows in groups of (rows, shared tokens, further tokens per row), in this order."""
     made = []
     for members, shared, own in groups:
         for member in range(members):
@@ -67,7 +67,7 @@ def test_a_group_is_kept_whole() -> None:
 
 
 def test_a_group_inside_a_group_is_kept_whole() -> None:
-    """All rows begin alike; what the rows of an inner group share besides is not run twice."""
+    """All rows share a prefix. The longer prefix of an inner group is computed once."""
     requests = rows(*[(8, 40, 400)] * 10)
     linked = [Request(r.key, r.prompt, r.params, r.shares_next or 10) for r in requests]
     assert cut(linked, 30, 2)[0] == 32
@@ -82,8 +82,8 @@ def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
     assert cut(requests[:40], 16, 2, free_tokens=512) == (16, 512)
 
 
-def test_what_engines_run_already_is_not_paid_again() -> None:
-    """The first half is divided because there is enough of it; the last rows are shared out as evenly."""
+def test_prefixes_that_engines_already_computed_cost_nothing_again() -> None:
+    """The first half is divided because it is large enough. The last rows are divided evenly."""
     backlog, pieces = Backlog(), []
     backlog.append(rows((128, 512, 80)))
     while len(backlog):
@@ -100,8 +100,10 @@ def test_rows_that_come_back_are_first() -> None:
     assert not len(backlog)
 
 
-def test_the_busiest_engines_share_of_many_rows_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut looks at all rows that were read: of 25,000 that were read at once it looked 50 times at each."""
+def test_finding_the_share_of_the_busiest_engine_reads_each_row_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each row of 25,000 was once read 50 times."""
     many, looked_at, take = rows(*[(4, 16, 16)] * 3_000), [0], Backlog.take
 
     def counted(backlog: Backlog, most: int, engines: int) -> list[Request]:

@@ -1,4 +1,4 @@
-"""The plan covers what is missing, once each, in an order that shares prefixes and starts long work first."""
+"""The plan contains each missing request once, in an order that shares prefixes and starts long work first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROOTS = ContentRoots(1 << 20)
 def plan_rows(
     folder: Path, rows: list[Any], *, stored: Iterable[Any] = (), rows_per_part: int = 1000, **more: Any
 ) -> Plan:
-    """Plan rows, answers of which are stored."""
+    """Plan rows. `stored`: rows that have answers in the store."""
     index = write_index(folder / "x", rows, rows_per_part=rows_per_part)
     with CompletionStore(folder / "completions") as store:
         store.append(stored)
@@ -74,9 +74,10 @@ def test_without_good_rows_the_plan_is_empty(tmp_path: Path, rows: list[dict[str
     assert list(plan.batches(10)) == []
 
 
-def test_rows_that_share_with_rows_in_flight_come_first(tmp_path: Path) -> None:
-    """What a run has begun is not planned again. Of its prefixes those in flight are gone on with, the last one first,
-    and before longer rows; what is shared with rows that have their answers may have to run again."""
+def test_rows_that_share_with_running_rows_come_first(tmp_path: Path) -> None:
+    """Running rows are not planned again. Rows with their prefixes come first, the newest prefix before older ones,
+    and before longer rows. Prefixes of finished rows may have been evicted.
+    """
     rows = [good_row(n, [group] * 40 + [n], 8 * (group + 1)) for n, group in enumerate([0, 1, 2, 3] * 3)]
     keys = [row["key"] for row in rows]
     begun = {"begun": [keys[2], keys[0], keys[1]], "in_flight": [keys[0], keys[1]]}
@@ -176,13 +177,13 @@ def test_plan_properties(tree: list[Any], rows_per_part: int) -> None:
 
 
 def _shared(prompts: list[list[int]]) -> int:
-    """Tokens beyond the nodes of the prompts' trie. A prompt's last token always runs, and is no node of it."""
+    """Return the tokens beyond the nodes of the prompts' trie. A prompt's last token always runs and is no node."""
     heads = [tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt))]
     return len(heads) - len(set(heads))
 
 
 def _check_nodes(work: list[dict[str, Any]], prompts: list[list[int]], nodes: list[dict[str, Any]]) -> None:
-    """Every row's group is a node that its prompt begins with, and nodes have as many users as rows below them."""
+    """Check that each row's group is a prefix of its prompt, and that nodes count the rows below them."""
     users = dict.fromkeys(range(len(nodes)), 0)
     heads: dict[int, list[int]] = {}
     for row, prompt in zip(work, prompts, strict=True):
@@ -252,7 +253,7 @@ def test_many_rows_plan_under_a_small_memory_limit(tmp_path: Path) -> None:
 
 
 def test_errors_while_prompts_are_hashed_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal may come then; DuckDB alone would tell of a damaged file."""
+    """They may be a signal, which DuckDB would report as a damaged file."""
 
     class Stopped(Exception):
         pass

@@ -1,4 +1,4 @@
-"""The forest of shared prefixes, and the order that it gives, against what brute force says of them."""
+"""The forest of shared prefixes and its order, compared with brute force."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def prompts_of(tree: list[tuple[list[int], int]]) -> list[np.ndarray]:
 
 
 def heads_of(prompt: np.ndarray) -> list[bytes]:
-    """What a prompt may share: not its last token, which always runs."""
+    """Return the prefixes that a prompt may share: without its last token, which always runs."""
     return [prompt[:end].tobytes() for end in range(1, len(prompt))]
 
 
 def in_order(prompts: list[np.ndarray], batch: int) -> tuple[list[np.ndarray], PrefixForest]:
-    """The prompts sorted, and their forest, of which so many prompts are held at a time."""
+    """Return the prompts in order, and their forest. `batch`: prompts in memory at a time."""
     counts = [len(prompt) for prompt in prompts]
     places = pa.table({"token_offset": np.cumsum(counts) - counts, "token_count": np.array(counts, np.int32)})
     roots = np.zeros(len(prompts), np.uint64)
@@ -49,7 +49,7 @@ def in_order(prompts: list[np.ndarray], batch: int) -> tuple[list[np.ndarray], P
 
 
 def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | None]]:
-    """By prefix its users and its parent: prefixes that two or more begin with, where the number of users changes."""
+    """Return users and parent of each prefix of two or more prompts at which the number of users changes."""
     users: dict[bytes, set[int]] = defaultdict(set)
     for row, prompt in enumerate(prompts):
         for head in heads_of(prompt):
@@ -100,7 +100,7 @@ def test_the_order_walks_the_forest_by_effort(many, tree, data):
 
 
 def walk(rows: list[int], prompts: list[np.ndarray], effort: list[int], depth: int, step: int) -> list[int]:
-    """By recursion: the parts of these rows that differ in the next `step` tokens, by largest effort."""
+    """Order rows recursively: groups that differ in the next `step` tokens, the largest effort first."""
     parts: dict[bytes | int, list[int]] = defaultdict(list)
     for row in rows:
         whole = len(prompts[row]) > depth + step
@@ -149,7 +149,7 @@ def test_a_very_deep_chain_of_prefixes():
 
 
 class Counted:
-    """A token store that counts how often it is read."""
+    """A token store that counts its reads."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens, self.reads = tokens, 0

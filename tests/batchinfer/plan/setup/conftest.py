@@ -1,4 +1,4 @@
-"""The checkpoint that jobs of these tests name."""
+"""The checkpoint that these tests' jobs name."""
 
 from __future__ import annotations
 

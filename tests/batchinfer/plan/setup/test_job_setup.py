@@ -1,4 +1,4 @@
-"""As many processes read a job's rows as there are cores and memory for, and on GPUs the engines keep theirs."""
+"""The number of render workers follows cores and memory, and on GPUs the engines keep their own cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job's vectors are: as it says, and as its checkpoint does."""
+"""Vectors of a job, as the job and its checkpoint define them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The context of every work key: the digest of what decides an answer."""
+"""The context of every work key: the digest of all settings that change an answer."""
 
 from __future__ import annotations
 
@@ -43,20 +43,22 @@ def test_stored_answers_stay_valid(
 
 
 def digest_of(**more: Any) -> bytes:
-    """Return the digest of the parts that every context has, and some more."""
+    """Return the digest of the parts that every context has, plus `more`."""
     parts = {"model": "m", "tokenizer": "t", "dtype": "bfloat16", "max_model_len": 512, "eos": [257]}
     parts |= {"numerics": NUMERICS_VERSION, **more}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
 def test_an_option_at_its_default_is_absent_from_the_context(checkpoint: Checkpoint) -> None:
-    """So one that is added later changes no key of a job that does not use it."""
+    """A new option must not change the keys of jobs that do not use it."""
     assert SETTING.numerics.context(checkpoint, "m", "t") == digest_of()
     assert changed(SETTING, block_size=16).numerics.context(checkpoint, "m", "t") == digest_of()
 
 
-def test_codes_multiplied_as_integers_have_deterministic_answers_of_their_own(checkpoint: Checkpoint) -> None:
-    """Where they were widened first, the same job had other bits; in float32 they are widened still."""
+def test_integer_products_of_quantised_values_have_deterministic_keys_of_their_own(
+    checkpoint: Checkpoint,
+) -> None:
+    """Dequantising first gave other bits. In float32, values are still dequantised."""
     coded = changed(SETTING, kv_cache="int8", deterministic=True)
     widened = {"deterministic": True, "kv_cache_dtype": "int8"}
     in_float32 = changed(coded, dtype="float32").numerics.context(checkpoint, "m", "t")
@@ -100,18 +102,17 @@ ORDERS: dict[str, tuple[Any, ...]] = {
         ("tiles", {"quantization": "int8"}, False),
     ],
 )
-def test_bits_of_another_order_of_sums_are_kept_apart_where_they_are_promised(
+def test_another_order_of_sums_changes_keys_only_in_deterministic_jobs(
     checkpoint: Checkpoint, option: str, changes: dict[str, Any], apart: bool
 ) -> None:
-    """Elsewhere another order is too little for another answer."""
     values = ORDERS[option]
     settings = [changed(SETTING, **changes, **{option: value}) for value in values]
     contexts = {one.numerics.context(checkpoint, "m", "t") for one in settings}
     assert len(contexts) == (len(values) if apart else 1)
 
 
-def test_another_version_of_transformers_has_answers_of_its_own(checkpoint: Checkpoint) -> None:
-    """Only where it computes the model: for a family of ours the context is as if there were no such option."""
+def test_another_version_of_transformers_changes_keys(checkpoint: Checkpoint) -> None:
+    """Only if transformers computes the model. Built-in families omit the option."""
     versions = ("batchinfer", "transformers 5.23.0", "transformers 5.24.0")
     contexts = [SETTING.numerics.context(OfAnother(checkpoint, one), "m", "t") for one in versions]  # type: ignore[arg-type]
     assert contexts[0] == SETTING.numerics.context(checkpoint, "m", "t")

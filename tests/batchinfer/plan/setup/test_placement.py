@@ -1,4 +1,4 @@
-"""The placement of a job's engines on cores, GPUs and machines; a division that cannot be is refused."""
+"""The placement of a job's engines on cores, GPUs and nodes, and refused divisions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: li
 def test_engines_of_a_cluster_have_a_share_each(
     tmp_path: Path, checkpoint: Checkpoint, asked: dict[str, str], room: int, engines: int
 ) -> None:
-    """The node decides about cores; threads are those of the share."""
+    """The node decides about cores. The threads of an engine follow from its share."""
     settings = [("ray.address", "auto"), *((f"ray.{name}", value) for name, value in asked.items())]
     job = job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.pipeline_parallel_size", "2"), *settings)
     setting = resolve(job, checkpoint, replace(CORES, cores=4, engines=room))

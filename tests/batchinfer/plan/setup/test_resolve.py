@@ -1,4 +1,4 @@
-"""A job's options become settings on a machine, or are refused."""
+"""Options of a job become settings for a machine, or are refused."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_tiles_are_used_where_they_are_granted(tmp_path: Path, checkpoint: Check
     assert setting.load_config(job_of(tmp_path)).tiles is given
 
 
-def test_a_job_is_set_up_for_the_machine_that_its_caller_describes(
+def test_a_job_is_set_up_for_the_given_machine_and_not_this_one(
     tmp_path: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the machine is that resolves: this one has one core, and no fast bfloat16."""
+    """This machine has one core and slow bfloat16."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(hardware, "FAST_BF16_FLAGS", frozenset())
     checkpoint = replace(checkpoint, spec=replace(checkpoint.spec, dtype="bfloat16"))
@@ -193,7 +193,7 @@ def test_zeros_of_sparse_weights_are_left_out_where_a_gpu_can(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """One that stores fp8 with scales of blocks."""
+    """A checkpoint that stores fp8 weights with block scales."""
     folder = tmp_path_factory.mktemp("stored")
     make_fp8(folder / "m", folder / "plain", "llama", block=128)
     return inspect_checkpoint(folder / "m")
@@ -237,7 +237,7 @@ def test_a_cpu_refuses_what_it_cannot_do_in_float16(tmp_path: Path, checkpoint: 
 
 
 class OfAnother:
-    """A stored model that transformers computes, as far as a setting asks."""
+    """A stored model that transformers computes. Has the attributes that settings read."""
 
     def __init__(self, plain: Checkpoint, modelling: str) -> None:
         self.spec, self.dtype, self.modelling = plain.spec, plain.dtype, modelling

@@ -1,4 +1,4 @@
-"""A simulated run takes the steps of the real one, and the time that its clock is told."""
+"""A simulated run takes the same steps as a real one, and the time of the given clock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COUNTS = [field.name for field in fields(StepSample) if not field.name.endswith(
 
 
 def chunks(rows: int, start: int, length: int = 1) -> tuple[list[int], list[int]]:
-    """The starts and lengths of a step's chunks."""
+    """Return the starts and lengths of a step's chunks."""
     return [start] * rows, [length] * rows
 
 
@@ -90,7 +90,7 @@ def test_without_captures_all_is_launched_by_operators():
 
 
 def run(start: int, each: int, size: int) -> Simulated:
-    """A run with a beginning and an end that do not depend on its size."""
+    """Return a run whose start and end do not depend on `size`."""
     counts = {field.name: start + each * size for field in fields(Simulated)}
     times = {name: float(counts[name]) for name in ("seconds", "roofline_s")}
     return Simulated(**(counts | times))  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def machine(limits: Limits, runner: ModelRunner, time: StepTime, looks_ahead: bo
 
 
 def work_of(params: Sequence[SamplingParams], length: int = 9) -> tuple[list[Request], dict[bytes, int]]:
-    """Requests whose prompts share nothing, and answers that become as long as they may."""
+    """Return requests that share no prefix, and the maximum lengths of their answers."""
     work = [
         Request(bytes([n]) * 32, np.arange(length, dtype=np.int32) + n, own) for n, own in enumerate(params)
     ]
@@ -154,7 +154,7 @@ def counts(steps: Sequence[StepSample]) -> list[dict[str, int]]:
 @settings(max_examples=examples(26, 80), deadline=None, print_blob=True)
 @given(rows(), LIMITS, st.sampled_from([ModelRunner, DeviceRunner, DeviceRunner]), st.integers(1, 4))
 def test_steps_are_those_of_the_engine(work: list[Request], limits: Limits, kind: Any, steps: int) -> None:
-    """Chunks, batches, sharing, preemption, padding of steps that looked ahead, steps at once, flops and bytes."""
+    """Chunks, batches, sharing, preemption, padding with look-ahead, multi-step decoding, FLOPs and bytes."""
     runner = hashing_runner(kind, limits.blocks, limits.block_size)
     repeated = partial(at_once, steps if kind is DeviceRunner else 1)
     own = make_engine(runner, limits, frozenset([EOS]), stop_streams=watcher, repeated=repeated())
@@ -227,8 +227,8 @@ def test_time_is_the_devices_and_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.5])
-def test_steps_launched_at_once_take_the_host_once(penalty: float) -> None:
-    """And the device as long as each takes it; a row with a penalty has all others run one step at a time."""
+def test_steps_launched_together_take_the_host_time_once(penalty: float) -> None:
+    """The device takes the time of all steps. A row with a penalty makes all rows run single steps."""
     limits = Limits(budget=40, seqs=4, blocks=80, block_size=4)
     runner = hashing_runner(DeviceRunner, limits.blocks, limits.block_size)
     params = [SamplingParams(max_tokens=41, ignore_eos=True)] * 3
@@ -251,7 +251,7 @@ def test_steps_launched_at_once_take_the_host_once(penalty: float) -> None:
 
 
 def measured(expected: StepTime, count: int, took: StepTime, seed: int = 5) -> list[MeasuredStep]:
-    """Steps of a real model's cost that took what `took` says."""
+    """Return steps of a real model's cost that took the time of `took`."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -281,8 +281,8 @@ def test_step_times_are_found_again_from_what_steps_took(parts: dict[str, float]
     assert only.prefill_efficiency == only.decode_efficiency == pytest.approx(0.4)
 
 
-def test_no_time_is_below_zero_however_steps_scatter() -> None:
-    """A few long steps of few rows make a line that falls, or that begins below zero."""
+def test_predicted_times_are_never_negative() -> None:
+    """A few long steps of few rows fit a falling line, or one with a negative intercept."""
     rows_of = np.arange(1.0, 60.0)
     for host_s in (1 / rows_of, 1e-5 * rows_of**2):
         found = host_line(rows_of, host_s)
@@ -292,8 +292,8 @@ def test_no_time_is_below_zero_however_steps_scatter() -> None:
 
 
 @pytest.mark.parametrize("cost", [LLAMA_135M, LLAMA_8B])
-def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost) -> None:
-    """Otherwise earlier runs' steps would be compared with what other steps take."""
+def test_the_shape_of_a_step_is_restored_from_the_report(cost: ModelCost) -> None:
+    """Steps of earlier runs are compared by shape."""
     for shape in (
         StepShape(64, 64, 64 * 700 * cost.layers, 64 * 700 * cost.layers),
         StepShape(2048, 3, 3_000_017, 61_440),
@@ -303,8 +303,8 @@ def test_a_steps_shape_is_found_again_from_what_the_report_keeps(cost: ModelCost
 
 
 @pytest.mark.parametrize("seqs", [1, 3])
-def test_memory_of_the_cache_takes_time_when_it_is_first_used_and_never_again(seqs: int) -> None:
-    """Of six rows one after another only the first takes blocks that nobody had; of three at a time three do."""
+def test_cache_memory_costs_time_only_at_its_first_use(seqs: int) -> None:
+    """Of six rows in sequence only the first uses new blocks. With three at a time, three do."""
     runner = hashing_runner(ModelRunner, 20, 4)
     work, outputs = work_of([SamplingParams(max_tokens=4, ignore_eos=True)] * 6, length=8)
     limits = Limits(budget=40, seqs=seqs, caching=False, blocks=20, block_size=4)

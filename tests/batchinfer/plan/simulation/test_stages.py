@@ -1,4 +1,4 @@
-"""Stages one behind the other: bounds on the time that steps take them, whatever they take each, and who waits."""
+"""Pipeline stages: bounds on the duration of steps for any stage times, and waits of stages."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def last_hands_on_nothing(steps: list[list[StageWork]]) -> list[list[StageWork]]
 
 @given(STEPS)
 def test_a_schedule_keeps_its_bounds(steps: list[list[StageWork]]) -> None:
-    """No stage does two things at a time, no step is done before all stages have had it, and nothing waits for
-    nothing: all one behind the other is the most."""
+    """A stage runs one step at a time, a step ends after its last stage, and no stage waits without a reason. Running
+    everything in sequence is the upper bound.
+    """
     steps = last_hands_on_nothing(steps)
     schedule = StageSchedule(len(steps[0]))
     done = [schedule.run(work, 0.0, 0.0) for work in steps]
@@ -71,8 +72,8 @@ def test_steps_begin_when_told_and_end_once_launched(steps: list[list[StageWork]
         assert second >= told + 1
 
 
-def test_equal_stages_wait_for_the_first_and_the_last_step_alone() -> None:
-    """Of m steps through p stages of one second each, all are done after m + p - 1 seconds (GPipe's bubbles)."""
+def test_equal_stages_only_wait_for_the_first_and_the_last_step() -> None:
+    """m steps through p stages of one second each end after m + p - 1 seconds (the bubbles of GPipe)."""
     schedule = StageSchedule(4)
     done = [schedule.run([StageWork(1.0)] * 4, 0.0, 0.0) for _ in range(10)]
     assert done[-1] == 10 + 4 - 1
@@ -142,8 +143,9 @@ def test_one_stage_of_everything_is_the_plain_simulation() -> None:
 
 @pytest.mark.parametrize("tensor", first_of([4, 2], 1))
 def test_over_a_free_link_tensor_ranks_take_what_their_parts_cost(tensor: int) -> None:
-    """As an engine takes whose model is one rank's part, and a little more than the whole one divided by the ranks:
-    each reads all norms and hidden states."""
+    """At least the time of an engine with one rank's part, and slightly more than the time of the model divided by the
+    ranks: each rank reads all norms and hidden states.
+    """
     on = machine(SPEC, Division(tensor))
     divided, part = run(on), run(replace(machine(SPEC), cost=on.stages[0].cost))
     assert divided.seconds == part.seconds
@@ -155,7 +157,7 @@ def test_over_a_free_link_tensor_ranks_take_what_their_parts_cost(tensor: int) -
 
 
 def test_a_collective_takes_what_the_traffic_says() -> None:
-    """Two sums a layer and that of the embeddings, of hidden states; and the best logit of each row, or all of them."""
+    """Two sums of hidden states per layer, one for the embeddings; then the best logit of each row, or all logits."""
     link = DeviceLink("a link", 1e9, 1e-5, share=1.0)
     (stage,) = stages_of(SPEC, Division(2), link)
     sums = (2 * 8 + 1) * 2 * (100 * 512 * 2 / 2 / 1e9 + 1e-5)
@@ -193,8 +195,8 @@ def test_attention_of_a_stage_is_its_share() -> None:
     assert apart == pytest.approx(time.device_s(shape, whole, 64), rel=0.03)
 
 
-def test_a_step_that_was_launched_ahead_begins_once_the_tokens_of_the_one_before_are_there() -> None:
-    """Steps of other engines do not wait for them."""
+def test_a_step_launched_ahead_starts_when_the_previous_step_has_its_tokens() -> None:
+    """Steps of other engines do not wait."""
     work = [StageWork(1.0), StageWork(1.0)]
     for others, done_s in ((0, 4.0), (1, 4.0), (2, 5.0)):
         clock = Clock(stages=StageSchedule(2))

@@ -1,10 +1,9 @@
-"""Whether the host keeps an H100 busy, in the simulator: with times of the host as they were measured, and peaks and
-efficiencies of the device as they were measured on one.
+"""Simulates how busy the host keeps an H100, with measured host times and measured peaks of the device.
 
     python -m tests.batchinfer.plan.simulation.test_steady_state [MODEL PROMPT OUTPUT ROWS]
 
-A decode step of 256 rows takes the host 0.9 ms (tests/batchinfer/engine/host_work.py), and replaying a graph as long
-again; a layer of another step 1.1 ms, or, where all but attention is captured, what `REPLAY_LAYER_S` estimates.
+A decode step of 256 rows takes the host 0.9 ms (tests/batchinfer/engine/host_work.py), and as long again to replay
+its graph. A layer of another step takes 1.1 ms, or `REPLAY_LAYER_S` if all of it except attention is captured.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ SIZES = (2, 4, 8, 16, 32, 48)  # places that are filled together, where costs do
 
 
 class Counted(BatchedAdmission):
-    """Fills so many places at a time, or fewer whose prompts fill a step."""
+    """Admits rows in groups of a fixed size, or smaller groups whose prompts fill a step."""
 
     def __init__(self, places: int, costs: AdmissionCosts | None) -> None:
         super().__init__(costs)
@@ -79,7 +78,7 @@ def machine(
 
 
 def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulated:
-    """Rows whose answers' lengths are drawn at random about `output`, and not known beforehand."""
+    """Run rows whose answer lengths are random around `output` and not known beforehand."""
     lengths = np.minimum(np.random.default_rng(1).geometric(1 / output, rows), 8 * output)
     params = SamplingParams(max_tokens=8 * output)
     requests = [Request(i.to_bytes(32, "big"), np.full(prompt, i, np.int32), params) for i in range(rows)]
@@ -89,7 +88,7 @@ def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulat
 
 
 def shares(name: str, prompt: int, output: int, rows: int, pieces: bool = True) -> tuple[float, float]:
-    """The time of the device alone, as a share of the run's: filling places at once, and when costs say so."""
+    """Return the device's share of the run's time: with immediate admission, and with admission by cost."""
     cost = MODELS[name]
     once = machine(cost, None, pieces)
     ways = (once, machine(cost, admission_costs(cost, H100, pieces), pieces))
@@ -101,7 +100,7 @@ def shares(name: str, prompt: int, output: int, rows: int, pieces: bool = True) 
 def counted(
     name: str, prompt: int, output: int, rows: int, pieces: bool, sizes: Sequence[int] = SIZES
 ) -> Iterator[float]:
-    """The same share where so many places are filled together."""
+    """Yield the device's share of the run's time for each fixed size of admitted groups."""
     once = machine(MODELS[name], None, pieces)
     alone = run(replace(once, time=StepTime(H100, EFFICIENCY, EFFICIENCY)), prompt, output, rows).seconds
     for size in sizes:
@@ -128,8 +127,8 @@ THINNED = [("1B", 128, 64, True), ("8B", 128, 64, False)]
 @pytest.mark.parametrize(
     "case", [case if case in THINNED else pytest.param(case, marks=pytest.mark.slow) for case in EVERY]
 )
-def test_no_number_of_places_to_fill_together_is_better(case):
-    """By half a percent, whatever the model, prompts and answers, and whether steps are captured in pieces."""
+def test_no_fixed_group_size_of_admission_is_faster(case):
+    """Within half a percent, for each model and lengths, with and without piecewise capture."""
     name, prompt, output, pieces = case
     rows, sizes = (200, SIZES[1::2]) if case in THINNED else (1000, SIZES)
     once, found = shares(name, prompt, output, rows, pieces)

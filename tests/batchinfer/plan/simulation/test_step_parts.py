@@ -1,4 +1,4 @@
-"""What the parts of a step take is found from steps that were timed, and says what other steps take."""
+"""The times of a step's parts are fitted to timed steps, and predict other steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRUTH = {
 
 
 def shapes(cost: ModelCost) -> list[tuple[StepShape, int]]:
-    """Prompts, decodes and both, as a calibration runs them."""
+    """Return shapes of prefill, decode and mixed steps, as a calibration runs them."""
     prompts = [
         (StepShape(n * length, n, cost.layers * n * length**2 // 2, cost.layers * n * length), n)
         for n, length in ((1, 32), (1, 512), (4, 128), (1, 1024), (32, 32))
@@ -86,8 +86,7 @@ def test_steps_that_something_disturbed_hardly_count() -> None:
 
 
 @pytest.mark.parametrize("cost", [NARROW, LLAMA_135M, LLAMA_8B])
-def test_no_part_is_left_out(cost: ModelCost) -> None:
-    """Parts at their least are nothing below the rooflines: what a step takes is counted somewhere."""
+def test_the_minimum_of_all_parts_is_not_below_the_roofline(cost: ModelCost) -> None:
     for shape, rows in shapes(cost):
         parts = step_parts(cost, shape, rows, PEAKS)
         work = dict.fromkeys(PARTS, 1.0) | {"layers": 0.0, "rows": 0.0}
@@ -117,7 +116,7 @@ def test_no_other_coefficients_from_zero_on_come_nearer(seed: int) -> None:
 
 
 def test_a_column_that_gains_nothing_leaves_numbers() -> None:
-    """What rounding calls a gain may be none."""
+    """A gain may be a rounding error."""
     columns = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     found = nonnegative(columns, np.array([3.0, 3.0, 1e-300]))
     assert np.isfinite(found).all()

@@ -1,4 +1,4 @@
-"""Lengths of answers, estimated from answers of which many were cut."""
+"""Lengths of answers, estimated from samples with many truncated answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ ANSWERS = 20_000
 
 @pytest.mark.parametrize("kind", ["geometric", "normal", "two peaks"])
 def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
-    """Rows with a bound of their own, drawn apart from their lengths: others' lengths without a bound are found again.
-    To take each cut answer for a whole one gives a third less."""
+    """The bounds of some rows do not depend on their lengths. The estimate finds the lengths of unbounded rows.
+    Counting a truncated answer as complete would give a third less.
+    """
     rng = np.random.default_rng(5)
     lengths = {
         "geometric": rng.geometric(1 / 60, ANSWERS),
@@ -36,7 +37,7 @@ def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
 
 
 def test_beyond_what_was_seen_answers_go_on_ending() -> None:
-    """Nine of ten end by 50 and all others were cut at 64: what has 256 tokens of room does not take them all."""
+    """Nine of ten answers end by 50 tokens, the others were cut at 64. The estimate stays far below 256."""
     found = SurvivalCurve.of(np.append(np.arange(1, 51).repeat(9), np.full(50, 64)), np.arange(500) >= 450)
     assert found.length(0.95, 64) == 64
     assert 64 < found.length(0.95, 256) < 128

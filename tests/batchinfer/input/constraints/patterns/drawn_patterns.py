@@ -1,4 +1,4 @@
-"""Random regular expressions of ECMAScript, some just beyond it, and texts that they may match."""
+"""Random ECMAScript regular expressions, a few invalid ones, and texts that they may match."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BEYOND = [
 
 
 class DrawnPattern:
-    """Draws expressions; `beyond`: how often a part is one that not every dialect has."""
+    """Draws expressions. `beyond` is the probability of a part that some dialects do not support."""
 
     def __init__(self, seed: int, beyond: float) -> None:
         self._draw, self._beyond = random.Random(seed), beyond
@@ -50,7 +50,7 @@ class DrawnPattern:
         return "|".join(held)
 
     def text(self) -> str:
-        """Short, mostly of odd characters."""
+        """Return a short text, mostly of unusual characters."""
         return "".join(self._draw.choices(ODD, k=self._draw.choice((0, 1, 1, 1, 2, 2, 3, 5))))
 
     def _way(self, depth: int) -> str:

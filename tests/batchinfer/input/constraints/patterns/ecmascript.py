@@ -1,4 +1,4 @@
-"""What a real engine of ECMAScript says of a regular expression: the oracle of the tests."""
+"""A real ECMAScript engine, used as an oracle for regular expressions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _test() -> Any:
 
 
 def matches(pattern: str, texts: Sequence[str]) -> list[bool] | None:
-    """Which texts the expression with the flag u finds something in; None if it is no expression."""
+    """Return for each text whether the pattern (flag u) matches part of it, or None if the pattern is invalid."""
     found = _test()(json.dumps(_strict(pattern)), json.dumps(texts))
     return None if found == "null" else [bool(one) for one in json.loads(found)]
 
 
 def _strict(pattern: str) -> str:
-    """Punctuation that needs no backslash has one without the flag u only; the meaning is the same."""
+    """Remove backslashes before punctuation, which flag u refuses. The meaning is the same."""
     return _ESCAPE.sub(
         lambda found: (
             found[0]

@@ -34,7 +34,7 @@ LIMITED = (
 
 @dataclass
 class Compared:
-    """What was compared, and what differed."""
+    """Counts of comparisons, and the differences found."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, ...]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Compared:
 
 
 def compiled(pattern: str, searched: bool) -> LLMatcher | str:
-    """The constraint, or why there is none."""
+    """Return the compiled constraint, or the message of its refusal."""
     schema = json.dumps({"type": "string", "pattern": pattern})
     params = SamplingParams(json_schema=schema) if searched else SamplingParams(regex=pattern)
     try:
@@ -94,7 +94,7 @@ def accepts(ours: LLMatcher, data: bytes) -> bool:
 
 
 def walk(ours: LLMatcher, draw: random.Random) -> bytes | None:
-    """Bytes of a random walk over the mask; None for one that has not ended in time."""
+    """Return the bytes of a random walk over the mask, or None if it did not end in time."""
     one, data = ours.deep_copy(), bytearray()
     for _ in range(STEPS):
         if one.is_accepting() and (draw.random() < 0.4 or one.is_stopped()):

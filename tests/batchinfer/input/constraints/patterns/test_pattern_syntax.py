@@ -1,4 +1,4 @@
-"""What patterns say, case by case: ECMAScript's classes, other languages' constructs, and properties."""
+"""Meaning of patterns: ECMAScript's classes, constructs of other languages, and properties."""
 
 from __future__ import annotations
 
