@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.input.prompts.template_parts import in_order, template_parts
+from batchinfer.input.prompts.template_parts import join_parts, template_parts
 
 LONG = "Say in one sentence of at most twenty words what this is about, in English."
 
@@ -60,7 +60,7 @@ def test_columns_lines_and_what_waits() -> None:
 def test_the_parts_in_order_are_the_template(lines: list[str]) -> None:
     source = "\n".join(lines)
     parts = template_parts(source)
-    assert in_order(parts, source) == source
+    assert join_parts(parts, source) == source
     starts = [part.first_line for part in parts]
     assert all(
         source.split("\n")[start - 1] == part.source.split("\n")[0]
