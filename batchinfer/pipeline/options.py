@@ -22,7 +22,7 @@ class RunOptions:
     Attributes:
         limit: Run a trial of that many first rows. None: all rows.
         replace: Whether the result may replace the result of another job.
-        retry_errors: Whether error rows that may succeed are computed again.
+        retry_errors: Whether rows with a retryable error are computed again.
         verify: Whether damaged files of earlier runs are found and ignored.
         to_openai: File for the result as OpenAI responses, or None.
         openai_timestamps: Whether that file has the time of the run. False: it has 0.

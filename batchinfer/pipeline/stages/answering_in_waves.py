@@ -40,9 +40,8 @@ from batchinfer.store.results.reuse.shared_answers import saved_tokens
 
 
 def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -> Index:
-    """Read the rest of the input, and run its rows in waves.
+    """Read the rest of the input, run its rows in waves, and commit all answers. Returns the complete index.
 
-    Return the complete index. All answers are committed.
     After a signal, running requests may finish.
 
     Args:
@@ -73,7 +72,7 @@ def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -
 
 
 class _Answering:
-    """Runs engines while an input is being read."""
+    """The answering stage of a run whose input is still being read."""
 
     waves: Waves
     _pool: ReplicaPool

@@ -63,7 +63,7 @@ class Link(Protocol):
 
 
 class Transport(Protocol):
-    """Starts workers, and waits for their messages."""
+    """Starts workers, as processes or on a cluster, and waits for their messages."""
 
     def start(self, spec: WorkerSpec) -> Link:
         """Start a worker, and return the connection to it.
@@ -124,7 +124,10 @@ class ProcessLink:
 
 
 class ProcessTransport:
-    """Starts each worker as a process on this machine. A crash of one engine does not affect the others."""
+    """Starts each worker as a process on this machine, and connects to it with a pipe.
+
+    A crash of an engine does not affect the other engines.
+    """
 
     wait_s, wanted = 0.0, ""  # a process never waits for resources
 

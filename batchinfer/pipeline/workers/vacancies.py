@@ -21,7 +21,7 @@ class Vacancies:
         self._waited, self._tell_at_s = WaitTimer(), FIRST_S
 
     def look(self, all_wait: bool) -> None:
-        """Update the waiting time. Call it regularly.
+        """Measure how long all engines have been waiting for resources, and notify the user. Call it regularly.
 
         Args:
             all_wait: Whether all engines wait for resources now.

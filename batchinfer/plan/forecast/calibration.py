@@ -47,12 +47,12 @@ class CalibrationSample:
 
     @property
     def length(self) -> int:
-        """Return the mean number of tokens per row of the sample, prompt and answer."""
+        """Return the mean number of tokens per row of the calibration sample, prompt and answer."""
         return self.tokens // max(1, self.rows) + self.answer_tokens
 
     @property
     def whole(self) -> int:
-        """Return the number of tokens of all rows of the sample, prompts and answers."""
+        """Return the number of tokens of all rows of the calibration sample, prompts and answers."""
         return self.rows * self.length
 
 

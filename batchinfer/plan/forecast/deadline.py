@@ -144,7 +144,7 @@ class DeadlineWatch:
         self._told |= deadline.is_missed
 
     def answered(self, rows: int, output_tokens: int) -> None:
-        """Count an answer, unless the deadline is past.
+        """Add an answer to the rows and tokens that are done by the deadline, unless the deadline is past.
 
         Args:
             rows: Number of rows with this answer.

@@ -31,7 +31,7 @@ class IdleForecast:
 
     @property
     def total_s(self) -> float:
-        """Return the sum of all idle times that are known, in seconds."""
+        """Return the forecast idle seconds of the run's devices: the sum of all causes whose time is known."""
         known = (self.load_s, self.tail_s, self.publish_s)
         return self.input_s + self.plan_s + sum(seconds for seconds in known if seconds is not None)
 

@@ -195,7 +195,7 @@ class Linter:
             yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
 
     def _texts(self, first: PromptVariant) -> Iterator[tuple[str, str, int]]:
-        """Yield each greedily answered prompt: its text, its parameters and the number of its unshared tokens."""
+        """Yield each prompt with greedy sampling: its text, its parameters as JSON, and its unshared tokens."""
         before = 0  # tokens shared with the previous prompt
         for batch, requests in read_requests(first.plan, first.index.tokens, _BATCH, self.setup.roots):
             texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])

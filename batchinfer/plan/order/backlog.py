@@ -35,7 +35,7 @@ class Backlog:
         self._requests += requests
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Put requests that an engine returns at the front of the backlog."""
+        """Insert requests at the front of the backlog, because the engine that had them did not answer them."""
         self._requests[:0] = requests
         self._free_tokens = 0
 

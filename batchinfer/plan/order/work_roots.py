@@ -15,9 +15,10 @@ _ROWS = 65_536  # rows per read
 
 
 def _root_number(root: bytes) -> int:
-    """Return 64 bits of a digest of a content root, or 0 for the usual root.
+    """Return 64 bits of a digest of a request's content root, or 0 for the usual root.
 
-    Collisions have a probability of about 2⁻⁶⁴ and only worsen the order.
+    Requests with different content roots cannot share cached prefixes. Collisions have a probability of about 2⁻⁶⁴
+    and only worsen the order.
     """
     return 0 if root == USUAL else int.from_bytes(blake2b(root, digest_size=8).digest(), "little")
 
@@ -27,7 +28,7 @@ def work_roots(database: Any, roots: ContentRoots) -> Hashes:
 
     Args:
         database: A DuckDB connection with the table `work`.
-        roots: Determines the content root of each request.
+        roots: Tells which requests may share cached prefixes.
     """
     rows = int(database.execute("SELECT count(*) FROM work").fetchall()[0][0])
     if roots.is_single:

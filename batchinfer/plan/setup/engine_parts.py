@@ -26,7 +26,7 @@ class EngineParts:
     Attributes:
         weights: Folder of the calibrated int4 weights, which replace the job's model.
         adapters: Fingerprint and folder of each adapter.
-        adapter_sizes: Sizes of the adapters. None if they are merged into the weights.
+        adapter_sizes: Sizes of the adapters that are not merged into the weights. None without such adapters.
         draft_model: Draft model that runs in the same engines.
         heads: Draft heads of the job's model.
         experts: The experts of each rank.

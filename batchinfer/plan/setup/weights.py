@@ -228,12 +228,12 @@ def _experts_version(checkpoint: StoredModel) -> str:
 
 
 def record_of(loss: Loss | None) -> dict[str, object]:
-    """Return the record that is stored next to the weights, as JSON."""
+    """Return the loss of calibrated weights as the JSON object that is stored next to them."""
     return {"version": CALIBRATION_VERSION, "loss": None if loss is None else asdict(loss)}
 
 
 def loss_of(folder: Path) -> Loss | None:
-    """Return the measured loss of the weights in a folder, or None if unknown."""
+    """Return the loss of calibrated weights that was stored in their folder, or None if there is none."""
     record = read_json(folder / RECORD)
     loss = record.get("loss") if isinstance(record, dict) else None
     if not isinstance(loss, dict) or loss.keys() != {"kl", "same", "tokens"}:

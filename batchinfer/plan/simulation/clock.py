@@ -108,10 +108,11 @@ class Captures:
 
 
 class Launching:
-    """Predicts how an engine launches each step: as one CUDA graph, as one graph per layer, or eagerly.
+    """Predicts how an engine launches each step: as one CUDA graph, piecewise, or eagerly.
 
-    Decode graphs are distinguished by their rows, context bound and block sharing. A real GPU has more kinds, by the
-    split of rows and the number of sharing groups, so a few more steps run there before each kind has its graph.
+    Piecewise means one CUDA graph for each part between two layers' attention. Decode graphs are distinguished by
+    their rows, context bound and block sharing. A real GPU has more kinds, by the split of rows and the number of
+    sharing groups, so a few more steps run there before each kind has its graph.
     """
 
     def __init__(self, captures: Captures) -> None:

@@ -85,7 +85,7 @@ class Simulated:
         roofline_s: Roofline seconds, summed over steps.
         waited_s: Mean idle seconds of a pipeline stage.
         full_graph_steps: Steps that a GPU ran as one CUDA graph.
-        piecewise_graph_steps: Steps that a GPU ran as one CUDA graph per layer.
+        piecewise_graph_steps: Steps that a GPU ran as CUDA graphs of the parts between two layers' attention.
         eager_steps: Steps that a GPU ran without a CUDA graph.
         full_graph_tokens: Tokens of `full_graph_steps`.
         piecewise_graph_tokens: Tokens of `piecewise_graph_steps`.
@@ -120,7 +120,7 @@ class Simulated:
 
     @property
     def output_tokens(self) -> int:
-        """Return the number of tokens of all answers."""
+        """Return the number of tokens of all answers in the simulated run."""
         return self.sampled_tokens - self.scored_positions
 
     @property

@@ -54,12 +54,12 @@ class StepParts(NamedTuple):
     others: dict[str, float]
 
     def shares(self, coefficients: Mapping[str, float]) -> dict[str, float]:
-        """Return a factor per part.
+        """Divide the duration of the step among its parts.
 
-        The duration of the step is the sum of all factors, each times the part's coefficient. Computing and reading
-        weights overlap partly, so a product takes the root of the sum of their squares. The plain sum is 20 % too
-        high if both are equal (a decode step of 24 rows in float32), and the maximum is too low (measured on two Zen
-        4 server cores).
+        Returns the seconds of each part per unit of its coefficient. So the duration is the sum over all parts of the
+        coefficient times the returned value. Computing and reading weights overlap partly, so a product takes the
+        root of the sum of their squares. The plain sum is 20 % too high if both are equal (a decode step of 24 rows
+        in float32), and the maximum is too low (measured on two Zen 4 server cores).
 
         Args:
             coefficients: The coefficient of each part, by its name in PARTS.

@@ -28,7 +28,7 @@ class StepTime:
         host_step_s: Host seconds per step.
         host_row_s: Host seconds per row of a step.
         launch_layer_s: Seconds per layer, if operators are launched one by one.
-        replay_layer_s: Seconds per layer, if each layer is a CUDA graph.
+        replay_layer_s: Seconds per layer, if the parts between two layers' attention are CUDA graphs.
         first_use_s: Seconds per byte of the KV cache at its first use, when the operating system clears the memory.
         parts: Coefficients of `fit_step_parts`, which predict the device time. None: the roofline does.
         host_repeat_s: Host seconds per further step of multi-step decoding.

@@ -154,7 +154,10 @@ class RayLink:
 
 
 def _parts(message: object) -> Iterator[object]:
-    """Yield a message in parts that are small enough for Ray to send within a call. Only Add can be split."""
+    """Split a message for an actor into parts that are small enough for Ray to send within a call.
+
+    Only Add can be split. Other messages are yielded unchanged.
+    """
     if not isinstance(message, Add):
         yield message
         return
