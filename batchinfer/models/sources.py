@@ -263,7 +263,7 @@ def checkpoint_source(
         check_parts(checkpoint, shard)
         return whole.part(ranks)
     if not ranks.shard.is_whole:
-        raise CannotSplit("a model that transformers' code computes is not divided among ranks")
+        raise CannotSplit("a model that transformers' code computes is not sharded among ranks")
     if adapters:
         raise Unavailable("a model that transformers' code computes is given no adapters; merge them into it")
     from batchinfer.models.foreign.source import (

@@ -1,4 +1,4 @@
-"""How a model is divided among ranks. Imports no torch, because the driver uses this module."""
+"""How a model is sharded among ranks. Imports no torch, because the driver uses this module."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector
 # Possible prefixes of a decoder's modules, in multimodal models and in other versions of transformers
 _BASES = ("model.language_model.", "language_model.model.", "model.", "")
 # The error for a DoRA with tensor parallelism
-DORA_NOT_SHARDED = "a DoRA is merged into whole rows of weights; only layers can be divided among ranks"
+DORA_NOT_SHARDED = "a DoRA is merged into whole rows of weights; only layers can be sharded among ranks"
 DIGEST = 32  # hexadecimal digits of a fingerprint
 
 

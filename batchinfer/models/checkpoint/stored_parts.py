@@ -114,7 +114,7 @@ def stored_part(checkpoint: Checkpoint, stored: StoredParameter, cut: ParameterC
         return StoredPart(stored, packed)
     first = stored.tensor if packed is None else packed.stored[0]
     if checkpoint.tensors[first].file.suffix == GGUF:
-        raise CannotSplit("tensors of a GGUF file are read as a whole, and cannot be divided among ranks")
+        raise CannotSplit("tensors of a GGUF file are read as a whole, and cannot be sharded among ranks")
     try:
         return replace(_cut(checkpoint, stored, packed, cut), elsewhere=cut.elsewhere)
     except CannotSplit as error:

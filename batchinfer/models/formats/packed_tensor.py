@@ -115,7 +115,7 @@ class PackedTensor(ABC):
         Raises:
             CannotSplit: If the border of a range divides a group or a word, or the format supports only whole weights.
         """
-        raise CannotSplit(f"weights of {self.format} are read as a whole, and cannot be divided among ranks")
+        raise CannotSplit(f"weights of {self.format} are read as a whole, and cannot be sharded among ranks")
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ def _list_sizes(spec: ModelSpec, shard: ModelShard) -> str:
 
 def _check_model(spec: ModelSpec, shard: ModelShard) -> None:
     if spec.encoder is not None:
-        raise CannotSplit(f"{spec.family} is an encoder; encoders are not divided among ranks")
+        raise CannotSplit(f"{spec.family} is an encoder; encoders are not sharded among ranks")
     divided = shard.experts is not None and not shard.experts.is_whole
     if divided and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers):
         raise CannotSplit(f"{spec.family} has no experts that ranks could divide")
