@@ -140,6 +140,8 @@ class EngineInfo:
 
     Attributes:
         ops: The name of the operator implementation.
+        device: The name of the device.
+        dtype: The dtype of weights and activations.
         threads: CPU threads.
         max_num_seqs: Maximum running sequences.
         max_num_batched_tokens: Maximum tokens per step.
@@ -147,6 +149,8 @@ class EngineInfo:
         blocks: Blocks of the KV cache.
         kv_bytes: Bytes of the KV cache.
         weight_bytes: Bytes of the weights.
+        quantization: How the weights are quantised.
+        deterministic: True if the result of a row does not depend on the other rows of a batch.
         linear: How the linear layers are computed.
         gpu: The GPU's UUID; empty on a CPU.
         capture_s: Seconds spent capturing CUDA graphs; None on a CPU.

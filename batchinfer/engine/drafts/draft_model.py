@@ -349,6 +349,10 @@ class DraftModelSource:
 
         Positions of accepted proposals can be reused too, except with draft heads, which compute proposals from their
         own states.
+
+        Args:
+            one: The draft model's state of the row, at the end of the last query.
+            row: The row now.
         """
         own, same = one.own, one.confirmed
         most = min(one.kept_positions, own.computed, len(row))
@@ -366,7 +370,7 @@ class DraftModelSource:
         return next(missing, full) * size
 
     def _note(self, one: _RowState, start: int, end: int) -> None:
-        """Record the content hashes of the blocks with the positions from `start` to `end` of a row.
+        """Record the content hashes of the blocks with the positions from `start` to `end` of the row in `one`.
 
         Blocks that are not full of prompt tokens are recorded as unknown. The last proposed token is never written to
         the cache: nothing is proposed after it, and it may have no block.
@@ -396,7 +400,11 @@ class DraftModelSource:
         return predictions | self._run(chunks) if chunks else predictions
 
     def _run(self, chunks: list[Chunk]) -> dict[Sequence, _Prediction]:
-        """Run a step of the draft model and return the predictions of the rows whose last token the step ran."""
+        """Run a step of the draft model on some chunks.
+
+        Returns:
+            The predicted next token of each row whose last token is in its chunk.
+        """
         began, sampling = self._clock(), [c.sequence for c in chunks if c.samples]
         plan = self._writer.of(Step(chunks=chunks), sampling)
         launched = self._config.runner.launch(plan)
@@ -411,7 +419,7 @@ class DraftModelSource:
         }
 
     def _append(self, one: _RowState, token: int) -> bool:
-        """Append a token to a row's proposal if the row may contain it. Return True if a further token may follow."""
+        """Append a token to the proposal for the row in `one`, if it is allowed. Return True if another may follow."""
         own, constraint = one.own, one.own.constraint
         if not 0 <= token < self._config.target_vocab or token in own.stop_token_ids:
             return False
@@ -457,7 +465,6 @@ def _tree(nodes: Seq[_Node], most: int) -> DraftTree:
 
 
 def _prediction(token: int, logprobs: TokenLogprobs | None) -> _Prediction:
-    """Return the prediction of a token. Its alternatives are left out if its log-probability is not finite."""
     if logprobs is None or not np.isfinite(logprobs.chosen[0]):
         return _Prediction(token)
     each = zip(logprobs.top_ids[0].tolist(), np.exp(logprobs.top[0]).tolist(), strict=True)

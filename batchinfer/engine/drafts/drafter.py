@@ -325,7 +325,13 @@ class CostedDrafter:
         return proposal.expected_accepted(self._acceptance.rate(source, proposal), len(proposal.tokens))
 
     def _expected(self, found: list[_Found], decodes: int, others: int) -> tuple[int, float]:
-        """Return the number of drafts that the step would verify, and the expected number of accepted drafts."""
+        """Return how many drafts a step with these proposals would verify, and how many it would accept on average.
+
+        Args:
+            found: The proposals.
+            decodes: The number of sequences that decode in the step.
+            others: The number of tokens that other sequences run in the step.
+        """
         if not found:
             return 0, 0.0
         rates, counts = self._draft_counts(found, decodes, others)
@@ -334,7 +340,16 @@ class CostedDrafter:
     def _draft_counts(
         self, found: list[_Found], decodes: int, others: int
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return two arrays [proposals]: the acceptance rates, and the numbers of tokens that the step verifies."""
+        """Choose how many tokens of each of n proposals the step verifies.
+
+        Args:
+            found: The proposals.
+            decodes: The number of sequences that decode in the step.
+            others: The number of tokens that other sequences run in the step.
+
+        Returns:
+            The acceptance rate of each proposal's tokens, and the number of its tokens to verify, both [n].
+        """
         rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
         lengths, seconds = np.minimum(lengths, self._most_drafts), self._costs.seconds
@@ -349,7 +364,13 @@ class CostedDrafter:
         return rates, counts
 
     def _choose(self, found: list[_Found], decodes: int, others: int) -> list[tuple[Sequence, Drafts]]:
-        """Return the drafts that the next step verifies, chosen from the proposals in `found`."""
+        """Return the rows that get drafts in the next step, with their drafts.
+
+        Args:
+            found: The best proposal of each row that has any.
+            decodes: The number of sequences that decode in the step.
+            others: The number of tokens that other sequences run in the step.
+        """
         rates, counts = self._draft_counts(found, decodes, others)
         expected = _expected_accepted(found, rates, counts)
         each = [one for one in zip(found, expected, counts.tolist(), strict=True) if one[2]]
@@ -404,7 +425,6 @@ class CostedDrafter:
 def _expected_accepted(
     found: list[_Found], rates: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> list[float]:
-    """Return the expected number of accepted tokens of each proposal, if its first `counts[i]` tokens are verified."""
     each = zip(found, rates.tolist(), counts.tolist(), strict=True)
     return [proposal.expected_accepted(rate, count) for (_, _, proposal), rate, count in each]
 

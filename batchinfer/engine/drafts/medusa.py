@@ -215,7 +215,7 @@ class MedusaSource:
         return self._shape
 
     def _rates(self, head: int, ranks: int) -> list[float]:
-        """Return the probability that each of a head's candidates is accepted if its ancestors are."""
+        """Return the probability that each of a head's first `ranks` candidates is accepted if its ancestors are."""
         rates = [self._acceptance.rate((head, 0), _BELIEVED)]
         for rank in range(1, ranks):
             believed = max(0.0, 1 - sum(rates)) * _BELIEVED_NEXT

@@ -20,9 +20,10 @@ _BYTES = array("i").itemsize
 
 
 class OwnText:
-    """A source that proposes what followed the last tokens of a row earlier in its prompt or answer.
+    """A draft source that proposes what followed a row's last tokens where they occur earlier in the same row.
 
-    For the first tokens of an answer, it first tries the prompt position from which another row's answer was copied.
+    A row's prompt and answer are searched for its last 8 tokens, then for its last 4 and its last 2. For the first
+    tokens of an answer, the source first tries the prompt position from which another row's answer was copied.
     """
 
     name: DraftName = "prompt"
@@ -31,11 +32,16 @@ class OwnText:
         self._beginning: int | None = None  # prompt position from which the newest copied answer began
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
-        """Return a proposal for each row whose last tokens occur earlier in its text."""
+        """Return a proposal for each row, or None if the row's last tokens occur nowhere else in the row.
+
+        Args:
+            rows: Running sequences.
+            most: Maximum number of tokens per proposal.
+        """
         return [self._of_row(row.tokens, row.prompt_length, most) for row in rows]
 
     def learn(self, text: array[int]) -> None:
-        """Do nothing: only the row's own text is searched."""
+        """Ignore a complete answer: only a row's own text is searched."""
 
     def _of_row(self, tokens: array[int], prompt: int, most: int) -> Proposal | None:
         answered = len(tokens) - prompt
@@ -51,7 +57,16 @@ class OwnText:
         return Proposal(tokens_from(tokens, match.end, most), match.matched)
 
     def _from_beginning(self, tokens: array[int], prompt: int, most: int) -> Proposal | None:
-        """Continue from the prompt position at which the newest copied answer began, if the answer so far matches."""
+        """Return a proposal that copies from the prompt position at which the newest copied answer began.
+
+        Args:
+            tokens: The tokens of the row.
+            prompt: The number of prompt tokens.
+            most: Maximum number of tokens of the proposal.
+
+        Returns:
+            None if the answer so far does not match the prompt there.
+        """
         answered = len(tokens) - prompt
         if self._beginning is None:
             return None
@@ -62,14 +77,25 @@ class OwnText:
 
 
 class Match(NamedTuple):
-    """The position after an earlier occurrence of a text's last tokens, and the number of matching tokens."""
+    """An earlier occurrence of a text's last tokens.
+
+    Attributes:
+        end: The position after the occurrence.
+        matched: The number of tokens that match, at most 32.
+    """
 
     end: int
     matched: int
 
 
 def find_match(tokens: array[int]) -> Match | None:
-    """Return the last earlier occurrence of the longest n-gram at the end of `tokens`, or None if there is none."""
+    """Return the last earlier occurrence of the tokens at the end of a text.
+
+    The last 8 tokens are searched first, then the last 4 and the last 2.
+
+    Returns:
+        None if the last 2 tokens do not occur earlier.
+    """
     text = tokens.tobytes()
     for size in NGRAM_SIZES:
         if len(tokens) <= size:
@@ -81,7 +107,7 @@ def find_match(tokens: array[int]) -> Match | None:
 
 
 def tokens_from(tokens: array[int], start: int, most: int) -> array[int]:
-    """Return `most` tokens from a position on. If the text ends before, the found tokens are repeated."""
+    """Return `most` tokens of a text from position `start` on. If the text ends before, these tokens are repeated."""
     found = tokens[start : start + most]
     while len(found) < most:
         found += found[: most - len(found)]
@@ -89,7 +115,14 @@ def tokens_from(tokens: array[int], start: int, most: int) -> array[int]:
 
 
 def last_occurrence(text: bytes, wanted: bytes) -> int | None:
-    """Return the index of the token at which `wanted` last occurs before the end of the text, or None."""
+    """Return the token index of the last occurrence of some tokens in a text, or None if there is none.
+
+    The occurrence at the very end of the text does not count.
+
+    Args:
+        text: The tokens of the text, as the bytes of int32 values.
+        wanted: The tokens to find, as the bytes of int32 values.
+    """
     at = text.rfind(wanted, 0, len(text) - _BYTES)
     while at > 0 and at % _BYTES:  # the bytes match, but not at the start of a token
         at = text.rfind(wanted, 0, at + len(wanted) - 1)
@@ -97,7 +130,13 @@ def last_occurrence(text: bytes, wanted: bytes) -> int | None:
 
 
 def _matched(tokens: array[int], begin: int, size: int) -> int:
-    """Return the length of the match before `begin` with the end of the text; `size` tokens are known to match."""
+    """Return the number of tokens before position `begin` that match the end of the text, at most 32.
+
+    Args:
+        tokens: The text.
+        begin: The position.
+        size: The number of tokens that are known to match.
+    """
     end, matched = len(tokens), size
     while matched < min(begin, MOST_MATCHED) and tokens[begin - 1 - matched] == tokens[end - 1 - matched]:
         matched += 1

@@ -11,7 +11,14 @@ _REMEMBERED = 1024  # step shapes in the cache of bounds
 
 
 class ProposalTimes:
-    """Estimates the duration of a step: its roofline bound times the measured ratio of steps of similar size."""
+    """Estimates the duration of a draft model's step: its roofline bound times a measured ratio.
+
+    The ratio of duration to bound is a moving average over the steps of similar size.
+
+    Args:
+        cost: The costs of the draft model.
+        peaks: The peak FLOP/s and bandwidth of the device.
+    """
 
     def __init__(self, cost: ModelCost, peaks: Peaks) -> None:
         self._ratios: dict[int, float] = {}  # measured duration / bound, by the bit length of a step's tokens
@@ -19,17 +26,24 @@ class ProposalTimes:
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
     def seconds(self, tokens: float, rows: int, context: float) -> float:
-        """Return the estimated duration of a step in seconds.
+        """Return the estimated duration of a step of the draft model in seconds.
 
         Args:
-            tokens: The tokens of all rows of the step.
+            tokens: The number of tokens of all rows of the step.
             rows: The number of rows.
             context: The mean context length in tokens.
         """
         return self._least_s(tokens, rows, context) * self._ratio(round(tokens).bit_length())
 
     def record_time(self, tokens: int, rows: int, context: float, took_s: float) -> None:
-        """Learn from the measured duration of a step; see `seconds`."""
+        """Learn from the measured duration of a step of the draft model.
+
+        Args:
+            tokens: The number of tokens of all rows of the step.
+            rows: The number of rows.
+            context: The mean context length in tokens.
+            took_s: The duration in seconds.
+        """
         level = tokens.bit_length()
         found, before = took_s / self._least_s(tokens, rows, context), self._ratios.get(level)
         # Limit the influence of a single step that was delayed by something else
@@ -42,13 +56,13 @@ class ProposalTimes:
         return self._bound(StepShape(run, rows, run * seen, rows * seen))
 
     def _ratio(self, level: int) -> float:
-        """Return the ratio of the nearest measured level, or 1 if nothing was measured."""
+        """Return the ratio of the nearest measured size, a bit length of token counts, or 1 if nothing was measured."""
         ratios = self._ratios
         return ratios[min(ratios, key=lambda other: (abs(other - level), other))] if ratios else 1.0
 
 
 def _rounded(count: float) -> int:
-    """Keep the four leading bits of a number, which makes similar step shapes equal."""
+    """Round a number down to its four leading bits, which makes similar step shapes equal."""
     rounded = round(count)
     cut = max(0, rounded.bit_length() - 4)
     return rounded >> cut << cut

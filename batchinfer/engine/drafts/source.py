@@ -17,40 +17,49 @@ CONTEXT_TOKENS = 12  # last prompt tokens that sources keep before an answer, to
 
 
 class Proposal(NamedTuple):
-    """Tokens that may follow a sequence."""
+    """Tokens that a draft source proposes to follow a sequence.
+
+    Attributes:
+        tokens: The proposed tokens.
+        matched: The number of tokens before them that match an earlier text. A longer match makes acceptance more
+            likely.
+        agreed: True if several matches continue with the same token.
+        tree: The tokens as a tree, if the acceptance probability of each token is known.
+    """
 
     tokens: Seq[int]
-    matched: int  # length of the match with earlier text; a longer match makes acceptance more likely
-    agreed: bool = False  # True if several matches continue with the same token
-    tree: DraftTree | None = None  # the tokens as a tree, if the probability of each token is known
+    matched: int
+    agreed: bool = False
+    tree: DraftTree | None = None
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """The key of proposals with a similar acceptance rate."""
+        """The key by which proposals with a similar acceptance rate are counted: length of match, and agreement."""
         return min(self.matched, 32).bit_length(), self.agreed
 
     def expected_accepted(self, rate: float, count: int) -> float:
-        """Return the expected number of accepted tokens among the first `count` tokens.
+        """Return the expected number of accepted tokens if the first `count` tokens are verified.
 
         Args:
-            rate: The probability that a token is accepted if the tokens before it are. A tree has its own.
-            count: The number of tokens that are verified.
+            rate: The probability that a token is accepted if the tokens before it are. Ignored for a tree, which has
+                its own probabilities.
+            count: The number of verified tokens.
         """
         return expected_accepted(rate, count) if self.tree is None else sum(self.tree.chances[:count])
 
 
 class DraftSource(Protocol):
-    """A draft source that searches known texts."""
+    """A draft source that searches known texts, such as the row's prompt or other answers."""
 
     @property
     def name(self) -> DraftName:
-        """The name of the source in jobs and reports."""
+        """The name of the draft source in jobs and reports."""
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
-        """Return a proposal for each row, or None if nothing matches.
+        """Return a proposal for each row, or None if no text matches the end of the row.
 
         Args:
-            rows: Sequences without drafts and placeholders.
+            rows: Running sequences whose tokens are all known, without drafts.
             most: Approximate maximum number of tokens per proposal.
         """
 
@@ -63,22 +72,22 @@ class DraftSource(Protocol):
 
 
 class DraftingModel(Protocol):
-    """A draft source that runs a model. It is only queried when the expected gain exceeds its cost."""
+    """A draft source that runs a model or draft heads. It is only queried if the expected gain exceeds its cost."""
 
     @property
     def name(self) -> DraftName:
-        """The name of the source in reports."""
+        """The name of the draft source in reports."""
 
     @property
     def most_rows(self) -> int:
-        """The maximum number of rows per query."""
+        """The maximum number of rows per call of `propose`."""
 
     @property
     def most_proposed(self) -> int:
         """The maximum number of proposed tokens per row."""
 
     def can_draft(self, row: Sequence) -> bool:
-        """Return True if the model can propose tokens for a row."""
+        """Return True if the model can propose tokens for a row (a running sequence)."""
 
     def seconds(self, rows: Seq[Sequence], count: int) -> float:
         """Return the estimated time to propose `count` tokens for each row, in seconds."""
@@ -92,13 +101,23 @@ class DraftingModel(Protocol):
         """
 
     def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
-        """Return up to `count` tokens for each row. The rows have neither drafts nor placeholders."""
+        """Return a tree of up to `count` tokens for each row.
+
+        Args:
+            rows: Running sequences whose tokens are all known, without drafts, for which `can_draft` is True.
+            count: The maximum number of tokens per tree.
+        """
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
-        """Learn from the verification of a proposed tree."""
+        """Learn acceptance rates from a verified tree.
+
+        Args:
+            tree: The tree that this source proposed.
+            outcome: The result of the step that verified it.
+        """
 
     def fade(self, share: float) -> None:
-        """Scale all counts by 1 - `share` to give newer results more weight."""
+        """Scale the counts of verified and accepted tokens by 1 - `share`, so that newer results weigh more."""
 
     def finish(self, row: Sequence) -> None:
-        """Forget a row that has ended."""
+        """Delete the state of a sequence that has ended."""

@@ -37,14 +37,14 @@ def make_drafter(
     draft_runner: DraftModelRunner | MedusaRunner | None = None,
     graphs: GraphSteps | None = None,
 ) -> CostedDrafter | None:
-    """Build the drafter of an engine.
+    """Build the object that chooses the drafts of each step of an engine.
 
     Args:
         names: The names of the draft sources.
         runner: The runner of the target model.
         peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
-        max_num_seqs: The maximum number of running rows. On a GPU, logits are reserved for this number of positions per
-            step. On a CPU, steps with drafts may sample twice as many.
+        max_num_seqs: The maximum number of running sequences. A step with drafts samples at most this number of
+            positions on a GPU, twice this number on a CPU, and 64 if that is more.
         draft_runner: The draft model or draft heads, if any.
         graphs: The sizes of steps that are replayed as one CUDA graph, if any.
 

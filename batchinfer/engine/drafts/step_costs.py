@@ -12,10 +12,13 @@ _NEWEST = 0.05  # the weight of the newest step in a moving average
 
 
 class StepCosts:
-    """Predicts the duration of the next step, host included, and learns from each step that ran."""
+    """Predicts the duration of the next step, including time spent waiting for the host.
+
+    It learns from the duration of each step that ran.
+    """
 
     def __init__(self, times: DraftedStepTimes, looks_ahead: bool) -> None:
-        """Start without any measured step.
+        """Create the object without any measured step.
 
         Args:
             times: Estimates the duration of steps on the device.
@@ -30,12 +33,12 @@ class StepCosts:
         self._launched = 1.0  # mean number of steps per launch, of steps without drafts
 
     def record_plan(self, decodes: int, ahead: int, others: int) -> None:
-        """Record the shape of the step that is planned.
+        """Record the shape of the next step, before its drafts are chosen.
 
         Args:
             decodes: The number of rows that decode in the step.
             ahead: The number of these rows that are in flight.
-            others: The prompt tokens of the step.
+            others: The number of prompt tokens of the step.
         """
         if decodes and self._looks_ahead:
             # If nothing is in flight, the following step may also wait for this step
@@ -43,23 +46,27 @@ class StepCosts:
             self._host_s = host_seconds(decodes) if self.together else 0.0
 
     def can_pay_off(self, rows: int, others: int) -> bool:
-        """Return True if drafts would make the step more efficient if all were accepted.
+        """Return True if drafts would increase the tokens per second of the next step if all were accepted.
 
         They would not in a step that is bound by arithmetic instead of memory bandwidth.
+
+        Args:
+            rows: The number of rows that decode.
+            others: The number of tokens of other rows.
         """
         least = LEAST_GAIN * rows / self.seconds(rows, others, 0)
         tried = {max(1, rows // 4), rows, 2 * rows, 4 * rows}
         return any((rows + n) / self.seconds(rows, others, n) > least for n in tried)
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
-        """Return the estimated duration of the next step in seconds, host time included.
+        """Return the estimated duration of the next step in seconds, including time spent waiting for the host.
 
         The host prepares the step while the previous step runs, unless drafts depend on the tokens of that step.
 
         Args:
             decodes: The number of rows that decode.
-            others: The tokens of other rows.
-            drafts: The number of drafts.
+            others: The number of tokens of other rows.
+            drafts: The total number of drafts.
         """
         took = self._times.seconds(decodes, others, drafts)
         if not self._looks_ahead:
@@ -69,7 +76,7 @@ class StepCosts:
         return max(took, host_seconds(decodes, 1.0 if drafts or others else self._launched))
 
     def device_seconds(self, rows: int, drafts: int) -> float:
-        """Return the estimated device time of a step of decoding rows, in seconds."""
+        """Return the estimated device time in seconds of a step of `rows` decoding rows with `drafts` drafts."""
         return self._times.seconds(rows, 0, drafts)
 
     def saved_s(self, sample: StepSample, accepted: int, spent_s: float) -> float | None:
@@ -79,7 +86,7 @@ class StepCosts:
         than this step, because this step ran more tokens.
 
         Args:
-            sample: The step.
+            sample: The measurements of the step.
             accepted: The number of accepted drafts.
             spent_s: The part of the step's duration that a draft model took, in seconds.
 
@@ -99,8 +106,8 @@ class StepCosts:
         """Learn from the duration of a step.
 
         Args:
-            sample: The step.
-            steps_s: Its duration in seconds, without the time of a draft model.
+            sample: The measurements of the step.
+            steps_s: The duration of the step in seconds, without the time of a draft model.
         """
         waited_s = self._host_s if sample.drafted_tokens else 0.0
         if not sample.drafted_tokens:

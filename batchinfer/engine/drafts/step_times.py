@@ -19,20 +19,21 @@ _REMEMBERED = 4096  # step shapes in the cache of bounds
 
 
 class TypicalRatios:
-    """The newest ratios of duration to bound, per power of two of a step's tokens."""
+    """The newest ratios of a step's duration to its roofline bound, per power of two of the step's tokens."""
 
     def __init__(self) -> None:
         self._newest: dict[int, deque[float]] = {}
 
     def record_time(self, tokens: int, ratio: float) -> None:
-        """Record the ratio of a step with this number of tokens."""
+        """Record the ratio of duration to roofline bound of a step with `tokens` tokens."""
         self._newest.setdefault(tokens.bit_length(), deque(maxlen=_KEPT)).append(ratio)
 
     def nearest(self, tokens: int) -> tuple[int, float] | None:
-        """Return the median ratio of the steps nearest in size.
+        """Return the median ratio of the measured steps whose size is nearest to `tokens` tokens.
 
         Returns:
-            The largest distance of these steps in powers of two, and the median. None if too few steps were measured.
+            The largest difference in size of these steps, in powers of two, and the median. None if fewer than 3 steps
+            were measured.
         """
         ratios, level = list[float](), tokens.bit_length()
         for other in sorted(self._newest, key=lambda other: (abs(other - level), other)):
@@ -45,9 +46,10 @@ class TypicalRatios:
 class DraftedStepTimes:
     """Estimates the duration of a step: its roofline bound times the measured ratio of steps of similar size.
 
-    Ratios of steps with and without drafts are kept separately, per power of two of a step's tokens, and interpolated.
-    Sizes that no step with drafts had use the ratios of steps without drafts. The ratios with drafts fade while no step
-    has drafts. Otherwise a single slow step would prevent any further draft.
+    Ratios of duration to bound are kept separately for steps with and without drafts, per power of two of a step's
+    tokens, and interpolated. For a size that no step with drafts had, the ratios of steps without drafts are used.
+    While no step has drafts, the ratios with drafts approach the ratios without. Otherwise a single slow step would
+    prevent any further draft.
 
     Args:
         cost: The costs of the target model.
@@ -67,7 +69,11 @@ class DraftedStepTimes:
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
     def record_time(self, sample: StepSample) -> None:
-        """Learn from the duration of a step, unless it compiled a kernel or captured a graph."""
+        """Learn from the duration of a step. A step in which a CUDA graph was captured is ignored.
+
+        Args:
+            sample: The measurements of the step.
+        """
         tokens = sample.prefill_tokens + sample.decode_tokens + sample.padded_tokens
         if not tokens or not sample.roofline_s or sample.capture_s:
             return
@@ -86,12 +92,12 @@ class DraftedStepTimes:
         self._merged.clear()
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
-        """Return the estimated duration of a step in seconds.
+        """Return the estimated duration of a step on the device, in seconds.
 
         Args:
             decodes: The number of rows that decode.
-            others: The tokens of other rows.
-            drafts: The number of drafts.
+            others: The number of tokens of other rows.
+            drafts: The total number of drafts.
         """
         tokens = decodes + others + drafts
         if self._graphs is not None and not others:
@@ -99,13 +105,13 @@ class DraftedStepTimes:
         return self._bound_of(tokens, others) * (self._ratio(tokens, drafts > 0) or 1.0)
 
     def typical_seconds(self, decodes: int, others: int) -> float | None:
-        """Return the median duration of a step without drafts in seconds, for reports.
+        """Return the typical duration of a step without drafts in seconds, from medians, for reports.
 
-        The ratio of steps with drafts is used if their size is nearer.
+        If the size of measured steps with drafts is nearer, their median is used.
 
         Args:
             decodes: The number of rows that decode.
-            others: The tokens of other rows.
+            others: The number of tokens of other rows.
 
         Returns:
             None if too few steps were measured.
@@ -134,7 +140,12 @@ class DraftedStepTimes:
             self._bounds.clear()
 
     def _ratio(self, tokens: int, drafted: bool) -> float | None:
-        """Return the ratio of duration to bound of such steps, or None if nothing was measured."""
+        """Return the expected ratio of duration to bound of a step, or None if no step was measured.
+
+        Args:
+            tokens: The number of tokens of the step.
+            drafted: True if the step has drafts.
+        """
         if drafted not in self._merged:
             own, plain = self._ratios[True], self._ratios[False]
             self._merged[drafted] = own.extended_by(plain) if drafted else plain
@@ -142,7 +153,7 @@ class DraftedStepTimes:
 
 
 class _Ratios:
-    """Moving averages of the ratio of duration to bound, per power of two of a step's tokens."""
+    """Moving averages of the ratio of a step's duration to its roofline bound, per power of two of its tokens."""
 
     def __init__(self) -> None:
         self._levels = list[int]()  # bit lengths of token counts, ascending
@@ -150,7 +161,7 @@ class _Ratios:
         self._ratios = list[float]()
 
     def at(self, tokens: int) -> float | None:
-        """Return the ratio for a number of tokens, interpolated linearly, or None if there are no ratios."""
+        """Return the ratio for a step of `tokens` tokens, interpolated linearly, or None if there are no ratios."""
         if not self._levels:
             return None
         right = bisect(self._sizes, tokens)
@@ -161,7 +172,7 @@ class _Ratios:
         return self._ratios[right - 1] + share * (self._ratios[right] - self._ratios[right - 1])
 
     def extended_by(self, others: _Ratios) -> _Ratios:
-        """Return a copy that also has the levels of `others` below and above its own."""
+        """Return a copy that also has the ratios of `others` for sizes below and above all sizes of this object."""
         low, high = (self._levels[0], self._levels[-1]) if self._levels else (0, 0)
         each = zip(others._levels, others._sizes, others._ratios, strict=True)
         outside = [one for one in each if not low <= one[0] <= high]
@@ -175,11 +186,11 @@ class _Ratios:
         return found
 
     def record_time(self, tokens: int, ratio: float, believed: float) -> None:
-        """Update the average of a level.
+        """Update the average ratio for a size of steps.
 
         Args:
-            tokens: The tokens of the step.
-            ratio: Its measured ratio of duration to bound.
+            tokens: The number of tokens of a step.
+            ratio: The measured ratio of the step's duration to its bound.
             believed: The ratio that was expected.
         """
         level, at = tokens.bit_length(), bisect(self._levels, tokens.bit_length())
@@ -194,13 +205,13 @@ class _Ratios:
         self._ratios.insert(at, believed + 0.5 * change)
 
     def fade(self, others: _Ratios) -> None:
-        """Move all ratios by `_FORGOTTEN` of the distance towards `others`."""
+        """Move all ratios by 1 % of the distance towards the ratios of `others`."""
         for at, size in enumerate(self._sizes):
             plain = others.at(round(size))
             self._ratios[at] += _FORGOTTEN * ((plain or self._ratios[at]) - self._ratios[at])
 
 
 def _rounded(count: int) -> int:
-    """Keep the three leading bits of a number, which makes similar step shapes equal."""
+    """Round a number down to its three leading bits, which makes similar step shapes equal."""
     cut = max(0, count.bit_length() - 3)
     return count >> cut << cut

@@ -183,7 +183,7 @@ class DecodeGraphs:
         return len(batch.token_ids) <= largest.rows and batch.tables[0].width <= width
 
     def _largest_of(self, batch: HostBatch) -> GraphSize | None:
-        """Return the largest size for a decode step or a step with drafts, or None if the step cannot be captured."""
+        """Return the largest graph size for steps of the kind of `batch`, or None if such steps are not captured."""
         if batch.is_decode:
             return self._largest
         few = batch.copies is None and max(batch.query_lens) <= DRAFT_QUERIES[-1]
@@ -271,7 +271,7 @@ class DecodeGraphs:
         return may and self._seen[key] >= self._first and (plain or self._drafted_graphs < MOST_DRAFTED)
 
     def _size(self, batch: HostBatch) -> GraphSize:
-        """Return the smallest graph size that fits a step."""
+        """Return the smallest graph size that fits the step `batch`."""
         longest, adapted = (
             context_bound(max(batch.context_lens), self._largest.longest),
             batch.adapters is not None,
@@ -285,7 +285,7 @@ class DecodeGraphs:
         return replace(self._largest, rows=rows, longest=longest, adapted=adapted, queries=queries)
 
     def _upload(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
-        """Copy the inputs of a step to the device tensors that graphs of this size read, and return them."""
+        """Copy the inputs of the step `batch` to the device tensors that graphs of a size read, and return them."""
         own = self._inputs.get(size)
         if own is None:
             own = self._inputs[size] = GraphInputs.of(batch, size, self._tables.device)

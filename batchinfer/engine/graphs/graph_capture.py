@@ -131,7 +131,7 @@ class GpuRecorder(GraphRecorder):
             current.wait_stream(self._side)
 
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """Capture a function as a CUDA graph, and replay the graph once.
+        """Capture the function `run` as a CUDA graph, and replay the graph once.
 
         The first replay allocates the graph's memory on the device, so an out-of-memory error occurs here and not in
         the middle of a job.

@@ -107,9 +107,9 @@ class _AttentionCall:
 
     @classmethod
     def of(cls, boundary: AttentionBoundary) -> _AttentionCall:
-        """Create the call for the attention at which a forward pass paused.
+        """Create the call for the attention at which a forward pass paused: the `boundary`.
 
-        It refers to no tensor of queries, because later pieces reuse their memory.
+        The call refers to no tensor of queries, because later pieces reuse their memory.
         """
         heads, dim = boundary.queries.shape[1:]
         attended = boundary.attention.widths[1] // heads
@@ -292,7 +292,13 @@ class PiecewiseGraphs:
     def _piece(
         self, forward: Generator[AttentionBoundary, Tensor | None, Tensor], sent: Tensor | None, size: int
     ) -> _AttentionCall | None:
-        """Run the forward pass up to the next attention and return its call, or None at the end of the pass."""
+        """Run a forward pass up to the next attention and return its call, or None at the end of the pass.
+
+        Args:
+            forward: The forward pass, which pauses before each attention.
+            sent: The result of the attention at which the pass paused, or None at its beginning.
+            size: The number of tokens of the step.
+        """
         try:
             boundary = forward.send(sent)
         except StopIteration as end:
@@ -303,7 +309,7 @@ class PiecewiseGraphs:
         return own
 
     def _views(self, own: _AttentionCall, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return views of the buffers for the queries and for the results of an attention call of `tokens` tokens."""
+        """Return views of the buffers for the queries and the results of an attention call, for `tokens` tokens."""
         (heads, dim), (_, attended) = own.shapes
         return (
             self._buffers.queries[: tokens * heads * dim].view(tokens, heads, dim),

@@ -31,7 +31,11 @@ class Reservations:
                 arrivals.append(arrival)
 
     def remove(self, content: bytes, arrival: int) -> bool:
-        """Remove a sequence's reservation of a content. Return True if no other sequence reserves the content."""
+        """Remove the reservation of a content by the sequence with a number in the order of arrival.
+
+        Returns:
+            True if no other sequence reserves the content.
+        """
         arrivals = self.arrivals[content]
         del arrivals[bisect_left(arrivals, arrival)]
         if not arrivals:
@@ -128,7 +132,7 @@ class BlockPool:
         (self._partial if partial else self._reserved).add(digests, arrival)
 
     def unreserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
-        """Undo `reserve` after the sequence was admitted or dropped.
+        """Undo a call of `reserve` with the same arguments, after the sequence was admitted or dropped.
 
         Cached blocks that no other sequence reserves are freed.
         """

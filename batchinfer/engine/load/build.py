@@ -297,7 +297,7 @@ def _arithmetic(config: LoadConfig, device: torch.device) -> Arithmetic:
 def _numbers(adapters: Iterable[tuple[str, Path]], source: Source) -> dict[str, int]:
     """Return the number of each adapter by its fingerprint, in loading order from 1 on.
 
-    An adapter that is merged into the model's weights has the number 0, as has "" (no adapter).
+    Adapters of the job that `source` has merged into the model's weights have the number 0, as has "" (no adapter).
     """
     separate = {name: number for number, name in enumerate(source.adapters, 1)}
     return {"": 0} | {name: separate.get(name, 0) for name, _ in adapters}

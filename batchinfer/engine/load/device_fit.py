@@ -142,7 +142,7 @@ def fit(
 
 
 def _on_all(made: T | None, room: CacheRoom) -> T | None:
-    """Return `made`, or None if `made` is None on any rank. All ranks must call this."""
+    """Return `made`, or None if `made` is None on any rank of the engine. All ranks must call this."""
     return made if room.min_over_ranks(made is not None) else None
 
 
@@ -292,7 +292,7 @@ def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, bloc
 
 
 def _drafted(largest: GraphSize, limits: SchedulerConfig) -> GraphSize:
-    """Return the size of the largest step with drafts that is captured."""
+    """Return the size of the largest step with drafts to capture, from the size of the largest step without drafts."""
     rows = min(max(largest.rows, MIN_SAMPLED_ROWS), limits.max_num_batched_tokens)
     return replace(largest, rows=rows, queries=DRAFT_QUERIES[-1])
 

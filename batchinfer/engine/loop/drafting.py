@@ -179,7 +179,7 @@ class Drafting:
 
 
 def accept_token(state: Constraint, token: int) -> bool:
-    """Advance a constraint by a draft token.
+    """Advance the state of a constraint by a draft token.
 
     Returns:
         False if the token is not allowed, or if no further token can be sampled under the constraint.

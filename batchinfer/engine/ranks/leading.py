@@ -118,7 +118,7 @@ class LeadingRunner:
         return self._runner.most_tokens
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Send a step to the other ranks, and run it on this rank, at once or when its results are requested."""
+        """Send a plan to the other ranks, and run its step on this rank, at once or when its results are requested."""
         self._send_step(RankStep(self._turn, plan))
         return PendingStep(partial(self._run, plan)) if self._pends else self._run(plan)
 

@@ -281,7 +281,12 @@ class DeviceRunner(ModelRunner):
         return self._launched(only.sampled, only.tokens, padded, launch, plan)
 
     def _step(self, whole: HostBatch, plan: StepPlan) -> _Ran:
-        """Launch a step, in micro-batches if the whole step does not fit into memory."""
+        """Launch a step, in micro-batches if it does not fit into memory.
+
+        Args:
+            whole: The inputs of the step.
+            plan: The plan of the step.
+        """
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
         todo = deque(self.micro_batches.split(whole))
@@ -339,7 +344,16 @@ class DeviceRunner(ModelRunner):
             return None
 
     def _replay(self, replays: RepeatedReplays, step: int, sampling: SamplingPlan) -> _Ran | None:
-        """Replay the graph of the first step for a later step, and sample. Return None if memory ran out."""
+        """Replay the graph of the first step for a later step, and sample.
+
+        Args:
+            replays: The prepared replays.
+            step: The number of the step. The first step is number 0.
+            sampling: How the tokens of the step are sampled.
+
+        Returns:
+            None if memory ran out.
+        """
         assert self.device_tokens.tokens is not None, "the previous step has sampled"
         try:
             with out_of_memory_errors():
@@ -400,7 +414,7 @@ class DeviceRunner(ModelRunner):
         return DeviceRun(Download(tokens, *other), padded, launch, plan, *found)
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Launch the forward pass of a step, without sampling.
+        """Launch the forward pass of the step of a plan, without sampling.
 
         Returns:
             The hidden states of the n sampled rows, [n, hidden]; how their tokens are sampled; the number of padding
@@ -430,7 +444,7 @@ class DeviceRunner(ModelRunner):
         return found, padded, mode
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
-        """Launch the forward pass of a micro-batch, with the transfers between pipeline stages.
+        """Launch the forward pass of the micro-batch `host`, with the transfers between pipeline stages.
 
         Returns:
             The hidden states of the n sampled rows, [n, hidden]; the number of padding tokens; how it was launched.
@@ -442,7 +456,11 @@ class DeviceRunner(ModelRunner):
         return ran.sampled, ran.padded, mode
 
     def _layers(self, host: HostBatch) -> tuple[RanStep, LaunchMode]:
-        """Launch the layers, as CUDA graphs if possible. Return the hidden states and how the layers were launched."""
+        """Launch the layers for the micro-batch `host`, as CUDA graphs if possible.
+
+        Returns:
+            The hidden states, and how the layers were launched.
+        """
         self.tables.refresh(self.state.tables, self.device)
         # Piecewise graphs do not support adapters
         plain = host.adapters is None
@@ -479,7 +497,12 @@ class DeviceRunner(ModelRunner):
         return RanStep(hidden, hidden.index_select(0, sampled), plans[0].padded_tokens)
 
     def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
-        """Write the tokens that the previous step sampled into the step's `token_ids`, in the first pipeline stage."""
+        """Write the tokens that the previous step sampled into `token_ids`, unless this is a later pipeline stage.
+
+        Args:
+            host: The inputs of the micro-batch.
+            token_ids: The token ids of the micro-batch on the device, with or without padding.
+        """
         if host.awaited is None or not self.stage_io.is_first:
             return
         places, sampled = host.awaited

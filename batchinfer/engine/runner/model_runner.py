@@ -232,7 +232,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the forward pass of a step and sample its tokens."""
+        """Run the forward pass of the step of a plan, and sample its tokens."""
         host = self.state.batch(plan, self.layout)
         hidden, sampling, padded = self._forward_batch(host)
         if not plan.sampled_rows:
@@ -260,7 +260,7 @@ class ModelRunner:
         )
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Run the forward pass of a step, without sampling.
+        """Run the forward pass of the step of a plan, without sampling.
 
         Returns:
             The hidden states of the n sampled rows, [n, hidden]; how their tokens are sampled; the number of padding

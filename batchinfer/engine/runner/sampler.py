@@ -172,7 +172,7 @@ class Sampler:
         return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
     def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
-        """Return the argmax of each row, or the most likely allowed token if the row's mask forbids the argmax."""
+        """Sample a step by the argmax of each row, or by the most likely allowed token if a mask forbids the argmax."""
         tokens = head.argmax(hidden)
         refused = self._refused(plan, list(range(len(plan.masked))), tokens)
         if not refused:

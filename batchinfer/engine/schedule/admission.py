@@ -38,9 +38,13 @@ def _steps(end: tuple[int, Sequence]) -> int:
 
 
 def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
-    """Return the number of blocks in all tables without a window, in the last step of each sequence.
+    """Return the total number of blocks in all tables without a window, in the last step of each sequence.
 
     All tables without a window have equally many blocks, so one is counted and multiplied.
+
+    Args:
+        ordered: Each sequence, after the number of its remaining steps, in descending order of these steps.
+        tables: The block tables of the sequences.
     """
     group, count = tables.sizes.windows.index(None), tables.sizes.unwindowed
     counted, growing = CountedBlocks(tables.pool), _Growing(tables.pool.block_size)
@@ -53,7 +57,13 @@ def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
 
 
 def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
-    """Return the number of blocks in one table with a window, in the last step of each sequence."""
+    """Return the total number of blocks in one table with a window, in the last step of each sequence.
+
+    Args:
+        ordered: Each sequence, after the number of its remaining steps, in descending order of these steps.
+        tables: The block tables of the sequences.
+        window: The window of the table in tokens.
+    """
     group, pool = tables.sizes.windows.index(window), tables.pool
     sliding = _Sliding(pool.block_size, tables.sizes.span(window))
     shared: set[int] = set()

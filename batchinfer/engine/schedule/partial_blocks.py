@@ -156,7 +156,7 @@ class PartialBlocks:
             self._pool.reserve([block.content], arrival, partial=True)
 
     def unreserve(self, block: PartialBlock | None, arrival: int) -> None:
-        """Undo `reserve` after the sequence was admitted or dropped."""
+        """Undo a call of `reserve` with the same arguments, after the sequence was admitted or dropped."""
         if block is not None:
             block.arrivals.remove(arrival)
             self._pool.unreserve([block.content], arrival, partial=True)
@@ -280,7 +280,7 @@ class PartialBlocks:
             self._pool.reserve([block.content], arrival, partial=True)
 
     def _sources(self, wanted: PartialBlock, sequence: Sequence) -> list[int] | None:
-        """Return the blocks from which a sequence can copy a partial block, one per cache group, or None.
+        """Return the blocks from which a sequence can copy the partial block `wanted`, one per cache group, or None.
 
         They are blocks with the expected content, or blocks of a running sequence that begin with the same tokens.
         """
@@ -293,7 +293,7 @@ class PartialBlocks:
         return None if holder is None else [table[wanted.index] for table in holder.tables]
 
     def _has_content(self, holder: Sequence, wanted: PartialBlock, sequence: Sequence) -> bool:
-        """Return True if the blocks of `holder` contain the tokens of the partial block that `sequence` copies."""
+        """Return True if the blocks of `holder` contain the tokens of `wanted`, the partial block of `sequence`."""
         tokens = wanted.index * self._pool.block_size + wanted.tokens
         if holder is sequence or tokens > holder.computed or max(holder.freed) > wanted.index:
             return False

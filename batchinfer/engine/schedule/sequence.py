@@ -466,11 +466,11 @@ class Sequence:
         return blake2b(parent + self.tokens[start : self.prompt_length].tobytes(), digest_size=16).digest()
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
-        """Return the content hashes of the first `count` blocks, which must be full of prompt tokens."""
+        """Return the content hashes of the first `count` blocks of `block_size` tokens, all full of prompt tokens."""
         if count:
             self.block_hash(count - 1, block_size)
         return self.hashes[:count]
 
     def prompt_blocks(self, tokens: int, block_size: int) -> int:
-        """Return the number of full prompt blocks within the first `tokens` tokens."""
+        """Return the number of full blocks of `block_size` tokens in the first `tokens` tokens of the prompt."""
         return min(tokens, self.prompt_length) // block_size

@@ -65,7 +65,13 @@ def decode_shape(
 
 
 def _attended(starts: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[int, int]:
-    """Return the number of (query, key) pairs and of cached tokens that one layer reads, if no blocks are shared."""
+    """Return the number of (query, key) pairs and of cached tokens that one layer reads, if no blocks are shared.
+
+    Args:
+        starts: The position of each chunk's first token.
+        lengths: The number of tokens of each chunk.
+        window: The sliding window of the layer in tokens. None: the layer sees all tokens.
+    """
     if window is not None:
         each = list(zip(starts, lengths, strict=True))
         pairs = sum(min(at + 1, window) for start, n in each for at in range(start, start + n))

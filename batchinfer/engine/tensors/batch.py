@@ -182,7 +182,12 @@ class HostBatch:
         return own if own is not None and own.any() else None
 
     def _copies_of(self, chunks: list[int], low: int) -> Ints | None:
-        """Return the copies of some sequences, with `low` subtracted from the index of the sequence, or None."""
+        """Return the copies of some sequences, or None if they have none.
+
+        Args:
+            chunks: The indices of the sequences in this step.
+            low: Subtracted from the index of each sequence.
+        """
         if self.copies is None:
             return None
         own = self.copies[np.isin(self.copies[:, 0], chunks)]
@@ -231,7 +236,7 @@ class RanStep(NamedTuple):
 
 
 def build_batch(host: HostBatch, device: torch.device) -> Batch:
-    """Copy the arrays of a step to a device and return the tensors."""
+    """Copy the inputs of a step from the host to a device."""
     tables = [torch.from_numpy(own.array()).to(device) for own in host.tables]
 
     def moved(array: NDArray[Any]) -> Tensor:

@@ -70,7 +70,7 @@ class GraphInputs:
         return self.lines.tensors[0]
 
     def refill(self, batch: HostBatch) -> None:
-        """Overwrite the device tensors with the inputs of another step of at most the same size."""
+        """Overwrite the device tensors with the inputs of the step `batch`, which must fit their size."""
         self.lines.refill(_lines(batch, self.size))
 
     def inputs(self, batch: HostBatch, tables: Seq[Tensor]) -> list[AttentionInputs]:
