@@ -63,7 +63,7 @@ class SearchBudget:
 
     @property
     def is_spent(self) -> bool:
-        """True if the remaining budget is shorter than the average search for one row."""
+        """True if the remaining time is shorter than the average search for drafts of one row."""
         return bool(self._row_s) and self._allowed_s < self._row_s
 
     def rows(self, ready: int) -> int:
@@ -81,7 +81,7 @@ class SearchBudget:
         return most
 
     def subtract(self, seconds: float) -> None:
-        """Subtract the duration of a search, in seconds, from the budget."""
+        """Subtract the duration of a search for drafts, in seconds, from the remaining time."""
         self._allowed_s -= seconds
 
     def record_search(self, rows: int, seconds: float) -> None:

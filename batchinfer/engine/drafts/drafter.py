@@ -265,7 +265,7 @@ class CostedDrafter:
         return [*ready[self._turn :], *ready[: self._turn]][:most]
 
     def _search_rows(self, rows: list[Sequence]) -> list[_Found]:
-        """Return, for each row with any proposal, the one with the highest expected number of accepted tokens."""
+        """Query the sources, and return the proposal with the most expected accepted tokens for each row with any."""
         began = self._clock()
         best: dict[Sequence, tuple[float, str, Proposal]] = {}
         for row, name, proposal in self._proposals(

@@ -123,7 +123,7 @@ class ModelChoice:
         self._model.fade(share)
 
     def take_spent_s(self) -> float:
-        """Return the seconds that the draft model took since the last call of this method, and reset them."""
+        """Return the seconds spent on proposals of the draft model since the last call of this method."""
         spent, self._spent_s = self._spent_s, 0.0
         return spent
 

@@ -126,7 +126,7 @@ class _NgramIndex:
         return cls(size, text, hashes[order], (starts + size)[order])
 
     def find_positions(self, ends: list[array[int]]) -> list[list[int]]:
-        """Return up to 4 of the newest positions after each n-gram, in ascending order.
+        """Return the positions in the indexed text that follow each n-gram, up to 4 of the newest, in ascending order.
 
         Args:
             ends: N-grams of `size` tokens to look up.

@@ -53,7 +53,7 @@ Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
 @runtime_checkable
 class GraphOps(AdvancingOps, Protocol):
-    """Operators that can plan the attention of a graph."""
+    """Operators that can plan attention for a CUDA graph and prepare the inputs of its next replay."""
 
     def plan_captured(
         self,

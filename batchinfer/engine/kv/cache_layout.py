@@ -62,7 +62,7 @@ class CacheLayout:
 
     @property
     def full_group(self) -> int | None:
-        """The index of the first group that keeps all tokens, or None if all groups have a window."""
+        """The index of the first cache group that keeps all tokens, or None if all groups have a sliding window."""
         return next((i for i, group in enumerate(self.groups) if group.keeps is None), None)
 
 
@@ -152,7 +152,6 @@ def _windows(caches: Caches) -> tuple[int | None, ...]:
 
 
 def _memory(layout: CacheLayout, longest: int) -> int:
-    """Return the memory of a sequence of `longest` tokens, as its number of blocks times the layers per block."""
     return layout.depth * layout.sizes.among_others(longest)
 
 

@@ -22,7 +22,7 @@ class Reservations:
         return content in self.arrivals
 
     def add(self, contents: Iterable[bytes], arrival: int) -> None:
-        """Reserve contents for the sequence with this number in the order of arrival."""
+        """Reserve block contents for the sequence with the number `arrival` in the order of arrival."""
         for content in contents:
             arrivals = self.arrivals.setdefault(content, [])
             if arrivals and arrival < arrivals[-1]:
@@ -43,11 +43,11 @@ class Reservations:
         return not arrivals
 
     def count(self, content: bytes | None) -> int:
-        """Return the number of sequences that reserve a content, or 0 for None."""
+        """Return the number of waiting sequences that reserve a block content, or 0 for None."""
         return len(self.arrivals.get(content, ())) if content is not None else 0
 
     def first(self, content: bytes) -> int | None:
-        """Return the arrival of the earliest sequence that reserves a content, or None if none does."""
+        """Return the number in the order of arrival of the earliest sequence that reserves a content, or None."""
         arrivals = self.arrivals.get(content)
         return arrivals[0] if arrivals else None
 
@@ -118,7 +118,11 @@ class BlockPool:
         return self._references[block]
 
     def is_expected(self, content: bytes) -> bool:
-        """Return True if a block has this content or a sequence reserves it."""
+        """Return True if a block with a content exists, or a waiting sequence reserves the content.
+
+        Args:
+            content: A digest of the tokens of a block and of all tokens before.
+        """
         return content in self._block_of[0] or content in self._partial or content in self._reserved
 
     def reserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
@@ -165,7 +169,7 @@ class BlockPool:
                 self._keep_or_free(block, None)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of `blocks`, which are used or cached."""
+        """Add a reference to each of `blocks`, which are used or cached, for a further block table."""
         for block in blocks:
             self._cached.pop(block, None)
             self.shared += self._references[block] > 0

@@ -27,7 +27,7 @@ class ProposerMemory(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the weights."""
+        """The bytes of the weights of the draft model or draft heads."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes that are needed per block of the target model's KV cache.

@@ -35,7 +35,7 @@ class MemoryMeter(Protocol):
     """Measures the peak and the free memory of a device."""
 
     def restart(self) -> None:
-        """Start a new measurement of the peak."""
+        """Start a new measurement of the peak memory."""
 
     def peak(self) -> int:
         """Return the peak bytes in use since `restart`, minus the bytes in use at `restart`."""
@@ -51,7 +51,7 @@ class GpuMeter:
         self._device, self._before = device, 0
 
     def restart(self) -> None:
-        """Release unused memory of torch's allocator, and start a new measurement of the peak."""
+        """Release unused memory of torch's allocator, and start a new measurement of the peak memory."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)

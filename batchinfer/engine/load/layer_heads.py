@@ -49,7 +49,7 @@ class LoadedLayer(LoadedHeads):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the head's weights."""
+        """The bytes of the draft head's weights."""
         return self.stored.weight_bytes(self.arithmetic.dtype.itemsize)
 
     def block_bytes(self, block_size: int) -> int:

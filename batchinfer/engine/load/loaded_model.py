@@ -138,7 +138,7 @@ class LoadedHeads(ABC):
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """The bytes of the heads' weights."""
+        """The bytes of the draft heads' weights."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes that the heads need per block of the target model's KV cache.

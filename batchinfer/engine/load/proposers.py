@@ -45,7 +45,7 @@ class LoadedMedusa(LoadedHeads):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the heads' weights."""
+        """The bytes of the Medusa heads' weights."""
         return self.stored.weight_bytes(self.itemsize)
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
@@ -58,7 +58,11 @@ class LoadedMedusa(LoadedHeads):
         return self.stored.state_bytes(kept_rows(max_num_seqs), self.itemsize) if self.on_gpu else 0
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, MedusaRunner]:
-        """Return a runner that keeps the hidden states of sampled tokens, and the runner of the heads."""
+        """Return a target model's runner that keeps hidden states for the heads, and the runner of the heads.
+
+        Args:
+            model: The target model with its KV cache.
+        """
         own = model.runner
         kept = KeptStates(KEPT_STEPS if isinstance(own, DeviceRunner) else None)
         runner = replace(own, kept=kept, wants=own.wants._replace(requests=True))

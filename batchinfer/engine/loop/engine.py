@@ -175,7 +175,7 @@ class Engine:
                     self._early.completions.append(completion(sequence, end))
 
     def learn(self, answers: Iterable[TokenIds]) -> None:
-        """Pass answers of other engines of the job to the draft sources."""
+        """Pass answers of other engines of the job to the draft sources, which search them for drafts."""
         if self._drafting is not None:
             for tokens in answers:
                 self._drafting.drafter.learn(tokens)
@@ -378,7 +378,7 @@ class Engine:
             self._add_placeholders(step)
 
     def _add_placeholders(self, step: InFlight) -> None:
-        """Append a placeholder for each token that a step samples, so that the next step can run before it is known."""
+        """Append a placeholder for each token that a step samples, so that the next step can be launched."""
         for sequence in step.sampling:
             if sequence.needs_sync or sequence.drafting:
                 sequence.status = SequenceStatus.AWAITING_TOKENS
@@ -688,7 +688,10 @@ class Engine:
         return split_sample(sample, step.shapes, rows, self._runner.cost, self._peaks)
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
-        """Return the measurements of a finished launch. Its duration begins when the previous step ended."""
+        """Return the measurements of a finished launch, whose tokens arrived at the time `ready`.
+
+        If the launch overlaps with the previous one, its duration begins when the previous one ended.
+        """
         metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
         assert step.result is not None
         shape, pool, began = step.shapes[0], self._scheduler.pool, max(step.began_s, self._ended)

@@ -34,7 +34,7 @@ class End(NamedTuple):
 
     @property
     def for_length(self) -> bool:
-        """True if max_tokens or the model's context length ended the sequence."""
+        """True if the sequence ended because it reached max_tokens or the model's context length."""
         return self.cut or self.reason == "length"
 
 
@@ -76,7 +76,7 @@ class AcceptedTokens:
 
     @property
     def useful_end(self) -> int:
-        """The number of leading positions of the sequence whose keys and values remain valid.
+        """The number of leading positions of the sequence with valid keys and values, after rejected drafts.
 
         The newest token is not included, because it has not run yet.
         """
@@ -148,7 +148,10 @@ class InFlight:
 
     @property
     def useful_runs(self) -> list[Chunk]:
-        """The chunks of a multi-step launch, without dropped sequences and tokens after the end of an answer."""
+        """The tokens that each sequence of a multi-step launch needed.
+
+        Left out are sequences that had ended before the launch, and tokens after the end of an answer.
+        """
         chunks, cut, dropped = self.useful, self.cut, self.dropped
         if dropped:
             chunks = [c for c in chunks if c[0] not in dropped]

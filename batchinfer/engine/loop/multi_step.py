@@ -149,7 +149,7 @@ def split_sample(
 
 
 def _without_host(sample: StepSample) -> StepSample:
-    """Return a sample without the fields that count once per launch."""
+    """Return a sample without the values that count once per launch, for its second and later steps."""
     capture_s = None if sample.capture_s is None else 0.0
     graph_bytes = None if sample.graph_bytes is None else 0
     return replace(

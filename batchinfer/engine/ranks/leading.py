@@ -49,11 +49,11 @@ class PendingStep:
         return self._ran.collective_s
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk that samples, in order."""
+        """Return the next tokens of each chunk after which tokens are sampled, in order."""
         return self._ran.tokens()
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of new tokens, by the index of the chunk among chunks that sample."""
+        """Return the log-probabilities of new tokens, by the index of the chunk among chunks with sampled tokens."""
         return self._ran.logprobs()
 
     def states(self) -> Mapping[int, States]:

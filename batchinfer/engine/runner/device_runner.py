@@ -73,7 +73,7 @@ class DeviceRun:
     collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the step, and return the next tokens of each chunk that samples, in order."""
+        """Wait for the step, and return the next tokens of each chunk after which tokens are sampled, in order."""
         if self.download is None:
             return []
         tokens: list[int] = self.download.arrays()[0].tolist()
@@ -82,7 +82,7 @@ class DeviceRun:
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Wait for the step, and return the log-probabilities of new tokens, if requested.
 
-        The keys are the indices of chunks among the chunks that sample.
+        The keys are the indices of chunks among chunks with sampled tokens.
         """
         if self.download is None or not self.logprob_rows:
             return {}
@@ -106,7 +106,7 @@ class DeviceRun:
     def barred(self) -> Mapping[int, Sequence[bool]]:
         """Wait for the step, and return for each new token whether the mask forbade the most likely token.
 
-        The keys are the indices of chunks with a mask among the chunks that sample.
+        The keys are the indices of chunks with a mask among chunks with sampled tokens.
         """
         if self.download is None or not self.masked_rows:
             return {}
@@ -333,7 +333,11 @@ class DeviceRunner(ModelRunner):
             yield ran
 
     def _replays(self, repeats: Ints) -> RepeatedReplays | None:
-        """Return the graph replays for the second and later steps of a plan, or None if they cannot be replayed."""
+        """Return the graph replays for the second and later steps of a plan, or None if they cannot be replayed.
+
+        Args:
+            repeats: [n], the number of steps in which each of the n sequences takes part.
+        """
         if self.graphs is None:
             return None
         try:

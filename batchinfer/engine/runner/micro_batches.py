@@ -51,7 +51,7 @@ class MicroBatches:
         return len(step.query_lens if self.whole_chunks else step.token_ids) == 1
 
     def shrink(self, tokens: int, rows: int) -> None:
-        """Lower the limit after a step ran out of memory.
+        """Lower the limit of tokens per forward pass after a step ran out of memory.
 
         Args:
             tokens: The number of tokens of the failed step, at least 2.

@@ -112,9 +112,9 @@ class RunnerOutput:
     """The results of a finished step.
 
     Attributes:
-        next_tokens: The next tokens of each chunk that samples, in order.
+        next_tokens: The next tokens of each chunk after which tokens are sampled, in order.
         padded_tokens: The number of query positions that were computed only as padding.
-        next_logprobs: The log-probabilities of these tokens, by the index of the chunk among chunks that sample.
+        next_logprobs: The log-probabilities of these tokens, by the index of the chunk in `next_tokens`.
         next_barred: Whether the mask forbade the most likely token, per token, by the same index.
         launch: How the step was launched on a GPU, or None on a CPU.
         asked_states: The requested hidden states, by the index of the chunk among chunks that request them.
@@ -132,11 +132,11 @@ class RunnerOutput:
     collective_s: float | None = None
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk that samples, in order."""
+        """Return the next tokens of each chunk after which tokens are sampled, in order."""
         return self.next_tokens
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of new tokens, by the index of the chunk among chunks that sample."""
+        """Return the log-probabilities of new tokens, by the index of the chunk among chunks with sampled tokens."""
         return self.next_logprobs
 
     def states(self) -> Mapping[int, States]:

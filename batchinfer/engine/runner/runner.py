@@ -42,7 +42,7 @@ class Launched(Protocol):
         """The seconds spent in collectives, or None if there are none or they are not timed."""
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk that samples, in order. A list may be empty.
+        """Return the next tokens of each chunk after which tokens are sampled, in order. A list may be empty.
 
         If the runner looks ahead, each sequence that does not wait for its newest tokens gets exactly one token. Tokens
         beyond the number of drafts plus one have no keys and values yet: the next step computes them. NO_TOKEN marks
@@ -52,7 +52,7 @@ class Launched(Protocol):
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Return the log-probabilities of new tokens, for sequences that request them.
 
-        The keys are the indices of chunks among the chunks that sample.
+        The keys are the indices of chunks among chunks with sampled tokens.
         """
 
     def states(self) -> Mapping[int, States]:
@@ -67,8 +67,8 @@ class Launched(Protocol):
     def barred(self) -> Mapping[int, Sequence[bool]]:
         """Return for each new token whether the mask forbade the most likely token, for sequences with a mask.
 
-        The keys are the indices of chunks among the chunks that sample. A chunk may be missing if its most likely token
-        was accepted without computing its mask.
+        The keys are the indices of chunks among chunks with sampled tokens. A chunk may be missing if its most likely
+        token was accepted without computing its mask.
         """
 
 

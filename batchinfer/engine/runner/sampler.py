@@ -151,7 +151,12 @@ class Sampler:
         return found if states is None and scores is None else replace(found, states=states, scores=scores)
 
     def _classified(self, states: RowStates, plan: SamplingPlan) -> RowStates:
-        """Return the classification logits of each prompt, from its hidden state or the sum of its hidden states."""
+        """Return the classification logits of each prompt, from its hidden state or the sum of its hidden states.
+
+        Args:
+            states: The hidden states, or their sums, which are complete because a step contains whole prompts.
+            plan: The sampling plan.
+        """
         assert self.classifier is not None, "the model has no classification head"
         pooled = states.states
         if plan.summed:
@@ -172,7 +177,6 @@ class Sampler:
         return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
     def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
-        """Sample a step by the argmax of each row, or by the most likely allowed token if a mask forbids the argmax."""
         tokens = head.argmax(hidden)
         refused = self._refused(plan, list(range(len(plan.masked))), tokens)
         if not refused:
@@ -223,7 +227,7 @@ class Sampler:
         return Sampled(tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred)
 
     def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
-        """Return the most likely token of each row that its mask allows."""
+        """Sample a step with masks, in which each row gets the most likely token that its mask allows."""
         places = range(len(plan.masked))
         unsure = [at for at in places if self.on_host and plan.followed[at]]
         sure = sorted({*places}.difference(unsure))

@@ -100,7 +100,7 @@ class _Growing:
         self._count += 1
 
     def blocks(self, steps: int) -> int:
-        """Return the total number of blocks after a number of steps."""
+        """Return the total number of blocks of the added sequences after `steps` further steps."""
         blocks, rest = divmod(steps, self._size)
         parts = self._parts
         # Growing by `rest` tokens needs one more block, two if the partial block overflows, none if both are empty

@@ -30,7 +30,7 @@ class BlockTables:
 
     @property
     def have_windows(self) -> bool:
-        """True if any table has a sliding window."""
+        """True if any cache group has a sliding window."""
         return bool(self._windows)
 
     def missing(self, sequence: Sequence, tokens: int) -> int:

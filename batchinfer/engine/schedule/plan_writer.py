@@ -237,7 +237,7 @@ def _tokens(chunks: list[Chunk], single: bool) -> Ints:
 
 
 def _tree_bits(chunks: list[Chunk]) -> Ints | None:
-    """Return the `ancestor_bits` of the step's T tokens, [T], 0 outside draft trees; None if there is no tree."""
+    """Return the ancestors of the step's T tokens in draft trees as bit sets, [T], or None if there is no tree."""
     if not any(s.draft_parents for s, _, _ in chunks):
         return None
     each = [ancestor_bits(s.draft_parents) for s, _, _ in chunks]

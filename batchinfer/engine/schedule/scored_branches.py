@@ -136,7 +136,7 @@ class PromptScores:
 
     @property
     def complete(self) -> bool:
-        """True if the log-probabilities of all tokens are stored."""
+        """True if the log-probabilities of all tokens of the prompt are stored."""
         return self.scored == len(self.branch.targets)
 
     def needs(self, start: int, end: int) -> bool:

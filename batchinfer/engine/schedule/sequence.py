@@ -290,12 +290,12 @@ class Sequence:
 
     @property
     def output_length(self) -> int:
-        """The number of tokens after the prompt, placeholders and drafts included."""
+        """The number of tokens after the prompt, drafts and tokens that only the device knows included."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def known_length(self) -> int:
-        """The number of tokens without placeholders and drafts."""
+        """The number of leading tokens that the host knows and that are not drafts."""
         return len(self.tokens) - self.placeholders - self.drafts
 
     def append_token(self, token: int) -> None:
@@ -381,7 +381,7 @@ class Sequence:
         return Vector(values) if np.isfinite(values).all() else None
 
     def mark_tokens_known(self) -> None:
-        """Make a sequence schedulable again if it waited for tokens and has no placeholders left."""
+        """Make the sequence schedulable again if it waited for tokens and the host knows all its tokens now."""
         if self.status is _AWAITING and not self.placeholders:
             self.status = SequenceStatus.RUNNING
 
@@ -403,13 +403,13 @@ class Sequence:
         return length - self.prompt_length >= self.request.params.min_tokens
 
     def drop_first_placeholder(self) -> None:
-        """Remove the first placeholder, if any, because its step sampled no token."""
+        """Remove the first placeholder of an unknown token, if any, because the step sampled no token."""
         if self.placeholders:
             del self.tokens[-self.placeholders]
             self.placeholders -= 1
 
     def drop_placeholders(self, count: int | None = None) -> None:
-        """Remove the last `count` placeholders, or all if `count` is None, because the sequence has ended."""
+        """Remove the last `count` placeholders of unknown tokens, or all if `count` is None, after the answer's end."""
         count = self.placeholders if count is None else count
         if count:
             del self.tokens[-count:]

@@ -83,7 +83,7 @@ class DrawnRows:
     fixed: tuple[NDArray[Any], ...] | None
 
     def part(self, first: int, end: int) -> DrawnRows:
-        """Return the parameters of the rows with the indices [first, end)."""
+        """Return the parameters of a micro-batch: of the rows with the indices [first, end)."""
         assert self.fixed is not None
         return DrawnRows(self.positions[first:end], tuple(values[first:end] for values in self.fixed))
 

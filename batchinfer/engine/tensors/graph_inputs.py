@@ -66,7 +66,7 @@ class GraphInputs:
 
     @property
     def token_ids(self) -> Tensor:
-        """The token ids, [rows]."""
+        """The token ids on the device, [rows], padding included."""
         return self.lines.tensors[0]
 
     def refill(self, batch: HostBatch) -> None:
