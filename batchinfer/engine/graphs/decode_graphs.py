@@ -61,7 +61,7 @@ class GraphOps(AdvancingOps, Protocol):
         block_size: int,
         windows: frozenset[int | None],
         longest: int,
-        beside: AttentionPlan | None = None,
+        other_group: AttentionPlan | None = None,
         before: FixedPlan | None = None,
         queries: int = 1,
     ) -> FixedPlan:
@@ -72,7 +72,7 @@ class GraphOps(AdvancingOps, Protocol):
             block_size: Tokens per KV cache block.
             windows: The sliding windows of the layers that use the plan; None for a layer that sees all keys.
             longest: The maximum context length in tokens.
-            beside: The plan of another cache group for the same step. Parts that do not depend on block tables are
+            other_group: The plan of another cache group for the same step. Parts that do not depend on block tables are
                 shared with it.
             before: The plan of the previous decode step of the same sequences in the same order, on the same tensors.
             queries: The maximum number of new tokens per sequence.
@@ -303,7 +303,7 @@ class DecodeGraphs:
                 self._largest.block_size,
                 group.windows,
                 size.longest,
-                beside=plans[-1] if plans else None,
+                other_group=plans[-1] if plans else None,
                 before=before[at] if before else None,
                 queries=size.queries,
             )

@@ -115,13 +115,13 @@ class HostBatch:
                 self.query_lens,
                 self.context_lens,
                 host,
-                whole=whole,
+                keeps_all=keeps_all,
                 parts=copied,
                 token_types=token_types,
                 adapters=adapters,
                 tree=self.tree,
             )
-            for own, table, host, whole, copied in each
+            for own, table, host, keeps_all, copied in each
         ]
 
     def later(self, ahead: Ints, block_size: int) -> HostBatch:

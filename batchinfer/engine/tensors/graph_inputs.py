@@ -95,11 +95,11 @@ class GraphInputs:
                 context_lens,
                 host,
                 self.size.padding_slot,
-                whole,
+                keeps_all,
                 adapters=adapters,
                 tree=batch.tree,
             )
-            for own, table, host, whole in each
+            for own, table, host, keeps_all in each
         ]
 
 

@@ -67,7 +67,7 @@ class AttentionInputs:
         context_lens: (S,), the cached tokens of each sequence, including this step's.
         host_tables: The block tables in the host's memory, or None.
         padding_slot: The slot that padding rows write to, or None without padding rows.
-        whole: False if the tables lack the blocks before a window, which no operator reads.
+        keeps_all: False if the tables lack the blocks before a window, which no operator reads.
         parts: (n, 4) int64, parts of blocks to copy after K and V are stored; see batchinfer_kernels.copy_parts.
         token_types: (T,) int64, token types of an encoder, or None if all are 0.
         adapters: (T,) int64, the number of each token's adapter, or 0 for none. None if no token has an adapter.
@@ -82,7 +82,7 @@ class AttentionInputs:
     context_lens: list[int]
     host_tables: StepTables | None = None
     padding_slot: int | None = None
-    whole: bool = True
+    keeps_all: bool = True
     parts: Tensor | None = None
     token_types: Tensor | None = None
     adapters: Tensor | None = None

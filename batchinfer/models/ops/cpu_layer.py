@@ -32,17 +32,17 @@ class ItemPlan(AttentionPlan):
 
     padded_tokens = 0
 
-    def __init__(self, inputs: AttentionInputs, items: Items, beside: ItemPlan | None = None) -> None:
+    def __init__(self, inputs: AttentionInputs, items: Items, other_group: ItemPlan | None = None) -> None:
         """Create the attention plan of a step.
 
         Args:
             inputs: The inputs of the step.
             items: The work items of attention.
-            beside: The plan of another cache group for the same step, or None for the first group.
+            other_group: The plan of another cache group for the same step, or None for the first group.
         """
         self.inputs, self.items = inputs, items
         self.room: LayerRoom | None = None
-        self.step: list[ItemPlan] = [] if beside is None else beside.step  # the plans of all groups
+        self.step: list[ItemPlan] = [] if other_group is None else other_group.step  # the plans of all groups
         self.step.append(self)
 
     def find_room(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:

@@ -258,15 +258,19 @@ class CpuOps(TorchOps):
         self._compiled.move_slots(cache.k, cache.v, cache.block_size, moves, cache.scales, self._dtype)
 
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: Windows,
+        other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
         """Divide the attention of one step into work items; see `Ops.plan_attention`."""
-        before = beside if isinstance(beside, ItemPlan) else None
+        before = other_group if isinstance(other_group, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
         self.check_tree(inputs, windows)
         if not self._causal:
             return ItemPlan(inputs, whole_items(queries, self._group, self._most_rows), before)
-        if inputs.whole:
+        if inputs.keeps_all:
             tables, compiled = inputs.block_tables.numpy(), self._compiled
             pages = (
                 compiled.latent_pages(block_size, self._dtype) if self._latent else compiled.pages(block_size)
@@ -276,7 +280,7 @@ class CpuOps(TorchOps):
             )
             return ItemPlan(inputs, items, before)
         # Tables of a window do not show shared prefixes: entries before the window are equal in all tables
-        if before is not None and not before.inputs.whole:
+        if before is not None and not before.inputs.keeps_all:
             return ItemPlan(inputs, before.items, before)
         items = attention_items(queries, contexts, self._group, most_rows=self._most_rows)
         return ItemPlan(inputs, items, before)

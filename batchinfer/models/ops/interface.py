@@ -461,7 +461,11 @@ class Ops(ABC):
 
     @abstractmethod
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: Windows,
+        other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
         """Prepare the attention of one step, for all layers of a cache group.
 
@@ -469,8 +473,8 @@ class Ops(ABC):
             inputs: The inputs of the step.
             block_size: The number of tokens in a block.
             windows: The sliding windows of the layers, with None for a layer without one.
-            beside: The plan of another cache group for the same step, to reuse the parts that do not depend on block
-                tables.
+            other_group: The plan of another cache group for the same step, to reuse the parts that do not depend on
+                block tables.
         """
 
     @abstractmethod

@@ -266,9 +266,13 @@ class TorchOps(Ops):
         return self._causal
 
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: Windows,
+        other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        """Group the sequences of one step by shape; see `Ops.plan_attention`. `beside` is ignored."""
+        """Group the sequences of one step by shape; see `Ops.plan_attention`. `other_group` is ignored."""
         shapes, start = [], 0
         for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
             shapes.append(SequenceShape(row, start, queries, context))

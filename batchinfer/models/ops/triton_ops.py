@@ -115,7 +115,7 @@ class TritonPlan(FixedPlan):
         """
         self.plan, self.tables, self.pages = plan, inputs.block_tables, pages
         self.singles = plan if pages is None else plan.without_chunks()
-        self.shares = inputs.whole
+        self.shares = inputs.keeps_all
 
     @property
     def sizes(self) -> tuple[object, ...]:
@@ -353,7 +353,11 @@ class TritonOps(Ops):
         return not self._shape.latent
 
     def plan_attention(
-        self, inputs: AttentionInputs, block_size: int, windows: Windows, beside: AttentionPlan | None = None
+        self,
+        inputs: AttentionInputs,
+        block_size: int,
+        windows: Windows,
+        other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
         """Plan the attention of one step; see `Ops.plan_attention`."""
         self.check_tree(inputs, windows)
@@ -361,8 +365,8 @@ class TritonOps(Ops):
             return LatentPlan(inputs, block_size, self._plan_latents)
         library = None if inputs.tree is not None else self._prefill  # no library supports masks of trees
         pages = None if library is None else library.plan(inputs, windows)
-        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
-            return TritonPlan(beside.plan.with_windows(windows), inputs, pages)
+        if isinstance(other_group, TritonPlan) and not (inputs.keeps_all or other_group.shares):
+            return TritonPlan(other_group.plan.with_windows(windows), inputs, pages)
         (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
         shared = self._shared(inputs, queries, contexts, block_size)
         plan = attention_plan.plan_attention(
@@ -381,7 +385,7 @@ class TritonOps(Ops):
         block_size: int,
         windows: Windows,
         longest: int,
-        beside: AttentionPlan | None = None,
+        other_group: AttentionPlan | None = None,
         before: FixedPlan | None = None,
         queries: int = 1,
     ) -> FixedPlan:
@@ -392,16 +396,16 @@ class TritonOps(Ops):
             block_size: The number of tokens in a block.
             windows: The sliding windows of the layers.
             longest: The maximum context length.
-            beside: The plan of another cache group for the same step, or None.
+            other_group: The plan of another cache group for the same step, or None.
             before: The plan of the previous decode step of the same sequences in the same order, or None.
             queries: The maximum number of queries per sequence.
         """
         self.check_tree(inputs, windows)
-        alike = beside.plan if isinstance(beside, TritonPlan) else None
+        alike = other_group.plan if isinstance(other_group, TritonPlan) else None
         if isinstance(before, TritonPlan):
             return TritonPlan(before.plan.grown(inputs.context_lens, alike), inputs)
-        if isinstance(beside, TritonPlan) and not (inputs.whole or beside.shares):
-            return TritonPlan(beside.plan.with_windows(windows), inputs)
+        if isinstance(other_group, TritonPlan) and not (inputs.keeps_all or other_group.shares):
+            return TritonPlan(other_group.plan.with_windows(windows), inputs)
         (lens, contexts), device = _lengths(inputs), inputs.block_tables.device
         shared = self._shared(inputs, lens, contexts, block_size, queries)
         room = Room(longest, sharing=None, queries=queries)
@@ -419,7 +423,7 @@ class TritonOps(Ops):
         latents do not use shared prefixes.
         """
         tables = inputs.host_tables
-        if tables is None or not inputs.whole or self._shape.latent:
+        if tables is None or not inputs.keeps_all or self._shape.latent:
             return []
         return attention_plan.find_shared(lens, contexts, tables, block_size, self._shape.unit, queries)
 
