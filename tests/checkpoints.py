@@ -24,7 +24,7 @@ FAMILIES = (
 HEADS_FILL_HIDDEN = ("stablelm", "cohere2", "gpt2", "gpt_neox")  # families that know no head_dim
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")  # heads of K and V are made of one latent
 NO_KV_HEADS = ("gpt2", "gpt_neox")  # families whose query heads have a KV head each
-# What a family calls what others name otherwise; None: it does not know it
+# Names of a family's options that differ from other families; None if it has no such option
 RENAMED: dict[str, dict[str, str | None]] = {
     "gpt2": {
         "hidden_size": "n_embd",
@@ -45,7 +45,7 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
 }
-# What a family's checkpoints are made with, so that all that it adds to a Llama shows
+# Options of a family's checkpoints that make its differences from a Llama visible
 SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
@@ -123,7 +123,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 1.3,
     },
 }
-# Of heads of 12 values, of which all are rotated
+# For heads of 12 values, all rotated
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -147,7 +147,7 @@ KEPT = "batchinfer-tests-"
 
 
 def kept_folder() -> Path:
-    """A new folder that lasts as long as this process, for what several tests share."""
+    """Return a new folder for several tests, which is removed when this process exits."""
     folder = Path(mkdtemp(prefix=f"{KEPT}{os.getpid()}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

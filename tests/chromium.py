@@ -29,7 +29,12 @@ def find_chromium() -> str | None:
 
 
 class Chromium:
-    """One page. `said` is what it wrote to its console, `requested` every address that it asked for."""
+    """A page in Chromium.
+
+    Attributes:
+        said: messages on its console.
+        requested: all addresses that it requested.
+    """
 
     def __init__(self, write_fd: int, read_fd: int) -> None:
         self._write_fd, self._read_fd = write_fd, read_fd
@@ -123,7 +128,7 @@ def chromium(program: str, profile: Path) -> Iterator[Chromium]:
         browser.attach()
         yield browser
     finally:
-        os.close(our_out)  # its end of the debugging pipe: it leaves by itself
+        os.close(our_out)  # its end of the debugging pipe: Chromium exits when it is closed
         os.close(our_in)
         process.kill()
         process.wait()

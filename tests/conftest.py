@@ -1,4 +1,4 @@
-"""What every test needs: no test may use more than its share of two cores, and Triton has to know how it is to run."""
+"""Limits every test to its share of two cores, and sets up Triton."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 
-# Before torch and OpenMP are imported anywhere: two test processes run beside each other, and threads of tiny
-# operators that wait for one another cost ten times what they gain.
+# Before torch and OpenMP are imported: two test processes run in parallel, and threads of tiny operators cost
+# ten times their gain.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where a test has two threads all the same, they sleep while they wait: beside another test process, one that spins
-# keeps the core from the thread that it waits for. Some steps of tiny models took ten times as long.
+# Threads sleep while they wait: a spinning thread would block the core for the thread that it waits for. Some
+# steps of tiny models took ten times the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
@@ -29,8 +29,8 @@ from tests.parts import leave_part
 # Collecting tests makes a million objects that all stay: looking for garbage among them takes a sixth of that time.
 gc.disable()
 
-# Hundreds of tests start the package in a process of its own. Where the environment forbids keeping modules compiled,
-# each would compile them anew: a fifth of its time.
+# Hundreds of tests start the package in a new process. If the environment disables bytecode files, each would
+# compile all modules, a fifth of its time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 EVERYTHING = "BATCHINFER_TEST_EVERYTHING"  # set by `make test-all`
-SEED = "BATCHINFER_TEST_SAMPLE"  # any text, of which another one draws other samples
+SEED = "BATCHINFER_TEST_SAMPLE"  # any text; another one draws other samples
 
 
 def examples(few: int, many: int) -> int:
@@ -46,10 +46,10 @@ def sampled(items: Iterable[pytest.Item]) -> int:
 
 
 def spread(cases: Sequence[str], most: int, seed: str) -> set[str]:
-    """Choose at most so many cases, by their names, "test[a-b]" of the values a and b.
+    """Choose at most `most` cases by their names, such as "test[a-b]" of the values a and b.
 
-    Next comes the one with most values that were not yet chosen; of equals the seed says which. Once each value was
-    chosen, all of them are wanted again. Processes that run tests beside each other choose alike.
+    The next case is the one with the maximum number of new values; the seed decides between equals. Once all
+    values are chosen, the count starts again. Parallel test processes choose equally.
     """
     values = {case: set(case.partition("[")[2].removesuffix("]").split("-")) for case in cases}
     left = sorted(cases, key=lambda case: hashlib.sha256(f"{seed} {case}".encode()).digest())

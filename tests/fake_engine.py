@@ -1,6 +1,6 @@
-"""An engine without a model: the answer is a function of the prompt. For tests of everything around an engine.
+"""An engine without a model, whose answers are a function of the prompt.
 
-It imports no torch, which takes ten times as long as all else that its process does: hundreds of tests start it.
+It does not import torch, which takes ten times the rest of its process: hundreds of tests start it.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class FakeEngine:
         self._delay_file = Path(_asked("DELAY_FILE", os.devnull))  # its seconds are added in each step
         self._counts = bool(_asked("COUNTS_TIME", 0))  # a step takes its delay to the bit, and no time
         self._die_at = _asked("DIES_AT_STEP", NEVER) if mortal else NEVER
-        # does nothing any more, at that step of a start that may die; or with any prompt of more tokens, in every start
+        # hangs at this step of a start that may die, or in every start at a prompt of more tokens
         self._hang_at = _asked("HANGS_AT_STEP", NEVER) if mortal else NEVER
         self._hangs_of = _asked("HANGS_OF_MORE_TOKENS", MANY)
         self._dies_after = _asked("DIES_AFTER_ROWS", MANY)  # that were computed in all starts, by the log
@@ -181,7 +181,7 @@ class FakeEngine:
         """Answers of other engines are of no use to one that computes nothing."""
 
     def forget_waiting(self) -> None:
-        """A worker is told so before it leaves."""
+        """Die here if a fault was requested: the driver tells a worker to stop."""
         if _asked("DIES_LEAVING", 0):
             _die(self._end)
         self._waiting.clear()
@@ -220,7 +220,7 @@ class FakeEngine:
             _die(self._end)
 
     def _hang(self) -> None:
-        """Do nothing for so long, which by default is for ever; FAKE_ENGINE_HANG_UNTIMED: and say that it may."""
+        """Hang, by default forever. With FAKE_ENGINE_HANG_UNTIMED, first disable the watchdog."""
         with self._untimed() if _asked("HANG_UNTIMED", 0) else nullcontext():
             time.sleep(_asked("HANG_S", 3600.0))
 

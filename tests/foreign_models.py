@@ -1,5 +1,5 @@
-"""Model types of transformers that are no family of ours: tiny random checkpoints of those that run through its code,
-and why the others do not."""
+"""Tiny random checkpoints of transformers' model types outside of our families, and reasons why some do not
+run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchinfer.models.foreign.interface import silence_transformers
 
 VOCAB = 260
 EOS = 257
-# Given to every configuration that knows the name, so that all of a model shows in a few kilobytes
+# Set in every configuration that has the name: a whole model takes a few kilobytes
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -94,8 +94,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "vaultgemma": ALTERNATING,
     "youtu": LATENT,
 }
-# Told apart by what they have: one KV head for all, experts and sinks, latent attention, a decoder in a decoder, capped
-# scores, layers with other heads, rotation of a part
+# Types with different features: one KV head for all, experts and sinks, latent attention, a nested decoder,
+# capped scores, layers with other heads, partial rotation
 THINNED = (*("gpt_bigcode", "granitemoe_swa", "glm4_moe_lite", "opt", "vaultgemma", "mimo_v2_flash", "phi"),)
 
 
@@ -130,7 +130,7 @@ def make_foreign(folder: Path, kind: str, seed: int = 1) -> Any:
     return model
 
 
-# Configurations by which those that do not run are judged, where the default one says something else of them
+# Configurations that decide for model types that do not run, if the default one is misleading
 JUDGED_BY: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30},

@@ -1,6 +1,6 @@
-"""The tables of docs/models.md that say which model types run through transformers' code, and why others do not.
+"""The tables of docs/models.md of model types that run through transformers' code, and of the others.
 
-`python -m tests.foreign_table` writes them anew from what it finds; tests fail while they say something else.
+`python -m tests.foreign_table` rebuilds them; a test fails if they are outdated.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""Tiny GGUF files as llama.cpp's converter writes them: names of tensors, blocks and their values are those of the
-package `gguf`, llama.cpp's own; what the converter does to weights and which keys it writes is done anew here."""
+"""Writes tiny GGUF files like llama.cpp's converter.
+
+The names of tensors, blocks and values come from llama.cpp's package `gguf`. The changes of weights and the
+keys are reimplemented here.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ Matrix = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Arch:
-    """What llama.cpp calls a family, and what its converter does to the family's weights."""
+    """The name of a family in llama.cpp, and the converter's changes to the family's weights."""
 
     name: str
     pairs: bool = False
@@ -241,8 +244,10 @@ def _stacked(stored: dict[str, Matrix], names: list[str]) -> tuple[Matrix, Calla
 
 
 def _blocks(tensor: Matrix, kind: Type, rng: np.random.Generator) -> tuple[NDArray[Any], Matrix]:
-    """The blocks of a tensor, and the values that they stand for. Types that the package does not quantise have random
-    codes, of about as large values."""
+    """Return the blocks of a tensor and their dequantised values.
+
+    If the package cannot quantise to the type, the blocks are random, with values of similar size.
+    """
     if kind not in _SCALES:
         blocks = gguf.quantize(tensor, kind)
         return blocks, np.array(gguf.dequantize(blocks, kind)).reshape(tensor.shape)

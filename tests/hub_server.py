@@ -26,7 +26,7 @@ class Hub:
     commits: dict[str, dict[str, bytes]]
     refs: dict[str, str]
     url: str = ""
-    cut: dict[str, int] = field(default_factory=dict)  # file → the connection breaks after so many bytes
+    cut: dict[str, int] = field(default_factory=dict)  # by file: bytes before the connection breaks
     damaged: set[str] = field(default_factory=set)
     error: tuple[int, str] | None = None  # every answer is this status, with this X-Error-Code
     stalled: threading.Event = field(

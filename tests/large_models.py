@@ -29,7 +29,11 @@ LLAMA_70B = {
 
 
 def hollow_checkpoint(folder: Path, **changes: int) -> Path:
-    """Write a Llama, of the shape of a 70B one but for `changes` of its configuration, all of whose weights are 0."""
+    """Write a Llama of the shape of a 70B model, with zero weights.
+
+    Args:
+        changes: changes of its configuration.
+    """
     folder.mkdir(parents=True)
     config = LLAMA_70B | changes
     (folder / "config.json").write_text(json.dumps(config))

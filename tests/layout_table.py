@@ -55,7 +55,7 @@ def tokens_per_s(
 
 
 def lines(folder: Path) -> Iterator[str]:
-    """Yield the table's lines, and how long stages wait behind each."""
+    """Yield the table's lines, with the share of time that stages wait."""
     path = write_job(folder, hollow_checkpoint(folder / "model"), people(1))
     for tensor, stages in LAYOUTS:
         division, found = Division(tensor, stages), []

@@ -80,8 +80,8 @@ def make_adapter(
 
 
 def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Return a copy of the model with W + scale B A in place of W, rescaled where it is a DoRA, as PEFT's
-    merge_and_unload makes it."""
+    """Return a copy of the model with W + scale B A as its weights, rescaled for DoRA, like PEFT's
+    merge_and_unload."""
     found, stated = copy.deepcopy(model), json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     for name, module in found.named_modules():

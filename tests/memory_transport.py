@@ -41,7 +41,7 @@ class DiedError(BaseException):
 
 
 class InMemory(Protocol):
-    """What stands at the other end of a link."""
+    """The worker at the other end of a link."""
 
     def hear(self, message: object) -> None:
         """A message of the parent."""
@@ -63,7 +63,7 @@ class MemoryLink:
         self._said: deque[object] = deque()
 
     def send(self, message: object) -> None:
-        """Reaches nobody once the worker is dead."""
+        """Send a message, which a dead worker does not receive."""
         if not self.dead:
             with self._living():
                 self.worker.hear(message)
@@ -129,7 +129,7 @@ class MemoryTransport:
 
 
 class FakeWorker:
-    """The fake engine without a process: it takes each step of loading in a turn after it was told to."""
+    """The fake engine without a process: each step of loading takes a turn."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -144,7 +144,7 @@ class FakeWorker:
             self._told_to_load = True
             return
         if isinstance(message, Configure):
-            assert self._told_to_load, "it is told to load first"
+            assert self._told_to_load, "loading comes first"
             self._config = message.config
             return
         assert self._engine is not None, "it is given nothing before it is ready"
@@ -180,7 +180,7 @@ def _die(code: int) -> None:
     raise DiedError(code)
 
 
-# What is asked of the fake engine that only processes side by side can do
+# Faults of the fake engine that need parallel processes
 OF_PROCESSES = ("DIES_SENDING", "HANGS_AT_STEP", "HANGS_OF_MORE_TOKENS", "TOGETHER", "RELOAD_S")
 
 

@@ -35,7 +35,7 @@ _VISION = {
     "image_size": 16,
     "patch_size": 4,
 }
-# Class → model_type of the whole, of its text part, and what its vision tower needs besides
+# Class → model_type of the whole, of its text part, and further keys of its vision tower
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": ("gemma3", "gemma3_text", {}),
     "Mistral3ForConditionalGeneration": ("mistral3", "mistral", {}),

@@ -36,7 +36,7 @@ VALUES = {
     "an object": '{"content": 5, "type": "x", "name": [1]}',
     "an object of 50,000 keys": "{" + ",".join(f'"k{n}": {n}' for n in range(50_000)) + "}",
 }
-_MARK = "\u2424 here"  # stands for a value until its text is put there
+_MARK = "\u2424 here"  # placeholder of a value until its text is inserted
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def mutants(data: bytes) -> Iterator[Mutant]:
 
 
 def file_mutants(data: bytes) -> Iterator[Mutant]:
-    """Damaged copies of any text file: what may become of it as a whole."""
+    """Yield damaged copies of a text file as a whole."""
     half = len(data) // 2
     yield Mutant("empty", b"")
     yield Mutant("cut in the middle", data[:half])

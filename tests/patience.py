@@ -1,11 +1,11 @@
-"""How tests wait for what other processes do: for the thing itself, never for so many seconds."""
+"""Waits in tests for other processes: for an event, never for a fixed time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Only a test that fails waits for so long: what takes a second on a quiet machine may take a minute beside other work.
+# Only a failing test waits this long: a second of work on an idle machine may take a minute on a busy one.
 PATIENCE_S = 300.0
 
 

@@ -1,6 +1,8 @@
-"""Tiny checkpoints stored in 4 and 8 bits as published ones are: names, shapes and keys of config.json as AutoGPTQ,
-GPTQModel, AutoAWQ, llm-compressor, bitsandbytes and Model Optimizer write them. Every value is packed on its own, by
-its place in words, so that nothing here resembles how batchinfer unpacks it."""
+"""Tiny checkpoints in 4 and 8 bits with the names, shapes and keys of published ones.
+
+The formats are AutoGPTQ, GPTQModel, AutoAWQ, llm-compressor, bitsandbytes and Model Optimizer. Each value is
+packed separately, by its position in words: this code does not resemble batchinfer's unpacking.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,20 @@ SIZES = {
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 Random = np.random.Generator
 Tensors = dict[str, Tensor]
-# Packs the matrix (N, K) of a module: the tensors by the ends of their names, and the values that they stand for
+# Packs the matrix (N, K) of a module: the tensors by suffix of their names, and the dequantised values
 Pack = Callable[[NDArray[np.float32], Random], tuple[Tensors, NDArray[np.float64]]]
 
 
 @dataclass(frozen=True)
 class Published:
-    """How a tool stores weights, what it writes into config.json, and the family that a test has it for."""
+    """A published format: its packing, its part of config.json, and the family that tests use."""
 
     pack: Pack
     config: Mapping[str, Any]
     family: str = "llama"
     kept: tuple[str, ...] = ("lm_head", "layers.0.self_attn.o_proj")  # modules that stay in floats
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    header: Mapping[str, Any] | None = None  # what the header of the file says of each quantised weight
+    header: Mapping[str, Any] | None = None  # metadata of each quantised weight in the file's header
 
 
 def words(codes: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -87,10 +89,11 @@ def gptq(
     ordered: bool = False,
     zeros: NDArray[np.int64] | int | None = None,
 ) -> Pack:
-    """Pack as GPTQModel 7.7.0 does (`pack_original`, then `convert_gptq_v2_to_v1_format_module`).
+    """Return a packing like GPTQModel 7.7.0 (`pack_original`, then `convert_gptq_v2_to_v1_format_module`).
 
-    `less` is subtracted from each zero point by one subtraction from the whole word. `zeros`: other zero points, (N, G)
-    or one for all, than those that are drawn.
+    Args:
+        less: subtracted from each zero point, by one subtraction from the whole word.
+        zeros: zero points, (N, G) or one for all; None to draw them.
     """
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
@@ -463,8 +466,12 @@ _NEVER = ("norm", "embed_tokens", "mlp.gate.", "block_sparse_moe.gate.")
 
 
 def make_published(folder: Path, plain: Path, name: str, **sizes: int) -> PreTrainedModel:
-    """A checkpoint in `folder` that is stored so, the same dequantised in `plain`, and transformers' model of that.
-    `sizes`: of its config, beside those that all have."""
+    """Write a quantised checkpoint to `folder` and its dequantised copy to `plain`; return transformers'
+    model of the copy.
+
+    Args:
+        sizes: further keys of its config.
+    """
     published, generator = PUBLISHED[name], np.random.default_rng(7)
     model = make_checkpoint(plain, published.family, **SIZES | dict(published.sizes) | sizes)
     stored, packed, header = load_file(plain / SINGLE), {}, {"format": "pt"}

@@ -39,7 +39,11 @@ class RayCluster:
         self.address: str = self._cluster.address
 
     def add(self, cpus: int = 1, environment: Mapping[str, str] | None = None) -> Any:
-        """Add a node. `environment`: what its processes find there besides this process's own."""
+        """Add a node.
+
+        Args:
+            environment: additional environment variables of its processes.
+        """
         node = self._cluster.add_node(
             num_cpus=cpus, node_ip_address=LOOPBACK, env_vars=dict(environment or {}), **_SMALL
         )
@@ -69,7 +73,7 @@ class RayCluster:
             module: The module with the command line.
             folder: The working directory.
             joins: Whether the job runs on this cluster.
-            environment: Environment variables of the process besides those of this one.
+            environment: Environment variables of the process in addition to this process's own.
         """
         ray = ["--ray", self.address] if joins else []
         command = [sys.executable, "-m", module, "run", *arguments, *ray]

@@ -1,6 +1,7 @@
-"""Tiny checkpoints that reason: special tokens and chat templates in the shapes of published families.
+"""Tiny reasoning checkpoints: special tokens and chat templates shaped like published families.
 
-The templates keep what these say of reasoning: how they open and close it, drop it from earlier turns, and name it.
+The templates keep everything about reasoning: how it opens and closes, is dropped from earlier turns, and is
+named.
 """
 
 from __future__ import annotations

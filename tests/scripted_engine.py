@@ -1,4 +1,4 @@
-"""The fake engine with answers from a file, for tests of what is made of answers."""
+"""The fake engine with answers from a file, for tests of result files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from batchinfer.core.request import Completion, Request, Tokens
 from tests import fake_engine
 
-SCRIPT = "ENGINE_SCRIPT"  # names a file: pairs of token ids that stand in one prompt, and of its answer
+SCRIPT = "ENGINE_SCRIPT"  # names a file with pairs: token ids within one prompt, and token ids of its answer
 
 
 class ScriptedEngine(fake_engine.FakeEngine):

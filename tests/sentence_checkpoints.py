@@ -47,8 +47,11 @@ def make_sentence_encoder(
     layers: Mapping[str, int] = MappingProxyType({}),
     **config: Any,
 ) -> None:
-    """An encoder whose tokenizer puts a token before each text, and one behind it, and the modules around it.
-    `layers`: options of the encoder's own."""
+    """Write an encoder and its modules; its tokenizer adds a token before and after each text.
+
+    Args:
+        layers: options of the encoder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, None)
     make_encoder(folder, family, **layers)
@@ -58,7 +61,7 @@ def make_sentence_encoder(
 
 
 def write_dense(folder: Path, sizes: Sequence[int], activations: Sequence[str], biased: bool = True) -> None:
-    """Put layers of these sizes between the pooling and what follows it."""
+    """Insert layers of these sizes after the pooling."""
     modules = json.loads((folder / "modules.json").read_text())
     generator = torch.Generator().manual_seed(8)
     for at, (inputs, outputs, activation) in enumerate(zip(sizes, sizes[1:], activations, strict=False)):
@@ -85,7 +88,7 @@ def densely(folder: Path, vectors: torch.Tensor, activations: Sequence[str]) -> 
 
 
 def write_modules(folder: Path, mode: str, normalizes: bool = True, *more: str) -> None:
-    """Write which modules there are, `more` behind the pooling."""
+    """Write the list of modules, with `more` after the pooling."""
     kinds = ["Transformer", "Pooling", *more, *(["Normalize"] if normalizes else [])]
     modules = [
         {
@@ -113,12 +116,12 @@ def write_modules(folder: Path, mode: str, normalizes: bool = True, *more: str) 
 
 
 def reference(folder: Path, texts: Sequence[str], mode: str = "lasttoken") -> torch.Tensor:
-    """What transformers gives for each text by itself, of length 1."""
+    """Return transformers' vector of each text alone, normalised to length 1."""
     return torch.nn.functional.normalize(pooled_states(folder, texts, mode), dim=1)
 
 
 def pooled_states(folder: Path, texts: Sequence[str], mode: str) -> torch.Tensor:
-    """What transformers gives for each text by itself, pooled."""
+    """Return transformers' pooled states of each text alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     found = []
@@ -148,7 +151,7 @@ def make_cross_encoder(
 
 
 def pair_logits(folder: Path, pairs: Sequence[tuple[str, str]], longest: int = 128) -> list[float]:
-    """What transformers gives for each pair by itself; one that is too long is cut as sentence-transformers does."""
+    """Return transformers' logit of each pair alone; long pairs are cut as in sentence-transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"

@@ -1,4 +1,5 @@
-"""The GPU suite, rehearsed: what it runs and records, that it needs little to run, and what only a GPU would show."""
+"""Tests the GPU suite in a rehearsal: its sections, records and dependencies, and errors that only a GPU
+shows."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lan
 
 
 def section(rehearsal: bool = True, model: BenchModel | None = None) -> BenchSection:
-    """Return a section on the CPU: as on a GPU, where it is no rehearsal."""
+    """Return a section on the CPU; without `rehearsal`, as on a GPU."""
     found = BenchSection(rehearsal, float("inf"), model=model)
     found.device = torch.device("cpu")
     return found
@@ -103,7 +104,7 @@ def test_kernels_are_right_in_a_rehearsal(name: str) -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The engine is built as for a GPU, for these tests alone."""
+    """Build engines as for a GPU during these tests."""
     interpreted_gpu.stand_in(monkeypatch.setattr, compiles=False, quick=True)
     yield
     loaded._loaded.cache_clear()
@@ -145,7 +146,7 @@ def prepare():
 def test_a_rehearsal_without_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything runs in a process that lacks the packages that it does not need, and nothing is claimed."""
+    """Everything runs in a process without the optional packages, and no times are claimed."""
     folder = tmp_path / "blocked"
     for name in MISSING:
         (folder / name).mkdir(parents=True)
@@ -198,7 +199,8 @@ def gpu_test_modules() -> list[str]:
 
 
 def test_each_section_belongs_to_a_command() -> None:
-    """Each of them begins with what its shares are of, and fits into its nine minutes; the page names all."""
+    """A command starts with the peaks for its shares and fits into its nine minutes. The page names all
+    commands."""
     page = (ROOT / "docs/gpu.md").read_text("utf-8")
     assert all(f"`{entry.name}`" in page for entry in ENTRIES)
     for call in CALLS:
@@ -270,7 +272,7 @@ def test_without_peaks_no_model_is_run() -> None:
 @interpreted
 @pytest.mark.parametrize("work", ["prefill", "decode", "prefix"])
 def test_tiles_reach_the_kernels(work: Any) -> None:
-    """No kernel has a tile of 48 keys: what is launched with it fails, and the chosen one is back after it."""
+    """No kernel supports a tile of 48 keys: its launch fails, and the chosen tile is restored."""
     make = tiles.cases(section(), attention.TINY)[work]
     case = make()
     before = case.ours()
@@ -327,7 +329,8 @@ class Decode(Prefill):
 
 
 class Cascade(Prefill):
-    """A level for what all share, one for the rest; the pages of both together are each sequence's."""
+    """A fake cascade with a level for the shared prefix and one for the rest. Together their pages are each
+    sequence's."""
 
     def __init__(self, levels: int, workspace: torch.Tensor, layout: str) -> None:
         super().__init__(workspace, layout)

@@ -32,8 +32,11 @@ def test_borders_are_where_tiles_blocks_and_segments_meet():
 
 
 def attended(paged: Paged, q: Tensor, needle: Needle, last: int, weights: dict[int, float]) -> Tensor:
-    """(group, dim): what the reader's heads see of keys 0 … last, each as often as `weights` says, once if it does
-    not."""
+    """Return the attention of the reader's heads over keys 0 … last, [group, dim].
+
+    Args:
+        weights: how often a key counts, by position; once by default.
+    """
     heads, places = paged.heads, (paged.table[needle.sequence].long(), needle.head)
     k, v = (cache[places].flatten(0, 1)[: last + 1].double() for cache in (paged.k, paged.v))
     if paged.scale is not None:

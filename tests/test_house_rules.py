@@ -17,7 +17,7 @@ MEDIAN_LINES = 10
 MEDIAN_MODULE_LINES = 50  # of each folder of the rooms below
 MERGED_ROOMS = ("batchinfer/engine", "batchinfer/models", "batchinfer/plan")
 LONGEST_FUNCTION = 60  # outside of kernels, whose inner loops read better in one piece
-# Written so that this file does not find itself
+# Split, as this file must not find itself
 UNFINISHED = re.compile("|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]))
 PLACES = re.compile(
     "|".join([r"(?<![\w.-])/work/(?:main|shared)\b", "/tmp/" + "bi/", r"(?<!\w)\.lib" + "rary/"])
@@ -30,7 +30,7 @@ STRANGER = re.compile(
 )
 WATCHED = (".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg")
 FOLDERS = ("batchinfer", "kernels", "tests", "docs", "jobs", ".ci", ".github")
-# A docstring that begins with one of these names neither a subject nor an action: "Of codes.", "What it holds."
+# Words that start a fragment instead of a sentence, as in "Of codes."
 CLAUSES = frozenset(
     ["also", "and", "but", "ditto", "likewise", "of", "or", "see", "those", "what", "which", "whose"]
 )
@@ -94,7 +94,7 @@ def shared_names(files: dict[str, str]) -> dict[str, list[str]]:
 
 
 def headless(docstring: str) -> bool:
-    """Whether the first sentence of a docstring is a fragment, as far as its first words tell."""
+    """Return True if the first words of a docstring are a fragment instead of a sentence."""
     sentence = re.split(r"(?<=[.!?])\s|\n\s*\n", docstring.strip(), maxsplit=1)[0]
     words = sentence.split()
     first = words[0].strip(",:").lower()
@@ -106,7 +106,7 @@ def headless(docstring: str) -> bool:
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """The docstrings of a file, each with the line of what it describes."""
+    """Yield the docstrings of a file, each with the line of its function or class."""
     for node in nodes(source, ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
         if text := ast.get_docstring(node):
             yield getattr(node, "lineno", 1), text
@@ -172,7 +172,7 @@ def test_docstrings_have_a_subject_and_a_verb() -> None:
         for line, text in docstrings(path.read_text("utf-8")):
             if headless(text):
                 found.setdefault(room(path), []).append(f"{named(path)}:{line}: {text.splitlines()[0]}")
-    assert found == {}, "say what the thing is or does, in a sentence"
+    assert found == {}, "describe the thing or its action in a sentence"
 
 
 @pytest.mark.parametrize(

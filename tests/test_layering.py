@@ -1,7 +1,7 @@
-"""The rooms: what each may import, and how the house is laid out. Read from the source, whatever is there.
+"""Tests which rooms may import which, and the layout of the source, read from all source files.
 
-Data flows one way: nothing upstream imports anything downstream. `ROOMS` has the order of the rooms, `SUB_ROOMS` that
-of the sub-rooms of input and store. The rest of this file holds rules that no order can express.
+Data flows one way: no room imports from a later one. `ROOMS` has the order of the rooms, `SUB_ROOMS` the
+order of the sub-rooms of input and store. Other rules are in the rest of this file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ RULES = (
     Rule(
         ("batchinfer.models.files", "batchinfer.models.spec", "batchinfer.models.families"),
         TORCH,
-        "what a model is, is read without loading it",
+        "a model's configuration is read without loading the model",
     ),
     Rule(("batchinfer.engine",), (*TEXT, *FILES), "token ids in, token ids out"),
     Rule(
@@ -122,7 +122,7 @@ ONLY = {
     "marshal": (),
 }
 MAY_SPEAK = ("batchinfer.cli", "batchinfer.__main__")
-# processes of their own, which have nobody to raise to: they may end themselves, but print nothing
+# child processes, which have no caller to raise to: they may exit, but not print
 CHILDREN = (
     "batchinfer.input.prompts.render_worker",
     "batchinfer.pipeline.calibration.process",
@@ -197,7 +197,7 @@ def _faults_of_rooms(module: str, name: str) -> Iterator[str]:
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module of ours, None for the doors and for what is not ours."""
+    """Return the room of a module of ours, or None for top-level and foreign modules."""
     parts = module.split(".")
     return parts[1] if parts[0] == "batchinfer" and len(parts) > 1 and parts[1] in ROOMS else None
 
@@ -234,7 +234,7 @@ def _prints_or_exits(node: ast.AST) -> bool:
 
 
 def _name(node: ast.AST) -> str:
-    """The dotted name that this is, "" where it is another expression."""
+    """Return the dotted name of an expression, or ""."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return f"{node.value.id}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -271,7 +271,7 @@ def grouped(graph: Graph, group: Callable[[str], str | None]) -> Graph:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Groups of nodes each of which leads back to itself through the others."""
+    """Return groups of nodes that lead back to themselves through each other."""
     reached = {node: _reached(graph, node) for node in graph}
     found = {frozenset(other for other in reached[node] if node in reached.get(other, ())) for node in graph}
     return sorted(sorted(circle) for circle in found if circle)
@@ -328,7 +328,7 @@ def holds_sources(path: Path) -> bool:
 
 
 def test_every_entry_is_a_room() -> None:
-    """Nothing lies loose beside the rooms, and no folder is a store-room."""
+    """All modules belong to a room, and no folder is a catch-all."""
     entries = {path.name for path in (ROOT / "batchinfer").iterdir() if holds_sources(path)} - DOORS
     assert entries == set(ROOMS)
     assert len(entries) <= MOST_ROOMS
@@ -390,10 +390,10 @@ PARENT_ROOMS = tuple(
 
 
 def test_importing_the_parent_process_brings_no_torch() -> None:
-    """Import all of it, in a fresh process: what a module imports, its imports import too."""
+    """Imports all of it in a fresh process, including indirect imports."""
     rooms = (*PARENT_ROOMS, "batchinfer.pipeline.run", "batchinfer.pipeline.library", *TORCH_FREE)
     names = [module for module, _, _ in modules() if any(under(module, room) for room in rooms)]
-    # hundreds of tests start it, and torch takes ten times as long as the rest of it
+    # hundreds of tests start it, and torch takes ten times the rest
     names.append("tests.fake_engine")
     lines = [f"import importlib, sys; [importlib.import_module(n) for n in {names!r}]"]
     lines += ["sys.exit('torch is imported' if 'torch' in sys.modules else 0)"]

@@ -51,7 +51,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def built(clone: Path, kind: str) -> Path:
-    """The file that the build backend makes of the clone, as pip calls it."""
+    """Return the file that the build backend makes from the clone, as pip calls it."""
     out = clone.parent / kind
     out.mkdir()
     script = f"from hatchling import build; build.build_{kind}({str(out)!r})"

@@ -59,7 +59,7 @@ class ThreadGroup:
         return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return that of the source."""
+        """Return the tensor of rank `source`."""
         return self.all_gather(x)[source]
 
     def send(self, x: Tensor, to: int) -> None:
@@ -78,7 +78,7 @@ def groups_of(size: int) -> list[ThreadGroup]:
 
 
 def of_ranks(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], T]) -> list[T]:
-    """Do the work of all ranks at once; what each returned. Raises what the first failing one raised."""
+    """Do the work of all ranks in parallel and return the results. Raises the first failing rank's error."""
 
     def done(group: ThreadGroup) -> T:
         torch.set_num_threads(1)

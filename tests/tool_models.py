@@ -1,6 +1,7 @@
-"""Tiny checkpoints that call tools: special tokens and chat templates in the shapes of published families.
+"""Tiny checkpoints that call tools: special tokens and chat templates shaped like published families.
 
-The templates keep what these say of tools, how they print calls, and what begins an answer.
+The templates keep everything about tools: their descriptions, the syntax of calls, and the start of an
+answer.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def written_call(name: str, tool: str, arguments: str) -> str:
 
 
 def written_calls(name: str, calls: list[tuple[str, str]]) -> str:
-    """Return several calls as the family's models write them, one behind the other."""
+    """Return several calls as the family's models write them, in order."""
     each = [written_call(name, *call) for call in calls]
     style = TOOL_FAMILIES[name].style
     if style == "deepseek":

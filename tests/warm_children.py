@@ -118,9 +118,7 @@ class WarmChildren:
             if not self._runs:
                 self._forks = self._started()
                 self._runs = True
-            _prctl(
-                CHILD_SUBREAPER, 1
-            )  # what the fork of a fork leaves behind becomes a child of this process
+            _prctl(CHILD_SUBREAPER, 1)  # children of a forked fork become children of this process
             try:
                 socket.send_fds(self._orders, [pickle.dumps(order)], descriptors)
                 return int(self._orders.recv(MESSAGE_BYTES))

@@ -1,6 +1,7 @@
 """Made-up families of models, and a plain decoder for them: whole rows in torch, without a cache.
 
-Their layers may lack attention, read the K and V of an earlier layer, or have a window; otherwise they are a Llama's.
+Their layers may have no attention, read the K and V of an earlier layer, or have a window. Otherwise they are
+Llama layers.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ def rotated(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PlainDecoder:
-    """Reads the checkpoint's files by themselves. Not `coded`: K and V are never rounded."""
+    """A reference decoder that reads the checkpoint's files itself.
+
+    Attributes:
+        coded: if True, K and V are rounded to the cache's values.
+    """
 
     folder: Path
     coded: bool = True

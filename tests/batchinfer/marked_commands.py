@@ -52,7 +52,7 @@ def started(folder: Path, words: Sequence[str], **env: str) -> Iterator[MarkedCo
 
 
 def send(signum: signal.Signals, pids: Sequence[int]) -> bool:
-    """Send a signal to processes; return True if one of them was still there."""
+    """Send a signal to processes and return True if any process still existed."""
     sent = 0
     for pid in pids:
         with suppress(ProcessLookupError):

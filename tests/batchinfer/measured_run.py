@@ -1,4 +1,4 @@
-"""A run of a real engine on a machine whose peaks are known, for tests of what its report says."""
+"""Runs a real engine on a machine with known peaks, for tests of its report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Medusa heads as they are published: the state of a ModuleList of residual blocks and a linear layer, beside a
-configuration."""
+"""Published Medusa heads: a ModuleList of residual blocks and a linear layer, with a configuration."""
 
 from __future__ import annotations
 

@@ -18,8 +18,11 @@ WEIGHTS = "model.safetensors"
 
 
 class MtpReference:
-    """The arithmetic of the technical report, plainly: all positions of a row at once, and once more for each further
-    token. The layer itself is transformers' own."""
+    """A plain reference of an MTP layer, with the arithmetic of the technical report.
+
+    It computes all positions of a row at once, and all of them again for each further token. The layer itself
+    is transformers' own.
+    """
 
     def __init__(self, model: PreTrainedModel, around: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
         self.model, self.stored = model, stored
@@ -28,7 +31,7 @@ class MtpReference:
 
     @torch.inference_mode()
     def proposed(self, tokens: Sequence[int], count: int, allowed: Sequence[int]) -> list[int]:
-        """Return what follows the tokens of a row, of those that are `allowed`."""
+        """Return `count` proposed tokens after the tokens of a row, all of them in `allowed`."""
         own = self.model.model
         barred = ~torch.isin(torch.arange(self.model.config.vocab_size), torch.tensor(allowed))
         states, said = own(torch.tensor([list(tokens[:-1])])).last_hidden_state[0], list(tokens[1:])
@@ -56,12 +59,12 @@ class MtpReference:
 
 
 def start_of(layers: int) -> str:
-    """What the names of the layer behind so many begin with."""
+    """Return the prefix of the names of the layer after the model's `layers` layers."""
     return f"model.layers.{layers}."
 
 
 def add_mtp(folder: Path, layers: int = 2, **options: Any) -> MtpReference:
-    """Make such a checkpoint, of so many layers and one more."""
+    """Make a checkpoint of `layers` layers and an MTP layer."""
     model = make_checkpoint(folder, "deepseek_v3", seed=5, num_hidden_layers=layers + 1, **options)
     start = start_of(layers)
     config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / WEIGHTS)

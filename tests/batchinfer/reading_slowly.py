@@ -1,4 +1,4 @@
-"""The command `batchinfer` whose reading takes longer than loading, so that rows run in waves.
+"""The command `batchinfer` with an input that is read more slowly than models load: rows run in waves.
 
 python -m tests.batchinfer.reading_slowly batchinfer run job.yaml
 """

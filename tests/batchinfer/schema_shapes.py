@@ -1,4 +1,4 @@
-"""Schemas that use each feature of JSON Schema (draft 2020-12) which answers can follow, and what they must give."""
+"""Schemas for each feature of JSON Schema (draft 2020-12) that constraints support, with expected answers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def matching(pattern: str, **more: Any) -> dict[str, Any]:
 EDGES: dict[str, dict[str, Any]] = {
     "anyOf beside properties": {**whole(a=INTEGER), "anyOf": [{"properties": {"b": BOOLEAN}, "required": ["b"]},
         {"properties": {"c": BOOLEAN}, "required": ["c"]}]},
-    "properties beside a reference": {"$ref": "#/$defs/base", "properties": {"x": BOOLEAN}, "required": ["x"],
+    "properties next to a reference": {"$ref": "#/$defs/base", "properties": {"x": BOOLEAN}, "required": ["x"],
         "$defs": {"base": whole(y=INTEGER)}},
     "oneOf, each requires its own": {"oneOf": [whole(a=INTEGER), whole(b=INTEGER)]},
     "oneOf with a mark": {"oneOf": [whole(k={"const": "a"}, v=INTEGER), whole(k={"enum": ["b", "c"]}, v=BOOLEAN)]},
@@ -135,8 +135,8 @@ EDGES: dict[str, dict[str, Any]] = {
     "tiny": {**NUMBER, "minimum": 1e-9, "maximum": 2e-9},
     "no type, properties": {"properties": {"a": INTEGER}},
     "no type, items": {"items": INTEGER, "maxItems": 2},
-    "enum beside a type": {"type": "integer", "enum": [1, "a", 2.5, 3.0]},
-    "enum beside a bound": {"enum": [1, 5, 9], "minimum": 4},
+    "enum with a type": {"type": "integer", "enum": [1, "a", 2.5, 3.0]},
+    "enum with a bound": {"enum": [1, 5, 9], "minimum": 4},
     "date of a pattern": text("date", pattern="^2"),
     "no quotes": matching('^[^a-z"]{1,4}$'),
     "no backslashes": matching(r"^[^\\a]{1,4}$"),
@@ -164,7 +164,7 @@ EDGES: dict[str, dict[str, Any]] = {
     "an object or a text": {"oneOf": [{"$ref": "#/$defs/o"}, {"type": "string", "maxLength": 2}],
         "$defs": {"o": whole(a=INTEGER)}},
 }  # fmt: skip
-# Valid answers could not be told from others: words of why it is refused
+# Constraints cannot separate valid answers from invalid ones: words of the error
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an integer of 54 bits": ({"const": 2**53 + 1}, "const"),
     "a float without digits": ({"enum": [1, 1e300]}, "enum"),

@@ -71,7 +71,7 @@ def alone(folder: Path, model: Path, rows: list[dict[str, Any]]) -> list[str | N
 def wanted(
     model: Path, models: Path, tmp_path_factory: pytest.TempPathFactory, warm_children: None
 ) -> dict[Any, list[Any]]:
-    """The answers to the first rows: of the model, and of those that the adapters make of it."""
+    """Answers to the first rows by the model, and by the models that the adapters were merged into."""
     rows, folder = rows_of([None] * 18), tmp_path_factory.mktemp("alone")
     places = {None: model, "one": models / "merged-one", "two": models / "merged-two"}
     return {name: alone(folder / str(name), place, rows) for name, place in places.items()}
@@ -219,8 +219,8 @@ def test_the_job_of_the_page_runs(tmp_path: Path, model: Path, models: Path) -> 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
-def test_a_dora_is_merged(tmp_path: Path, family: str) -> None:
-    """Where all rows have it; it is refused where some may not."""
+def test_a_dora_is_merged_if_all_rows_use_it(tmp_path: Path, family: str) -> None:
+    """Otherwise it is rejected."""
     base, ends = (
         tmp_path / "base",
         {"llama": ENDS, "phi3": ("qkv_proj", "gate_up_proj"), "gpt2": ("c_attn", "c_proj")},
@@ -260,7 +260,7 @@ def test_adapters_fit_the_channels_that_a_calibration_has_changed(
 
 
 def distance(one: Path, other: Path) -> float:
-    """Return by how much the log-probabilities of the first tokens differ, in the mean."""
+    """Return the mean difference of the first tokens' log-probabilities."""
     pairs = zip(table(one), table(other), strict=True)
     return sum(abs(a["logprobs"][0]["logprob"] - b["logprobs"][0]["logprob"]) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Whole jobs whose results have lists of answers (output.explode: false), beside those with a row for each answer."""
+"""Runs whole jobs with lists of answers (output.explode: false), and with a row per answer."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ def name_of(model: Path, version: str) -> str:
     return hashlib.sha256(f"{of} {version}".encode()).hexdigest()[:24]
 
 
-def test_experts_with_few_tokens_are_told_of(tmp_path: Path) -> None:
-    """Weights of models with experts are other ones than those that were made before experts were calibrated."""
+def test_experts_with_few_tokens_are_reported(tmp_path: Path) -> None:
+    """Models with experts calibrated before this feature have other weights."""
     sparse, told = tmp_path / "sparse", list[str]()
     make_divisible(sparse, "mixtral")
     job = load_job(write_job(tmp_path, sparse, ROWS[:6], **PLAIN), INT4)
@@ -181,7 +181,7 @@ def test_what_cannot_be_calibrated(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_job_without_texts_and_one_of_a_query_calibrate_too(model: Path, tmp_path: Path) -> None:
-    """What is compared is then the next token at each prompt's end; a query is run once more for its rows."""
+    """Then the next tokens after prompts are compared. A query runs again for its rows."""
     write_job(tmp_path, model, ROWS, **PLAIN)
     query = {"input": {"sql": "SELECT text FROM 'in.jsonl'", "path": None}}
     job = write_job(tmp_path, model, task="embed", prompt=PLAIN["prompt"], sampling=None, **query)

@@ -1,5 +1,5 @@
-"""Ranks whose steps are captured with their collectives: as on GPUs, of which there are none. Triton's kernels are
-interpreted, and gloo takes NCCL's place."""
+"""Tests ranks that capture steps with their collectives, without GPUs: Triton is interpreted and gloo
+replaces NCCL."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_captured_ranks_have_experts_by_how_often_each_was_chosen(
 ) -> None:
     """A run of one process measures; then each rank's graphs are of the experts that it has, copies included."""
     has_gpus(monkeypatch, "0", "1")
-    monkeypatch.setattr(Setting, "peaks", property(lambda _: None))  # tokens alone count
+    monkeypatch.setattr(Setting, "peaks", property(lambda _: None))  # only tokens count
     monkeypatch.setattr(expert_places, "_free_bytes", lambda *_: 1 << 24)  # of no GPU
     model, found = skewed_model(tmp_path / "model", "mixtral"), []
     for name, first, device, options, sets in (
@@ -135,7 +135,7 @@ def test_captured_steps_verify_drafts(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_trees_are_verified_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Answers are of two tokens, of which either may come: of the heads' candidates now one is right, now another."""
+    """Answers have two possible tokens per position: the right candidate of the heads alternates."""
     has_gpus(monkeypatch)
     monkeypatch.setattr(Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=2)

@@ -1,5 +1,5 @@
-"""Stages whose steps are captured, as on GPUs, of which there are none: Triton's kernels are interpreted, tapes take
-the place of graphs, and gloo that of NCCL."""
+"""Tests pipeline stages that capture steps, without GPUs: Triton is interpreted, tapes replace graphs, gloo
+NCCL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GUIDED = {"sampling": {"max_tokens": 12, "logprobs": 1}, "output": {"schema": SC
 
 @dataclass(frozen=True)
 class Work:
-    """A job of prompts that share their beginning, some of which are read in parts of steps."""
+    """A job of prompts with a shared prefix, some of them prefilled in chunks."""
 
     family: str = "llama"
     shape: dict[str, Any] = field(default_factory=dict)
@@ -75,8 +75,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_launches(path: Path, options: RunOptions) -> None:
-    """Engines have taken turns on graphs that they have in common, some of which were captured in mid-job. Tokens that
-    the host did not know yet reached the first stage, and rows that were preempted came back."""
+    """Check that engines shared graphs, some of them captured during the job, with preemptions and
+    look-ahead."""
     steps = report(path, "steps")
     launches = {step["launch"] for step in steps}
     assert launches == ({"eager"} if options is UNCAPTURED else {"full_graph", "piecewise_graph"})

@@ -86,8 +86,8 @@ def job(folder: Path, model: Path, output: dict[str, Any], **sampling: Any) -> P
 
 
 @pytest.mark.slow
-def test_a_choice_has_its_probability_among_the_choices(tmp_path: Path, tiny: Path) -> None:
-    """The tokens of this model are bytes, so that a text is written in one way, and the sum over choices is 1."""
+def test_a_choice_has_its_probability_among_all_choices(tmp_path: Path, tiny: Path) -> None:
+    """The model's tokens are bytes: each text has one tokenisation, and the choices' probabilities sum to 1."""
     path = job(tmp_path, tiny, {"confidence": True}, choice=CHOICES, temperature=2.0, repetition_penalty=1.3)
     without = ("output.confidence", "false")
     run(path, REAL, without)

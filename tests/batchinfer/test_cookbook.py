@@ -19,7 +19,7 @@ ALL_QUERIES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
 # Those of reasoning are answered over the result of a job that reasons, in test_reasoning_job.py
 QUERIES = [sql for sql in ALL_QUERIES if "reasoning" not in sql]
 FEWEST = 12
-# What a run without any of it has no row for
+# Queries without a row, as the run has no such data
 MAY_BE_EMPTY = (
     "status = 'error'",
     "finish_reason = 'length'",

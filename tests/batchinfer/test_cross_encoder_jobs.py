@@ -57,7 +57,7 @@ FAMILIES = [
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "tells_types"), FAMILIES)
-def test_scores_are_those_of_transformers(tmp_path: Path, family: str, tells_types: bool) -> None:
+def test_scores_equal_transformers(tmp_path: Path, family: str, tells_types: bool) -> None:
     """Special tokens, types and heads; a pair that is there twice runs once, and one that is too long is cut."""
     model = tmp_path / "model"
     make_cross_encoder(model, family, tells_types)
@@ -85,7 +85,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, tells_typ
 
 @pytest.mark.slow
 def test_a_changed_head_is_another_model(tmp_path: Path, checkpoint: Path) -> None:
-    """Its scores are computed anew; those of an activation that the checkpoint names are not."""
+    """Its scores are computed again. Naming the checkpoint's own activation changes nothing."""
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
     path = write_job(tmp_path, model, pairs(3))
@@ -102,7 +102,7 @@ def test_a_changed_head_is_another_model(tmp_path: Path, checkpoint: Path) -> No
 
 HEADLESS = "without a classification head, and a cross-encoder has one (…ForSequenceClassification)"
 NOT_COMPUTED = "Tanh) is not computed; sigmoid and identity are"
-# What config.json says otherwise, the job's sections, and what is told
+# A change of config.json, the job's sections, and the message
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"architectures": ["BertForTokenClassification"]}, {}, HEADLESS),
     ({"architectures": ["BertForMultipleChoice"]}, {}, "['BertForMultipleChoice'] is not supported"),

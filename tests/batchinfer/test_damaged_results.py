@@ -105,7 +105,7 @@ def test_a_flipped_byte_is_an_error_or_changes_nothing(finished: Place, copy: Pl
         for at in offsets(len(data)):
             for mask in masks():
                 flip(path, at, mask)
-                # which requests an OpenAI input had is read by nobody
+                # the endpoint of an OpenAI request is never read
                 check(copy, finished.results, right, path.name, harmless=b"endpoints" in data)
                 path.write_bytes(data)
     check(copy, finished.results, right, "", harmless=True)
@@ -113,7 +113,7 @@ def test_a_flipped_byte_is_an_error_or_changes_nothing(finished: Place, copy: Pl
 
 
 def changed(folder: Path, older: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What can happen to a result: the name of the file that a message names, and what does it."""
+    """Yield ways to damage a result, each with the file name in the message."""
     first, *_, last = sorted(folder.glob("*.parquet"))
     manifest = folder / "_manifest.json"
     old = sorted(older.glob("*.parquet"))[0]

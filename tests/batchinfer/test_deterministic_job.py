@@ -92,7 +92,7 @@ def test_the_published_bytes_are_the_same(
 
 
 def check_codes(at_once: Place, grown: Place, model: Path) -> None:
-    """The report counts what codes take, and their answers are not those of a job without."""
+    """Check that the report names the quantised cache, whose answers differ from a job without it."""
     assert is_built(library_path(sources=CODES))
     assert last(at_once, "run")[0]["kv_cache_dtype"] == "int8"
     coded = published(grown)

@@ -1,5 +1,7 @@
-"""What goes with a model that is divided among ranks, by whole jobs: adapters of rows, drafts and log-probabilities
-have the answers of one process, and what does not go is refused before anything is read."""
+"""Runs whole jobs with sharded models: adapters, drafts and log-probabilities equal one process's.
+
+Unsupported combinations are rejected before the input is read.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(folder: Path, models: Path, adapters: bool, **sections: Any) -> Path:
-    """Rows that repeat themselves and each other, some of which name an adapter."""
+    """Write a job whose rows repeat themselves and each other, some of them with an adapter."""
     folder.mkdir()
     rows = [
         {"text": f"row {at // 3} has some words, and row {at // 6} has", "who": NAMES[at % 3]}

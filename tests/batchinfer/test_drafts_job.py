@@ -120,10 +120,10 @@ def dtype_of(kind: str) -> tuple[tuple[str, str], ...]:
         1,
     ),
 )
-def test_rows_are_those_of_a_job_without_drafts(
+def test_drafts_do_not_change_the_rows_of_a_job(
     tmp_path: Path, model: Path, without: Callable[[Path, str], Plain], kind: str, drafts: Any
 ) -> None:
-    """Answers of a small random model soon repeat themselves and each other, so that drafts are right."""
+    """Answers of a small random model soon repeat themselves and each other: drafts are right."""
     wanted = without(model, kind)
     assert (wanted.row["drafted_tokens"], wanted.row["drafts_saved_s"]) == (0, 0)
     path = job(tmp_path / "job", model, drafts, **JOBS[kind])
@@ -185,7 +185,7 @@ def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     assert table(path) == table(off)
     assert 0 < got.row["earlier_accepted"] == got.row["accepted_tokens"]
     assert sum(tokens is not None for tokens in seen.given) == len(named) - 1, (
-        "each row has that of its id, but for one that is sampled"
+        "each row has its id's answer, except for a sampled one"
     )
     assert got.row["steps"] < wanted.row["steps"]
 
@@ -247,7 +247,7 @@ def windowed(model: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def large(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which `model` is a small one."""
+    """Return a larger model whose first layers are `model`."""
     return deep(model, tmp_path_factory.mktemp("deep") / "large")
 
 
@@ -345,11 +345,11 @@ def test_a_draft_model_that_is_killed_goes_on_where_it_was(
     assert {row["status"] for row in table(path)} == {"ok"}
 
 
-def test_rows_that_ask_a_draft_model_the_same_ask_once_and_never_again(
+def test_equal_requests_to_a_draft_model_are_computed_once(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows differ in what is reported of their tokens, or are too long for the draft model. Its answers are those of
-    its own job, which has nothing left to compute."""
+    """Rows differ in reported log-probabilities, or are too long for the draft model. Its answers are stored
+    like its own job's, which computes nothing more."""
     other = Path(shutil.copytree(model, tmp_path / "other"))
     edit_json(other / "config.json", max_position_embeddings=64)
     texts, shared = ("one", "two", "word " * 80), {"path": str(tmp_path / "store")}
@@ -358,7 +358,7 @@ def test_rows_that_ask_a_draft_model_the_same_ask_once_and_never_again(
     path = job(tmp_path / "job", model, drafts, **sections)
     changed(path, [{"text": text, "lp": lp} for text in texts for lp in (1, 2)])
     row = run(path, REAL, FLOAT32).row
-    assert (row["exit_code"], row["quantization"]) == (0, "none"), "that of the job's own model"
+    assert (row["exit_code"], row["quantization"]) == (0, "none"), "the quantisation of the job's own model"
     assert row["draft_model_s"] > 0
     with monkeypatch.context() as patch:
         patch.setattr(drafting, "engines", no_engine)
@@ -476,14 +476,14 @@ def test_rows_are_those_of_a_job_without_heads(
     assert got.row["heads_drafted"] > got.row["heads_accepted"]
     if kind != "replicas":
         assert got.row["sampled_tokens"] == wanted.row["sampled_tokens"]
-    if kind not in ("schema", "replicas"):  # where too few rows may be left to find a draft that pays
+    if kind not in ("schema", "replicas"):  # too few rows may be left to find a useful draft
         assert got.row["heads_accepted"] > 0
         assert got.row["proposing_s"] > 0
         assert got.row["steps"] < wanted.row["steps"]
 
 
 def echoing(model: Path, folder: Path) -> Path:
-    """Make an EAGLE-3 head that proposes what the model's own head does of what the last layers read."""
+    """Make an EAGLE-3 head that proposes the most likely token for the last layer's input."""
     weights, config = load_file(model / WEIGHTS), json.loads((model / "config.json").read_text())
     out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     vocab, hidden = out.shape
@@ -498,7 +498,7 @@ def echoing(model: Path, folder: Path) -> Path:
 
 
 def repeating(model: Path, folder: Path, hidden: int = 0) -> Path:
-    """Make two heads that propose what the model's own head does; of another width, where one is given."""
+    """Make two heads that propose the model's own next token, or heads of another width."""
     weights = load_file(model / WEIGHTS)
     out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     heads = heads_of(hidden or out.shape[1], out.shape[0], 2, 1)
@@ -512,8 +512,10 @@ def repeating(model: Path, folder: Path, hidden: int = 0) -> Path:
 
 
 def second(model: Path, folder: Path) -> Path:
-    """Make heads whose second candidate is what the model's own head says of a state without one of its values; the
-    first one is a token that no answer has."""
+    """Make heads whose second candidate is right in some steps. The first candidate never occurs.
+
+    The second one is the model's own, computed without one value of the state.
+    """
     weights = load_file(model / WEIGHTS)
     out = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).float()
     axis = int(out.var(0).argmin())

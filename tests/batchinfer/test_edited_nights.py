@@ -94,7 +94,7 @@ class Input:
         self._write(name, rows)
 
     def _whole(self, name: str, rows: list[Row]) -> None:
-        """Add, remove, rename a file, or write the same once more."""
+        """Add, remove or rename a file, or write it again unchanged."""
         what = self._dice.choice(("add", "remove", "rename", "again"))
         if what != "add" and what != "again" and len(self.files) > 1:
             del self.files[name]
@@ -109,7 +109,7 @@ class Input:
         WRITERS[self._form](self._folder / f"{name}.{self._form}", rows)
 
     def _new(self) -> Row:
-        """Return a row, of which some are wrong."""
+        """Return a row, which is sometimes wrong."""
         self._made += 1
         text = self._dice.choice([None, "broken", *[f"person {self._made}"] * 30])
         tools = json.dumps([tool(self._dice.choice(["add", "sub"]))]) if self._dice.random() < 0.6 else "[]"
@@ -119,7 +119,7 @@ class Input:
 
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows at a time, so that engines have loaded long before all are read."""
+    """Read few rows at a time: engines have loaded long before the end of the input."""
     steps = Ingestion.steps
 
     def slow(self: Ingestion) -> Generator[IngestProgress, None, None]:

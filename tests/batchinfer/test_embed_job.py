@@ -51,7 +51,7 @@ def embeddings(path: Path) -> np.ndarray[Any, Any]:
     return np.array([row["embedding"] for row in table(path) if row["status"] == "ok"])
 
 
-def test_vectors_are_those_of_transformers(tmp_path: Path, sentences: Path) -> None:
+def test_vectors_equal_transformers(tmp_path: Path, sentences: Path) -> None:
     texts: list[Any] = [*TEXTS, TEXTS[3], None]
     path = write_job(tmp_path, sentences, texts, embed={"prompt": "query"})
     outcome = run(path, REAL)
@@ -155,8 +155,8 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
 
 
 @pytest.mark.slow
-def test_long_texts_keep_what_ends_them(tmp_path: Path, sentences: Path) -> None:
-    """A text of just as many tokens as the model reads is not cut; what is cut keeps the token that ends a text."""
+def test_long_texts_keep_their_end_token(tmp_path: Path, sentences: Path) -> None:
+    """A text with the maximum number of tokens is not cut. A cut text keeps the token that ends a text."""
     texts = ["a" * 19, "a" * 20 + "b" * 20]
     prompt = {"text": "text", "truncate": "right"}
     model = {"path": str(sentences), "max_model_len": 20}

@@ -22,8 +22,8 @@ from tests.encoder_checkpoints import encoder_folder
 from tests.sentence_checkpoints import densely, make_sentence_encoder, pooled_states, reference, write_dense
 
 
-def test_vectors_are_those_of_transformers(tmp_path: Path) -> None:
-    """Cut texts keep the tokens at both ends, of which the first is the vector."""
+def test_vectors_equal_transformers(tmp_path: Path) -> None:
+    """Cut texts keep the tokens at both ends; the first one gives the vector."""
     model = tmp_path / "model"
     make_sentence_encoder(model, "bert")
     texts: list[Any] = [*TEXTS, TEXTS[3], None, "a" * 126, "a" * 200]

@@ -1,4 +1,4 @@
-"""Jobs whose input has the right answers: what is measured, labels that change, and the page docs/accuracy.md."""
+"""Runs jobs whose input has right answers: measures, changing labels, and the page docs/accuracy.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def answers(place: Place, fake: Command) -> dict[str, str]:
 
 
 def labelled(place: Place, found: dict[str, str], wrong: int) -> None:
-    """Give the rows labels: `wrong` wrong ones, then one that is right but for its case, one null, others right."""
+    """Label the rows: `wrong` wrong ones, one that differs in case, one null, the others right."""
     rows = []
     for at, (name, text) in enumerate(found.items()):
         label = "nothing like it" if at < wrong else {wrong: f" {text.upper()}!"}.get(at, text)

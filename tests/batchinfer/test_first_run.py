@@ -79,7 +79,7 @@ def test_what_computes_nothing_compiles_nothing(tmp_path, model):
 
 @pytest.mark.slow
 def test_a_run_that_ends_early_ends_the_compiler(tmp_path, model):
-    """Every row is bad, so that no engine is needed."""
+    """All rows are error rows, which need no engine."""
     compiler, log = fake_compiler(tmp_path, 60)
     job = write_job(tmp_path, model, ["{broken"] * 3)
     ended = batchinfer(tmp_path / "cache", compiler, "run", str(job))

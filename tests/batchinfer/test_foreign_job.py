@@ -24,7 +24,7 @@ TEXTS = ["alpha", "beta and gamma", "alpha and more", "delta"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and the text that transformers' own generate makes of each row."""
+    """A model, and the answers of transformers' generate to each row."""
     made = tmp_path_factory.mktemp("foreign")
     tokenizer = make_tokenizer(made / "model")
     theirs = make_foreign(made / "model", "gpt_bigcode")

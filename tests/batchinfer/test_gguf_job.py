@@ -1,4 +1,4 @@
-"""Whole jobs on GGUF files: the answers are those of the dequantised checkpoint."""
+"""Runs whole jobs on GGUF files and compares the answers with the dequantised checkpoint."""
 
 from __future__ import annotations
 

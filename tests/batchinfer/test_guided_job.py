@@ -102,7 +102,7 @@ def test_a_job_with_another_schema_has_other_columns(place: Place, cli_of: CliOf
         (file,) = place.results.glob("*.parquet")
         kind = pa.int64() if shape is NUMBERS else pa.dictionary(pa.int32(), pa.string())
         assert pq.read_schema(file).field("count").type == kind
-    assert found[0] == found[2], "what the first schema gave is still stored"
+    assert found[0] == found[2], "answers of the first schema are still stored"
 
 
 def test_a_tokenizer_that_can_follow_nothing_is_told_before_the_model_loads(

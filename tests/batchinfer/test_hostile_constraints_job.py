@@ -35,12 +35,12 @@ def definition() -> str:
 
 
 def rules(count: int) -> str:
-    """A grammar of so many rules, each of which needs the next."""
+    """Return a grammar of `count` rules that each need the next."""
     return "\n".join(["start: r0", *(f'r{n}: "a" r{n + 1}' for n in range(count)), f'r{count}: "x"'])
 
 
 def references(count: int) -> dict[str, Any]:
-    """A schema with a chain of so many references."""
+    """Return a schema with a chain of `count` references."""
     chain = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}]} for n in range(count)}
     return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{count}": {"type": "boolean"}}}
 

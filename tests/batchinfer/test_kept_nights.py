@@ -1,4 +1,4 @@
-"""Whole jobs, night after night: what is published equals what a job without any state publishes, to the byte."""
+"""Runs jobs repeatedly and checks that results equal a job without state, byte by byte."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.examples import first_of
 from tests.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")]
-# What a process of a run has on its command line, and how long it lives when nobody else uses the machine
+# Part of a process's command line, and its lifetime in seconds on an idle machine
 LIVES_S = {
     "batchinfer run": 4.5,
     "render_worker:serve": 1.0,
@@ -53,7 +53,7 @@ ROWS = [
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to the process with `who` on its command line, so long after it is there."""
+    """A signal to the process with `who` on its command line, `after_s` seconds after its start."""
 
     who: str
     signum: signal.Signals
@@ -63,11 +63,11 @@ class Disturbance:
 
 
 def disturbances(dice: random.Random, lives_s: dict[str, float], later_s: float) -> list[Disturbance]:
-    """Draw four for one run, in the order in which they are due: stops first, as a kill of the command ends it.
+    """Draw four disturbances of a run by due time, stops first, as a kill of the command ends the run.
 
     Args:
-        lives_s: How long processes live, by what is on their command lines.
-        later_s: How much longer the command and its engine live.
+        lives_s: lifetimes of processes in seconds, by a part of their command lines.
+        later_s: additional lifetime of the command and its engine, in seconds.
     """
     found = []
     for _ in range(4):
@@ -122,7 +122,7 @@ def whole(place: Place, words: Sequence[str] = ()) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -> tuple[Path, list[str]]:
-    """A checkpoint, and what the job publishes when nothing happens to it."""
+    """A checkpoint, and the published bytes of an undisturbed job."""
     folder = tmp_path_factory.mktemp("undisturbed")
     make_model_folder(folder / "model", dtype=torch.bfloat16, seed=2)
     place = make(folder / "job", folder / "model")
@@ -140,7 +140,7 @@ def disturb(
     lives_s: dict[str, float] = LIVES_S,
     words: Sequence[str] = (),
 ) -> None:
-    """Run the command with four disturbances, and once more if it failed."""
+    """Run the command with four disturbances, and run it again if it failed."""
     told = [f"seed {seed}:"]
     with started(place.folder, [*command, "run", "job.yaml", "--quiet", *words], OMP_NUM_THREADS="1") as run:
         for what in disturbances(random.Random(seed), lives_s, later_s):
@@ -167,7 +167,7 @@ def test_kills_and_stops_change_no_byte(
 def test_kills_between_waves_change_no_byte(
     seed: int, tmp_path: Path, undisturbed: tuple[Path, list[str]]
 ) -> None:
-    """Rows run while others are read; what is published is what one plan publishes."""
+    """Rows run while others are read; the result equals a single plan's."""
     model, expected = undisturbed
     place = make(tmp_path / "job", model)
     disturb(place, seed, IN_WAVES, later_s=8.0)
@@ -180,7 +180,7 @@ def test_kills_between_waves_change_no_byte(
 def greedy(
     tmp_path_factory: pytest.TempPathFactory, undisturbed: tuple[Path, list[str]]
 ) -> tuple[Path, list[str]]:
-    """The checkpoint, and what the job publishes greedily."""
+    """The checkpoint, and the published bytes of the greedy job."""
     place = make(tmp_path_factory.mktemp("greedy") / "job", undisturbed[0])
     whole(place, GREEDY)
     return undisturbed[0], published(place)

@@ -108,11 +108,10 @@ def rows_that_run_no_more(path: Path, model: Path, spill: Path) -> list[dict[str
     return list(reader.read_all().to_pylist())
 
 
-def test_a_run_that_was_killed_goes_on_where_it_was(
+def test_a_ladder_resumes_after_kill_and_computes_nothing_twice(
     tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It died in the middle of the ladder: no answer is computed twice, and the bytes are the same. Until then a
-    partial result has the rows that run no more."""
+    """The run died within the ladder: bytes are equal, and a partial result has the finished rows."""
     whole, cut = job(tmp_path / "whole", model), job(tmp_path / "cut", model, commit={"rows": 5})
     run(whole)
     everything = set(computed(log))
@@ -191,7 +190,7 @@ def test_each_sample_has_a_ladder_of_its_own(tmp_path: Path, model: Path, log: P
     assert attempts(path) == [wanted(n // 2 % LEVELS, 3) for n in range(16)]
     work = set(computed(log))
     assert len(work) == 2 * 2 * (1 + 2 + 3 + 3)
-    assert run(path, NO_ENGINE).exit_code == 0, "which rung is next follows from the store alone"
+    assert run(path, NO_ENGINE).exit_code == 0, "the store determines the next rung"
     twice = [row for row in rows(8) for _ in range(2)]
     other = job(tmp_path / "twice", model, twice, sampling={"temperature": 0.05}, **sampled)
     assert run(other).exit_code == 0

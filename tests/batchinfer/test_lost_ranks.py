@@ -52,7 +52,7 @@ assert len(ALL) >= 60
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run of one process that nobody strikes."""
+    """A run of one process without disturbances."""
 
     model: Path
     files: list[bytes]
@@ -71,7 +71,7 @@ def victims(command: MarkedCommand, who: str, ranks: int) -> list[int]:
 def strikes(
     command: MarkedCommand, who: str, ranks: int, after_s: float, what: str, chance: random.Random
 ) -> bool:
-    """Let one of them suffer, so long after they came; whether the command was still there."""
+    """Disturb one process `after_s` seconds after it started; return True if the command was still running."""
     while not (found := victims(command, who, ranks)):
         if command.process.poll() is not None:
             return False
@@ -85,7 +85,7 @@ def strikes(
 
 
 def strike(pid: int, what: str) -> None:
-    """Kill a process, stop it for longer than an engine may be silent, or let it have no more memory."""
+    """Kill a process, stop it for longer than the watchdog allows, or take its memory."""
     if what == "memory":
         resource.prlimit(pid, resource.RLIMIT_AS, (1, 1))
         return
@@ -128,10 +128,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ALL)))
-def test_a_process_that_is_lost_costs_nothing(tmp_path: Path, undisturbed: Undisturbed, number: int) -> None:
-    """The command makes every loss good but its own, and that of memory while an engine loads, after which the same
-    command goes on. (Without memory it may not end: Python waits for a thread that could not begin.) What is published
-    has the bytes of a run that nobody disturbed, and no process is left."""
+def test_a_lost_process_changes_no_byte(tmp_path: Path, undisturbed: Undisturbed, number: int) -> None:
+    """The command recovers from all losses except its own, and from lost memory while an engine loads: then
+    the same command resumes. (Without memory it may not end: Python waits for a thread that could not start.)
+    No process remains."""
     division, who, what = ALL[number]
     chance = random.Random(f"{SEED} {number}")
     share, ranks = chance.random(), 1

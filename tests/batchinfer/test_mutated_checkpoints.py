@@ -21,7 +21,7 @@ FEW, MANY = 2, 250  # of each file
 RUNS = 12  # of the many that are accepted
 REFUSED = (77, 78)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-# Family, file, and what it holds where the tests' checkpoints have none or little of it
+# Family, file, and additional content that the tests' checkpoints do not have
 FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "config": ("llama", "config.json", {}),
     "config of experts": ("gpt_oss", "config.json", {}),
@@ -65,7 +65,7 @@ def drawn(name: str, data: bytes, count: int) -> list[Mutant]:
 
 
 def prepared(place: Place, name: str) -> Path:
-    """The file of the place's own model, with what it should hold."""
+    """Return the file of the place's own model with the additional content."""
     _, file, more = FILES[name]
     path = place.own_model() / file
     there = json.loads(path.read_text()) if path.exists() else {}
@@ -106,7 +106,7 @@ def test_some_damaged_files(name: str, tmp_path: Path, models: dict[str, Path], 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_many_damaged_files(name: str, tmp_path: Path, models: dict[str, Path], run: Any) -> None:
-    """Of those that are accepted, some are run."""
+    """Some of the accepted ones are run."""
     place = make_place(tmp_path / "job", models[FILES[name][0]])
     path = prepared(place, name)
     accepted = check(place, path, drawn(name, path.read_bytes(), MANY), run)

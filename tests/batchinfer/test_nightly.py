@@ -59,7 +59,7 @@ def answer(folder: Path, sql: str, partial: bool = False) -> list[tuple[Any, ...
 
 
 def aged(folder: Path, days: float) -> None:
-    """As if everything below had been written so many days ago, the times of uses included."""
+    """Make everything below the folder look `days` days older, including times of uses."""
     for path in folder.rglob("*.parquet"):
         if path.parent.name == "uses":
             table = pq.read_table(path)

@@ -168,7 +168,7 @@ def test_kinds_share_a_store_and_keep_apart(
     texts, store = table(path), next((tmp_path / "out").rglob("completions"))
     parts = sorted(read_records(store)[0])
     assert all(pq.read_schema(part).equals(COMPLETION_SCHEMA) for part in parts)
-    assert "ratio" not in texts[0], "a name that is reserved in other jobs alone"
+    assert "ratio" not in texts[0], "a name that is reserved in other jobs"
     request.getfixturevalue("ratios")
     assert run(path, replace(FAKE, replace=True)).exit_code == 0
     ratios = table(path)

@@ -1,4 +1,4 @@
-"""Whole jobs on weights that are stored in few bits, quantised anew for the run or not."""
+"""Runs whole jobs on quantised weights, some of them quantised again for the run."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_answers_are_those_of_the_dequantised_checkpoint(models: Path, tmp_path:
     assert len(set(answers[0])) > 1
 
 
-def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> None:
-    """As they are dequantised, and as they stay: MXFP4 unless it is not to, GPTQ where that is asked for."""
+def test_validate_reports_the_memory_of_quantised_weights(models: Path, tmp_path: Path) -> None:
+    """Dequantised and quantised: MXFP4 stays quantised by default, GPTQ on request."""
     job = write_job(tmp_path, models / "packed", ROWS, **PLAIN)
     plain, stored = (
         "\n".join(validate_job(load_job(job, (("model.quantization", how),)))) for how in ("none", "stored")
@@ -67,10 +67,8 @@ def test_validate_says_what_the_weights_take(models: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-def test_what_is_multiplied_as_it_is_stored_is_the_same_work_where_nothing_is_rounded(
-    models: Path, tmp_path: Path
-) -> None:
-    """MXFP4 is what it stands for, and its answers are found again; for int4 a CPU quantises activations."""
+def test_quantised_products_keep_the_work_key_if_nothing_is_rounded(models: Path, tmp_path: Path) -> None:
+    """Answers of dequantised MXFP4 are reused. With int4, a CPU quantises activations."""
     job = write_job(tmp_path, models / "packed", ROWS, **PLAIN)
     stored = run(job, RunOptions(), ("model.quantization", "stored"))
     again = run(job, RunOptions(replace=True), ("model.quantization", "none"))

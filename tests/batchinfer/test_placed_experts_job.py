@@ -33,7 +33,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def skewed_model(folder: Path, family: str) -> Path:
-    """Each token has one expert. Hidden states are alike, so that nearly all tokens of a layer have the same."""
+    """Make a model with one expert per token and similar hidden states: nearly all tokens choose one expert."""
     make_model_folder(folder, family, num_hidden_layers=2, num_experts_per_tok=1, **OF_EXPERTS[family])
     file = folder / "model.safetensors"
     stored = load_file(file)
@@ -66,7 +66,8 @@ def published(path: Path) -> list[bytes]:
 def test_the_second_run_places_experts_and_keeps_the_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, more: tuple[tuple[str, str], ...]
 ) -> None:
-    """Where peaks are not known, by tokens: with those of a machine, reading weights may take as long."""
+    """The peaks are unknown: placement uses tokens. With a machine's peaks, reading weights may take an equal
+    time."""
     monkeypatch.setattr(Setting, "peaks", property(lambda _: None))
     model, sets = skewed_model(tmp_path / "model", family), (FLOAT32, (EXPERTS, "2"), *more)
     path = job(tmp_path / "placed", model, FEWER)
@@ -92,7 +93,7 @@ def test_the_second_run_places_experts_and_keeps_the_bits(
     products = [linear for linear in inspect_checkpoint(model).spec.layers[0].linears if linear.experts]
     one = sum(linear.values // linear.experts for linear in products)
     copies = (second["rank_read_bytes"] - first["rank_read_bytes"]) / (4 * one)
-    assert copies <= second["expert_copies"]  # a rank reads its share, and what is repeated on it
+    assert copies <= second["expert_copies"]  # a rank reads its share and its copies
     alone = job(tmp_path / "alone", model, MORE)
     row = run(alone, REAL, FLOAT32, *more).row
     assert row["expert_placement"] is None

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
-    """Rows of which every two have the same prompt, and some do not ask."""
+    """Return rows, two per prompt, some of them without prompt log-probabilities."""
     text = "A question that all share, and number"
     return [
         {"id": f"r{n}", "text": f"{text} {n // 2}", "asked": (None, 0, 3)[n // 2 % 3]} for n in range(count)

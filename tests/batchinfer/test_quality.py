@@ -45,7 +45,8 @@ SAMPLE, THINNED = 400, 40
 OUTLIERS = [17, 101]  # of 192 channels
 # How many times as large. In int8 as they are: 1.0e-4, 2.3e-3 and 4.1 nats
 TIMES = (10, 30, 300)
-# Nats. Over 15,096 positions of 400 rows: float32 from bfloat16 4e-6 in the mean and 0.03 at worst, int8 4e-5 and 0.11.
+# Nats. Over 15,096 positions of 400 rows: float32 from bfloat16 4e-6 on average and 0.03 at worst, int8 4e-5
+# and 0.11.
 MOST_MEAN, MOST = 5e-4, 1.0
 
 
@@ -74,7 +75,7 @@ def log_probabilities(
     model: Path = QUICKSTART / "model",
     kv_cache: KvCacheDtype = "auto",
 ) -> Tensor:
-    """(positions, vocabulary): of every answer token given those before it, by the operators that a job gets."""
+    """Return the log-probabilities before each answer token, [positions, vocabulary], by a job's operators."""
     loaded = load(model, dtype, quantization, deterministic=False, blocks=4000, kv_cache=kv_cache)
     seen: dict[Place, Tensor] = Forced(loaded, rows, Way(2048, seqs=256, threads=2)).run()
     return torch.stack([seen[place] for place in sorted(seen)]).double().log_softmax(-1)
@@ -109,7 +110,7 @@ def test_int8_is_near_bfloat16() -> None:
 
 
 class RoundedCache(TorchOps):
-    """Keeps K and V as what their codes stand for, which a GPU's operators read."""
+    """Rounds K and V to the cache's quantised values, as a GPU's operators read them."""
 
     def __init__(self, kept: CacheDtype) -> None:
         super().__init__()
@@ -204,8 +205,10 @@ def test_the_divergence_of_other_arithmetics(dtype: Dtype, quantization: Quantiz
 
 
 def with_outliers(folder: Path, times: int) -> Path:
-    """The quickstart's model with two channels in every norm of a layer so many times as large, and what reads them so
-    many times smaller: the same function, until activations are rounded to int8."""
+    """Copy the quickstart's model with two channels of each norm scaled up, and their readers scaled down.
+
+    The function is the same until activations are rounded to int8.
+    """
     shutil.copytree(QUICKSTART / "model", folder)
     tensors = load_file(folder / "model.safetensors")
     for name, norm in tensors.items():
@@ -273,7 +276,7 @@ def test_accuracy_holds_in_every_arithmetic(tmp_path: Path) -> None:
 
 
 def calibrated(rows: Seq[Row], group: int) -> Loss:
-    """Search on every eighth of the rows, and return what the others lose at the tokens of their answers."""
+    """Calibrate on every eighth row, and return the loss of the other rows at their answers' tokens."""
     checkpoint = inspect_checkpoint(QUICKSTART / "model")
     searched, held_out = rows[::8], [row for number, row in enumerate(rows) if number % 8]
     sample, unseen = (

@@ -40,7 +40,7 @@ def accuracy(results: Path) -> tuple[int, int, float]:
     return clean, bad, right
 
 
-# The job's first rows; in each: at least so many clean rows, bad rows, duplicates, and tokens saved
+# The job's first rows, with the minimum of clean rows, bad rows, duplicates and saved tokens
 @pytest.mark.parametrize(("key", "least"), [
     ("input.limit=60", (60, 0, 0, 2_000)),
     pytest.param("input.limit=800", (790, 3, 30, 16_000), marks=pytest.mark.slow),

@@ -33,7 +33,7 @@ FLOAT32 = 4  # bytes
 KV_BYTES = 24 << 20  # of all ranks
 # Besides weights and cache: libraries' own memory, a layer that is packed, activations, what loading leaves unused
 REST_BYTES = 64 << 20
-# The weights are 160 MiB or more: so many that a rank with all of them is found out
+# The weights are at least 160 MiB: a rank that loads all of them is noticed
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10, "num_key_value_heads": 4,
@@ -56,10 +56,11 @@ OPTIONS = {
     ("llama", {"tensor": 2}), ("llama", {"stages": 2}), ("mixtral", {"experts": 2}), ("mixtral", {"tensor": 2}),
     ("llama", {"tensor": 4}), ("llama", {"stages": 4}), ("llama", {"tensor": 2, "stages": 2}),
 ), 2))  # fmt: skip
-def test_each_rank_has_its_part_and_says_what_it_took(
+def test_each_rank_reads_and_reports_only_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, sizes: dict[str, int]
 ) -> None:
-    """Of the weights and of the files its part by the spec, what is repeated included, and memory for no more."""
+    """Its part of weights and files follows from the spec, with repeated weights, and its memory from its
+    part."""
     has_cores(monkeypatch, 4)  # more ranks than there may be cores
     make_model_folder(tmp_path / "model", family, num_attention_heads=4, **SIZES[family])
     path = write_job(tmp_path, tmp_path / "model", people(12), engine={"kv_memory": KV_BYTES})

@@ -63,14 +63,15 @@ def job(folder: Path, model: Path, count: int = ROWS) -> Path:
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose stages have 2 and 3 layers. Every other layer sees 16 tokens, and what it has left is freed."""
+    """A model whose stages have 2 and 3 layers. Every other layer has a window of 16 tokens and frees older
+    blocks."""
     folder = tmp_path_factory.mktemp("windowed") / "model"
     make_model_folder(folder, "gemma3_text", num_hidden_layers=5, sliding_window=16)
     return folder
 
 
 def asking_job(folder: Path, model: Path) -> Path:
-    """Write a job some of whose rows have masks, or log-probabilities of answers or prompts: each is a call of all
+    """Write a job whose rows have masks or log-probabilities of answers or prompts: each is a call of all
     ranks."""
     folder.mkdir()
     rows = [row | ASKED[number % len(ASKED)] for number, row in enumerate(rows_of(12))]
@@ -93,7 +94,7 @@ def alone(
 
 
 def ranks() -> list[int]:
-    """The processes of this one's ranks, of those that follow."""
+    """Return the ids of the running rank processes of this process."""
     found = []
     for pid in children(os.getpid()):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -231,7 +232,7 @@ def test_ranks_score_given_continuations(tmp_path: Path, model: Path, division: 
 
 
 def assert_alike(found: Any, wanted: Any) -> None:
-    """The same but for floats: sums over ranks differ in their last bits."""
+    """Assert that both are equal, with a tolerance for floats: sums over ranks differ in their last bits."""
     floats: tuple[list[float], list[float]] = ([], [])
     assert _parted(found, floats[0]) == _parted(wanted, floats[1])
     assert floats[0] == pytest.approx(floats[1], abs=1e-3)
@@ -251,7 +252,7 @@ def _parted(value: Any, floats: list[float]) -> Any:
 
 @pytest.mark.slow
 def test_stages_keep_the_bits(tmp_path: Path, model: Path) -> None:
-    """Of sampled answers and log-probabilities, whatever runs beside a row."""
+    """Sampled answers and log-probabilities are equal in any batch."""
     found = []
     for number, stages in enumerate(("1", "2")):
         path = job(tmp_path / str(number), model, FEWER)

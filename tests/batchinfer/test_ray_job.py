@@ -37,7 +37,7 @@ Pace = Callable[[float], None]
 
 @pytest.fixture(scope="module")
 def pace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pace]:
-    """Sets the seconds of a step in all engines, also in those that run."""
+    """A function that sets the seconds per step in all engines, also in running ones."""
     file = tmp_path_factory.mktemp("pace") / "step_s"
     settings = {"FAKE_ENGINE_DELAY_FILE": str(file), "FAKE_ENGINE_BATCH": "4"}
 
@@ -92,7 +92,7 @@ def committed(place: Place) -> int:
 def same_as_alone(
     place: Place, tmp_path: Path, command: Callable[..., Any], rows: Sequence[dict[str, str]] = MANY
 ) -> None:
-    """Assert that the published bytes are those of one engine on this machine."""
+    """Assert that the published bytes equal a run with one engine on this machine."""
     other = make_place(tmp_path / "alone", place.shared_model)
     other.rows(*rows)
     other.job("engine: {max_num_seqs: 4}")
@@ -218,7 +218,7 @@ def test_lost_nodes(
 
 @pytest.mark.slow
 def test_a_frozen_node(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
-    """Ray takes it to be lost. What its engine still says when it goes on is not accepted."""
+    """Ray treats the node as lost. Later messages of its engine are rejected."""
     node = on.add()
     process = on.run("job.yaml", folder=place.folder)
     wait_until(lambda: committed(place))

@@ -1,5 +1,7 @@
-"""Jobs whose checkpoint reasons first: a schema behind the reasoning, beside rows that do not reason. They are killed,
-read, resumed, and written as an OpenAI file."""
+"""Runs jobs with a reasoning checkpoint and a schema after the reasoning, next to rows without reasoning.
+
+They are killed, read, resumed, and written as an OpenAI file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""One batch with everything that reasoning rows may ask for: arguments of the chat template by row, a budget, a schema
-behind the reasoning, an end of loops, and further attempts; killed, resumed, and changed on the second night."""
+"""Runs a batch with all features of reasoning rows, and kills, resumes and changes it.
+
+Rows have template arguments, budgets, schemas after the reasoning, an end of loops and further attempts.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ COUNT = 8  # requests
 
 
 def request(number: int) -> dict[str, Any]:
-    """One of four kinds: a call, a schema, neither behind a budget, and neither without any reasoning."""
+    """Return one of four kinds of requests: a call, a schema, only a budget, or a budget without reasoning."""
     kinds: list[dict[str, Any]] = [
         {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "sure", "schema": SCHEMA}}},

@@ -26,7 +26,7 @@ NESTED = "[" * 100_000
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 EXPECTED = {"input": "{path: rows.jsonl, expected: text}"}
 CALLED = {"user": "x", "tools": TOOLS, "chat_template": "tools.jinja"}
-# What the job names beside its input
+# Files of the job in addition to its input
 FILES = {
     "deep.json": NESTED,
     "true.json": "true",
@@ -178,7 +178,7 @@ class Wrong:
     words: tuple[str, ...]
     arrange: Callable[[Place], object]
     previewed: bool = False
-    engine: str = NO_ENGINE  # or one that loads, where it is found only once all rows are read
+    engine: str = NO_ENGINE  # or an engine that loads, if the mistake is found only after all rows are read
 
 
 def cut(path: Path) -> None:
@@ -314,10 +314,10 @@ HERE = [name for name in REFUSED if name != "no GPU" or not nvidia_gpus()]
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in IN_PROCESSES)) for name in HERE]
 )
-def test_run_validate_and_preview_refuse_alike(
+def test_run_validate_and_preview_reject_equally(
     name: str, place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`validate` writes nothing, and what was published stays."""
+    """`validate` writes nothing, and the published result stays."""
     case, command_line = REFUSED[name], cli_of(REFUSED[name].engine)
     monkeypatch.chdir(place.folder)
     case.arrange(place)

@@ -38,7 +38,7 @@ def report(path: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def job(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sixty rows, five a step; what is computed is logged."""
+    """A job of sixty rows, five per step. Computed rows are logged."""
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.06")
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
@@ -55,7 +55,7 @@ def test_two_engines_share_the_work_and_the_report_says_so(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_ENGINE_TOGETHER", "2")
-    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")  # what holds one of them up is little beside its share
+    monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.2")  # delays of one engine are short compared with its share
     row = run(job, FAKE, TWO).row
     assert len(table(job)) == ROWS
     assert set(computed(job).values()) == {1}
@@ -161,7 +161,7 @@ def mortal(*arguments: Any) -> Any:
 
 
 def _first() -> bool:
-    """Whether nobody was killed so far."""
+    """Return True if no process was killed before."""
     try:
         os.close(os.open(os.environ["DIED"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:

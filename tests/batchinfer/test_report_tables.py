@@ -41,9 +41,8 @@ def test_the_wall_is_split_whole(table: Table) -> None:
     assert run["wall_device_s"] == pytest.approx(table("SELECT sum(model_s) AS s FROM steps")[0]["s"])
 
 
-def test_each_process_is_told_of_from_its_start_on(table: Table) -> None:
-    """The command from its start to where its tables are written; the engine and what reads the rows beside it, before
-    the plan is there."""
+def test_each_process_is_reported_from_its_start(table: Table) -> None:
+    """The command until it writes its tables; the engine and the render workers before the plan exists."""
     (run,) = table("FROM run")
     own = table("FROM activities WHERE process = 'command' ORDER BY from_s")
     assert own[0]["activity"] == "starting"
@@ -130,7 +129,7 @@ def test_metering_says_what_it_took(table: Table) -> None:
 def test_without_peaks_and_without_a_step(
     place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What is not known is null, and what is known still adds up."""
+    """Unknown values are null, and known ones still add up."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run: Command = cli_of(FAKE)
     assert run("run", place.folder / "job.yaml", "-q").code == 0

@@ -192,7 +192,7 @@ _COMPLETE = FakeEngine._complete
 
 
 def _none_of_seven(engine: FakeEngine, request: Request) -> Completion:
-    """An answer as ever, but none to a prompt of the token 7 alone."""
+    """Answer as usual, except for a prompt of the token 7 only."""
     if request.prompt.tolist() == [7]:
         return Completion(request.key, None, "error", RowError("nan_vector", "engine", "no numbers"))
     return _COMPLETE(engine, request)
@@ -251,7 +251,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
 
 @pytest.mark.slow
 def test_known_rows_are_known_with_several_inputs(tmp_path: Path, sentences: Path) -> None:
-    """What the last run kept of rows does not make those with several inputs rows with one."""
+    """The state that the last run kept treats a row with several inputs as such."""
     requests = [vectors(["one", "two"]), vectors("three", dimensions=5), text("hello")]
     path = write_job(tmp_path, sentences, requests)
     run(path, FAKE)

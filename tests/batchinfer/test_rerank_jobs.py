@@ -35,10 +35,10 @@ def prompt_of(row: dict[str, Any]) -> str:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("yes", "no"), [("yes", "no"), ("!", "?")])
-def test_scores_are_those_of_transformers(
+def test_scores_equal_transformers(
     tmp_path: Path, checkpoint: Path, reference: Reference, yes: str, no: str
 ) -> None:
-    """Whatever runs beside a pair; a pair that is there twice runs once; the order of rows changes nothing."""
+    """In any batch and any order. A duplicate pair runs once."""
     rows = [*pairs(9), pairs(1)[0] | {"id": "again"}, {"id": "bad", "query": None}]
     said = None if (yes, no) == ("yes", "no") else {"yes": yes, "no": no}
     path = write_job(tmp_path, checkpoint, rows, "rerank", prompt=PROMPT, rerank=said)
@@ -92,7 +92,7 @@ def fenced(language: str, section: str = "") -> str:
 
 
 def ranks_of_the_page(folder: Path, section: str) -> list[Any]:
-    """Run the job of a section of the page; what the page's query says of its result."""
+    """Run the job of a section of the page; return the ranks by the page's query."""
     (folder / "job.yaml").write_text(fenced("yaml", section))
     (folder / "pairs.jsonl").write_text(fenced("json"))
     assert run(folder / "job.yaml", REAL).exit_code == 0

@@ -90,7 +90,7 @@ def hidden(store: Path, aside: Path) -> tuple[list[bytes], Callable[[], None]]:
 def test_the_second_run_takes_the_answers_of_the_first_and_computes_the_rest(
     job: Path, store: Path, tmp_path: Path, answered: bool
 ) -> None:
-    """It starts no engine for those that the first run has answered."""
+    """It starts no engine for rows that the first run has answered."""
     Run(job, NIGHT, FAKE).ended()
     keys, put_back = hidden(store, tmp_path / "aside")
     with announce_plans(store, [planned(tmp_path, keys)], FileOps()):

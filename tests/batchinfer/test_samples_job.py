@@ -24,7 +24,7 @@ PROMPT = {"system": "Be brief.", "user": "Say {{ text }}"}
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
-    """Rows of which each is there twice."""
+    """Return rows, two per text."""
     return [{"id": f"r{n}", "text": f"word {n // 2}", "age": n} for n in range(count)]
 
 
@@ -52,7 +52,7 @@ def test_each_row_has_its_samples(tmp_path: Path, model: Path, form: str) -> Non
     codes = {3: "null_in_template", 6: "bad_parameter"}
     assert [row["error_code"] for row in found] == [codes.get(n // 3) for n in range(24)]
     texts = {row["generated_text"] for row in found if row["status"] == "ok"}
-    assert len(texts) > 12, "samples differ, also those of equal rows"
+    assert len(texts) > 12, "samples differ, also between equal rows"
     page = (Path(__file__).parents[2] / "docs/output.md").read_text("utf-8")
     section = page.partition("## Several answers to a row")[2]
     query = re.findall(r"```sql\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)[0]

@@ -93,14 +93,14 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 
 def check_flops(path: Path, row: Mapping[str, Any]) -> None:
-    """What requests and buckets took adds up to what the run took, with the head for scored positions."""
+    """Check that FLOPs of requests and of buckets add up to the run's, with the head for scored positions."""
     with open_answer(path.parent / "out/res", "SELECT sum(flops) FROM requests", partial=False) as requests:
         assert requests.fetchall() == [(row["flops"],)]
     with open_answer(path.parent / "out/res", "SELECT sum(flops) FROM buckets", partial=False) as buckets:
         assert buckets.fetchall() == [(row["flops"],)]
 
 
-def test_scores_are_those_of_transformers(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
+def test_scores_equal_transformers(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
     rows = [*rows_of(12), rows_of(1)[0]]
     bad = [{"id": "b0", "text": "x", "answer": None}, {"id": "b1", "text": "x", "answer": ""}]
     bad += [{"id": "b2", "text": "x", "answer": 3}, {"id": "b3", "text": None, "answer": "x"}]
@@ -204,7 +204,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     assert resumed.row["computed_requests"] < 20
     normalized = classify | {"length_normalized": True}
     write_job(places[0], checkpoint, rows, "classify", classify=normalized, engine=DETERMINISTIC)
-    assert run(whole, NO_ENGINE).exit_code == 0, "what is made of scores computes nothing"
+    assert run(whole, NO_ENGINE).exit_code == 0, "columns made from scores compute nothing"
     assert published(whole) != published(killed)
 
 
@@ -292,7 +292,7 @@ def test_every_verb_knows_labels(place: Place, cli_of: CliOf) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Reference, side: str) -> None:
-    """A row of just as many tokens as the model reads is not cut, and what is scored never is."""
+    """A row with the maximum number of tokens is not cut, and scored tokens never are."""
     rows = [
         {"id": "fits", "text": "a" * 12, "answer": "b" * 9},
         {"id": "cut", "text": "ab" * 20, "answer": "c" * 7},

@@ -1,4 +1,4 @@
-"""`run --to-openai FILE`: whole jobs over OpenAI batch files, and the files that they must leave alone."""
+"""Tests `run --to-openai FILE`: whole jobs over OpenAI batch files, and files that they may not change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_line_names_the_model_of_its_request(tmp_path, model):
 
 
 def test_a_text_completion_may_begin_with_its_prompt(tmp_path, model):
-    """In its line; the result has the answer alone, which is not computed again. Special tokens are no text."""
+    """The result has only the answer, which is not computed again. Special tokens are no text."""
     ids = [*range(60, 70), 0]
     prompts = ["Once upon\na time", "Once upon\na time", ids, ids]
     rows = [completion(str(n), prompt=prompt, temperature=0) for n, prompt in enumerate(prompts)]

@@ -47,7 +47,7 @@ def write_ids_job(folder: Path, model: Path, rows: list[Any], sampling: dict[str
 
 SPACE = 220  # 66 is c, 67 is d
 ALLOWED = [3, 70, 71, 72, 90]
-# What rows ask for, and what it is called by transformers
+# Parameters of rows, and their names in transformers
 KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"logit_bias": {"70": 1.5, "71": 1.5, "65": -100}}, {"sequence_bias": {(70,): 1.5, (71,): 1.5, (65,): -100.0}}),

@@ -20,11 +20,11 @@ def run(cli_of: CliOf) -> Command:
 
 
 @pytest.mark.slow
-def test_checked_answers_and_others_do_not_stand_for_each_other(
+def test_answers_with_and_without_typed_columns_are_not_shared(
     place: Place, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer that was stored without columns could not be published with them, nor is one that does not fit its
-    column an error where there is none."""
+    """An answer stored without columns could not be published with them. An answer that does not fit its
+    column is no error without columns."""
 
     def too_large(_: object) -> int:
         raise ValueError("the whole number takes more than 32 bits")

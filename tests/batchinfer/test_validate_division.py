@@ -1,4 +1,4 @@
-"""`validate` refuses a division that a checkpoint does not allow, by its headers alone, and names those it does."""
+"""Tests that `validate` rejects a division from a checkpoint's headers, and names the possible ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole jobs whose rows run while the input is read: what they publish is what one plan of all rows publishes."""
+"""Runs whole jobs whose rows run while the input is read, and compares results with a single plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAME = (
 
 @pytest.fixture(autouse=True)
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Engines that take their time, beside a reading that takes longer; the keys of what was computed."""
+    """Use slow engines with an even slower input; return the log of computed keys."""
     steps = Ingestion.steps
 
     def slow(self: Ingestion) -> Generator[IngestProgress, None, None]:
@@ -146,7 +146,7 @@ def test_rows_run_again_in_waves(
 
 
 class Counting(Progress):
-    """Knows how many rows had their answers in the end, of how many, and that there were no more."""
+    """Records the final number of answered rows, their total, and whether there were more."""
 
     ended: tuple[int, int | None, bool] | None = None
 
@@ -156,8 +156,8 @@ class Counting(Progress):
         super().close()
 
 
-def test_all_rows_have_their_answers_in_the_end(tmp_path: Path, model: Path) -> None:
-    """Also those that equal a row of an earlier wave, and those that were answered while a plan was made."""
+def test_all_rows_have_their_answers_at_the_end(tmp_path: Path, model: Path) -> None:
+    """Also duplicates of earlier waves, and rows that were answered during planning."""
     progress, notices = Counting(None, quiet=True), list[str]()
     path = job(tmp_path / "job", model, deadline="2999-01-01T06:00")
     outcome = run_job(load_job(path), IN_WAVES, progress, Interrupts(), notices.append)
@@ -171,7 +171,7 @@ def test_all_rows_have_their_answers_in_the_end(tmp_path: Path, model: Path) -> 
 
 
 class Stopping(Progress):
-    """Sends a signal once so many rows have their answers."""
+    """Sends a signal once this number of rows is answered."""
 
     def __init__(self, interrupts: Interrupts, rows: int) -> None:
         super().__init__(None, quiet=True)

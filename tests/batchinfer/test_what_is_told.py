@@ -1,4 +1,4 @@
-"""What commands say where there is little to say, and what they refuse before anything is computed."""
+"""Tests messages of commands that have little to report, and errors before any computation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Nights on which leading files did not change: their rows are taken over whole, and what is published is what a job
-without any state publishes."""
+"""Tests runs with unchanged leading files: their rows are reused, and results equal a job without state."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ FIELDS: dict[str, Any] = {
     "on_error": {"max_error_rate": 1.0},
     "commit": {"rows": 8, "seconds": 60.0},
 }
-# Of the report: they are the same whatever was stored or taken over
+# Columns of the report that do not depend on the store or on reused rows
 FIGURES = ("rows", "rows_ok", "rows_error", "distinct_requests", "duplicate_rows")
 
 
@@ -113,7 +112,7 @@ def test_files_before_one_that_is_new_or_changed_are_taken_over(
         with pytest.raises(StorageError, match="no space"):
             nights.run()
     nights.run()
-    nights.write("c", [*rows[20:30], rows[2], rows[7] | {"id": "once more"}])
+    nights.write("c", [*rows[20:30], rows[2], rows[7] | {"id": "again"}])
     nights.run()
     assert taken == [0, 22], "the second run read nothing"
     nights.write("b", rows[10:21])
@@ -133,7 +132,7 @@ def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
     nights.write("b", [*rows[10:12], rows[3] | {"id": "again"}])
     nights.run()
     assert taken == [0, 10]
-    nights.write("c", [rows[13], rows[3] | {"id": "once more"}, rows[11] | {"id": "twice"}])
+    nights.write("c", [rows[13], rows[3] | {"id": "again"}, rows[11] | {"id": "twice"}])
     nights.check()
 
 
@@ -149,10 +148,10 @@ def test_nights_of_a_job_with_several_answers_a_row(tmp_path: Path, model: Path)
     nights.check()
 
 
-def test_a_stretch_is_read_again_once_something_of_it_is_missing(
+def test_a_range_of_rows_is_read_again_if_a_part_is_missing(
     tmp_path: Path, model: Path, taken: list[int]
 ) -> None:
-    """Answers that were cleaned away, and a damaged file: the rows before are taken over all the same."""
+    """For example cleaned answers, or a damaged file. The rows before it are still reused."""
     nights = Nights(tmp_path, model)
     nights.write("a", people(20))
     nights.write("b", people(40)[20:])
@@ -176,8 +175,7 @@ def test_a_stretch_is_read_again_once_something_of_it_is_missing(
 def test_an_error_that_another_job_has_answered_since_is_published(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
-    """Both jobs use one store. The rows with the errors are taken over all the same, or known where their file has
-    changed."""
+    """Both jobs use one store. Error rows are reused, or known if their file changed."""
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "5")
     cache = {"path": str(tmp_path / "store")}
     one, other = (Nights(tmp_path / name, model, cache=cache) for name in ("one", "other"))
@@ -211,7 +209,7 @@ def test_new_rows_are_searched_for_in_new_parts_only(
     before = len(list((nights.state / "completions").glob("part-*.parquet")))
     nights.write("b", rows[20:25])
     nights.run()
-    nights.write("c", [rows[26], rows[3] | {"id": "once more"}])
+    nights.write("c", [rows[26], rows[3] | {"id": "again"}])
     nights.run()
     nights.write("d", [rows[27], rows[28]])
     nights.check()
@@ -246,10 +244,10 @@ def test_stretches_stay_few_however_many_nights_add_a_file(
 
 
 @pytest.mark.parametrize("step", [None, pytest.param(11, marks=pytest.mark.slow)])
-def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
+def test_a_kill_at_any_operation_of_a_run_changes_no_byte(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch, step: int | None
 ) -> None:
-    """Of one that takes rows over, publishes, and settles what the next one takes over. By default as it publishes."""
+    """The run reuses rows, publishes, and records rows for reuse. By default it is killed while it publishes."""
     nights = Nights(tmp_path, model)
     nights.write("a", people(20))
     nights.write("b", people(30)[20:])
@@ -263,13 +261,13 @@ def test_a_kill_at_any_operation_of_a_night_changes_no_byte(
     assert {"link", "exchange"} <= {*kinds}
     for number in [kinds.index("exchange")] if step is None else range(counting.count - 1, 0, -step):
         nights.write("c", [row | {"text": f"changed at {number}"} for row in people(40)[30:]])
-        if step and number % 2:  # nothing is taken over whole
+        if step and number % 2:  # no file is reused as a whole
             nights.write("a", [{"id": "first", "text": f"changed at {number}"}, *people(20)[1:]])
         command = [sys.executable, "-m", "tests.batchinfer.test_whole_nights", str(nights.job), str(number)]
         done = warm_commands.run(command, cwd=REPOSITORY, capture_output=True, timeout=PATIENCE_S)
         assert done.returncode == -signal.SIGKILL, (counting.log[number], done.stderr)
         nights.check()
-    assert {20, 30, 40}.intersection(taken[2:]), "some rows are still taken over"
+    assert {20, 30, 40}.intersection(taken[2:]), "some rows are still reused"
 
 
 EDITS = st.lists(

@@ -1,4 +1,4 @@
-"""What decides answers beside the rows: two jobs that differ in it share no stored answer."""
+"""Tests the settings that decide answers: jobs that differ in them share no stored answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `validate` says of jobs that run, what is wrong with single rows, and how runs fail."""
+"""Tests messages of `validate`, errors of single rows, and failed runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_validate_tells_of_bad_rows_within_the_budget(place: Place, cli_of: CliO
 
 
 def test_validate_reads_the_first_rows_of_every_file(place: Place, cli_of: CliOf) -> None:
-    """A long input is not read to its end: its error rate is not known, and what was found is told."""
+    """A long input is not read to its end: its error rate is unknown, and mistakes so far are reported."""
     place.rows(*ROWS * 50, name="in/a.jsonl")
     place.rows(b"{no", *ROWS, name="in/b.jsonl")
     place.job("on_error: {max_error_rate: 0}", input=from_file("in", ", id: id"))
@@ -96,7 +96,7 @@ def test_a_held_lock(place: Place, cli_of: CliOf) -> None:
     clear(ended.err)
 
 
-# What is typed wrong: 2, and where help is.
+# Wrong options exit with 2 and point to the help.
 USAGE = {
     "no such verb": (("walk",), "walk"),
     "no rows": (("run", "job.yaml", "--limit", "0"), "--limit"),
@@ -123,7 +123,7 @@ def test_usage(name: str, place: Place, cli_of: CliOf, monkeypatch: pytest.Monke
 
 
 def test_a_pipe_is_no_input(place: Place) -> None:
-    """In a process of its own: opening a pipe that nobody writes to never ends."""
+    """Runs in its own process: opening a pipe without a writer never returns."""
     os.mkfifo(place.folder / "pipe.jsonl")
     place.job(input=from_file("pipe.jsonl"))
     ended = warm_commands.run(
@@ -255,7 +255,7 @@ def test_the_kv_cache_does_not_fit(place: Place, cli_of: CliOf) -> None:
 
 @pytest.mark.slow
 def test_the_disk_is_full(place: Place, cli_of: CliOf) -> None:
-    """As far as that can be had without a disk: no file may grow beyond 1 MiB. What one chunk of rows takes is less."""
+    """Simulated without a disk: no file may exceed 1 MiB. A chunk of rows needs less."""
     place.rows(*({"id": f"r{i}", "text": f"{i:099d}"} for i in range(4000)))
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({1 << 20}, {1 << 20}));"

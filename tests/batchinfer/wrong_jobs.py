@@ -74,7 +74,7 @@ class Place:
         return self.folder / "out" / ".batchinfer-res"
 
     def published(self) -> dict[str, bytes]:
-        """What lies in the result folder: name → content."""
+        """Return the contents of the files in the result folder, by name."""
         if not self.results.is_dir():
             return {}
         return {path.name: path.read_bytes() for path in sorted(self.results.iterdir()) if path.is_file()}
@@ -180,7 +180,11 @@ def _state(pid: int) -> str:
 
 
 def hears_signals() -> None:
-    """For `preexec_fn`: a child ignores what its parent does, as SIGHUP under nohup, SIGINT behind a script's `&`."""
+    """Reset SIGHUP and SIGINT in a child, for `preexec_fn`.
+
+    A child ignores signals that its parent ignores, such as SIGHUP under nohup and SIGINT in a script's
+    background job.
+    """
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
 

@@ -10,7 +10,7 @@ from functools import partial
 from tests.suite.section import BenchModel, SuiteEntry
 
 SMALL, LARGE = BenchModel("qwen2.5-0.5b"), BenchModel("llama-3.1-8b")
-LARGE_BESIDE = BenchModel("llama-3.1-8b", 0.45)  # what it is compared with needs as much
+LARGE_BESIDE = BenchModel("llama-3.1-8b", 0.45)  # the competitor needs an equal amount
 # Few rows, which are captured soon
 CODED = partial(BenchModel, "llama-3.1-8b", rows=64, longest=4352)
 

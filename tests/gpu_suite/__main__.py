@@ -1,6 +1,6 @@
-"""`python -m tests.gpu_suite`: progress to stderr, a table to stdout, a record to a folder.
+"""`python -m tests.gpu_suite`: progress on stderr, a table on stdout, a record in a folder.
 
-argparse and not typer: this runs where `batchinfer` itself, with what its commands need, is not installed.
+It uses argparse, not typer: the dependencies of `batchinfer` may be missing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ def main() -> int:
 
 
 def selected(calls: Sequence[str], names: Sequence[str] | None = None) -> list[SuiteEntry]:
-    """Return the sections of these commands, each once; those of `names` alone if there are any."""
+    """Return the sections of these commands, each once.
+
+    Args:
+        names: names of sections to keep, or None for all.
+    """
     return [e for e in ENTRIES if set(e.calls) & set(calls) and e.name in (names or [e.name])]
 
 
 def rehearsed(entries: Sequence[SuiteEntry]) -> list[SuiteEntry]:
-    """Return the sections without those that differ from an earlier one only in their model's size: there is one."""
+    """Return the sections, except for repetitions with another model size."""
     first: dict[Hashable, SuiteEntry] = {}
     for entry in entries:
         model = entry.model
@@ -70,7 +74,7 @@ def _options() -> argparse.Namespace:
 
 
 def _missing() -> str | None:
-    """Return why nothing can be measured here; None where it can."""
+    """Return the reason why nothing can be measured here, or None."""
     import torch
 
     if torch.cuda.is_available():

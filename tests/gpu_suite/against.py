@@ -30,7 +30,7 @@ AIM = 3.0  # times as fast as continuous batching
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return the one part; its turns are as many as the time allows, up to three."""
+    """Return the single part, with up to three repetitions if time allows."""
     return [(WORKLOAD, partial(_against, section))]
 
 

@@ -22,7 +22,7 @@ LLAMA_8B, TINY = Heads(32, 8, 128, 16), Heads(4, 2, 64, 16)
 DECODE_TARGET, PREFILL_TARGET, PREFIX_AIM = 0.85, 0.6, 10.0
 CODED_TOLERANCE = 2e-2  # codes are the same for both; what differs is one more rounding
 PRIVATE = "private copies"
-# (sequences, context) of one length each; those with a target come first, the last is split over many programs
+# (sequences, context), equal lengths; cases with a target first, the last one is split over many programs
 DECODES = ((64, 4096), (64, 1024), (256, 1024), (8, 32768))
 CODED = [4096] * 64  # with int8 and float8 in the cache
 MIXED = tuple(128 * 2 ** (i % 7) - i % 16 for i in range(128))  # 128 … 8192, most of them no whole blocks
@@ -35,7 +35,7 @@ FIXED_PREFILL = (2048, 16_384)  # queries, context
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return a part a case, those with a target first; in a rehearsal every path once."""
+    """Return a part per case, cases with a target first; in a rehearsal each path once."""
     made = partial(part, section)
     if section.rehearsal:
         return [
@@ -117,12 +117,14 @@ def skewed_case(section: BenchSection, heads: Heads, contexts: Sequence[int]) ->
 
 
 def fixed_decode_case(section: BenchSection, heads: Heads, contexts: Sequence[int]) -> Case:
-    """The deterministic mode; the first row has the same bits alone."""
+    """Return a case in deterministic mode that also checks the first row's bits against a batch of one."""
     step = AttentionStep.decode(section, heads, contexts, deterministic=True)
     paged = step.paged
     one = replace(paged, contexts=paged.contexts[:1], table=paged.table[:1])
     alone = AttentionStep(one, step.q[:1], 1, planned(one, 1, deterministic=True))
-    off = _same_bits(slice(0, 1), alone.call(), "the first row has other bits alone than in this batch")
+    off = _same_bits(
+        slice(0, 1), alone.call(), "the first row has other bits in a batch of one than in this batch"
+    )
     others = {"default mode": step.call(planned(paged, 1))}
     size = _lengths(contexts)
     case = _case("deterministic decode attention", size, step, step.call(), step.reference, others)
@@ -160,7 +162,7 @@ def _in_rows(call: Call) -> Call:
 
 
 def _same_bits(rows: slice, alone: Call, message: str) -> Callable[[Tensor, Tensor], Worst]:
-    """Return `worst`, which raises WrongResult where some rows have other bits than alone."""
+    """Return `worst` with a check that raises WrongResult if bits of these rows differ."""
 
     def off(found: Tensor, right: Tensor) -> Worst:
         if not torch.equal(found[rows], alone()):
@@ -186,7 +188,7 @@ def _captured(section: BenchSection, call: Call) -> Call:
 
 
 def _lengths(contexts: Sequence[int]) -> str:
-    """Name the most frequent length first where there are few."""
+    """Return a short text for context lengths, the most frequent length first if there are few."""
     counts = Counter(contexts).most_common()
     if len(counts) > 2:
         return f"{len(contexts)} × {min(contexts)}…{max(contexts)}"

@@ -1,4 +1,4 @@
-"""Dummy weights of which products are computed of codes, as published checkpoints store them in float8_e4m3fn."""
+"""Dummy weights whose products use quantised values, as in published float8_e4m3fn checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer_kernels.block_fp8_matmul import GROUP, block_lines
 from batchinfer_kernels.fp8_matmul import FP8
 
 LARGEST = 448.0  # code
-WIDEST = 6.0  # deviations: what is farther away is cut, one value in a thousand million
+WIDEST = 6.0  # standard deviations; one value in a thousand million is cut
 
 
 def in_blocks(spec: ModelSpec) -> ModelSpec:

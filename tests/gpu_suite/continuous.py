@@ -1,4 +1,4 @@
-"""transformers' continuous batching: the same rows, each as long as it asks for, in the same process."""
+"""Runs transformers' continuous batching on equal rows with equal answer lengths, in the same process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The tests of the GPU kernels, on the GPU: nothing is worth timing that is wrong.
+"""Runs the tests of GPU kernels on the GPU: wrong kernels are not worth timing.
 
-Without those that compile for other GPUs, which are as good on a machine that has none.
+Tests that compile for other GPUs are skipped, as they need no GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from batchinfer.machine.cpus import usable_cpus
 from tests.suite.run import ROOT
 from tests.suite.section import BenchSection, Part, Result
 
-# Kernels compile for seconds and then run for microseconds, so that all cores are of use
+# Kernels compile for seconds and run for microseconds: use all cores
 MOST_PROCESSES = 12
-# All that run on a GPU where there is one, as in `make test-gpu`
+# All files that use a GPU, as in `make test-gpu`
 TESTS = (
     "tests/kernels/gpu",
     "tests/batchinfer/models/ops/test_triton_ops.py",
@@ -61,7 +61,7 @@ def selected(rehearsal: bool) -> list[str]:
     """Return what is given to pytest."""
     if rehearsal:
         return [REHEARSED]
-    # A file that cannot be imported here is told as an error, and the others run
+    # A file that cannot be imported is reported as an error, and the others run
     chosen = [*TESTS, "--ignore-glob=*aot*", "-k", "not compiles", "--continue-on-collection-errors"]
     if importlib.util.find_spec("xdist") is None:
         return chosen
@@ -70,10 +70,10 @@ def selected(rehearsal: bool) -> list[str]:
 
 
 def _pytest(section: BenchSection, junit: Path) -> tuple[int | None, str]:
-    """Its exit code, None where it was interrupted, and what it said."""
+    """Return pytest's exit code, or None if it was interrupted, and its output."""
     command = [sys.executable, "-m", "pytest", *selected(section.rehearsal), "-m", "not slow", "--tb=short"]
     command += [f"--junitxml={junit}"]
-    # The interpreter is what the tests themselves switch on where there is no GPU
+    # Tests enable the interpreter themselves if there is no GPU
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:
@@ -85,7 +85,7 @@ def _pytest(section: BenchSection, junit: Path) -> tuple[int | None, str]:
 
 
 def _interrupted(process: subprocess.Popen[str]) -> str:
-    """What pytest says when it has to stop, or what it had said when it did not."""
+    """Stop pytest and return its output."""
     process.send_signal(signal.SIGINT)
     try:
         text, _ = process.communicate(timeout=TO_SUM_UP_S * 0.8)

@@ -36,7 +36,8 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def latent_case(section: BenchSection, heads: int, rows: int, queries: int, context: int) -> Case:
-    """With the products of heads. Compared with what reads the latents themselves, where that is not what is done."""
+    """Return a case of attention over latents with the products of heads, compared with reading latents
+    directly if it decompresses them."""
     sizes = SMALL if section.rehearsal else SIZES
     shape = AttentionShape(DTYPE, heads, 1, sizes.rank + sizes.turned, latent=True)
     weights = (

@@ -1,7 +1,7 @@
-"""What the host needs for the steps of a steady state: to schedule them, to admit rows, and to launch them.
+"""Measures the host's time for steps of the steady state: scheduling, admission and launch.
 
-The same rows run twice, with steps that read prompts launched in pieces and operator by operator. The device is waited
-for as in a job, one step behind, so that these are the host's times in a run and not those of an idle machine.
+Equal rows run twice, with prefill launched in pieces and operator by operator. The host waits for the device
+one step late, as in a job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.suite.section import BenchSection, Part, Result, WrongResult
 
 ROWS = 256  # in work at a time: few enough that the steady state begins soon
 FIRST, ENDED = 50, 350  # rows that have ended when counting begins, and when it is over
-# What the rule of admission and the simulator take a layer to cost the host
+# Costs of a layer for the host, as assumed by admission and by the simulator
 ASSUMED_LAYER_S = {"piecewise_graph": REPLAY_LAYER_S, "eager": LAUNCH_LAYER_S}
 
 
@@ -62,7 +62,7 @@ class TimedRunner:
 
     @property
     def wants(self) -> PlanWants:
-        """Those of the runner, which launches each step by itself."""
+        """Return the runner's wants, with single steps."""
         return self._runner.wants._replace(repeats=False)
 
     def watch(self, scheduler: Any) -> None:
@@ -124,12 +124,12 @@ def _stepped(section: BenchSection, in_pieces: bool) -> list[Stepped]:
         ended += len(output.completions)
         samples += [] if output.sample is None else [output.sample]
         begun = len(samples) if ended < first else begun
-    wait_for(section.device)  # what is in flight is not to outlast its engine
+    wait_for(section.device)  # steps in flight may not outlive their engine
     return list(zip(samples, timed.steps, strict=False))[begun:]
 
 
 def _way(mode: str, steps: Sequence[Stepped], layers: int) -> dict[str, float]:
-    """Return medians over the steps that were launched in one way; nothing where there are none."""
+    """Return medians over the steps with one way of launching, or an empty dict without any."""
     if not steps:
         return {}
     launch_s = statistics.median(host.launch_s for _, host in steps)

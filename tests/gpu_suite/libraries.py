@@ -1,5 +1,5 @@
-"""Attention by others over the same blocks: torch's SDPA on a contiguous copy, which is the best case for it, and
-FlashInfer, FlashAttention-4 and our Gluon kernel where they can run."""
+"""Attention by other libraries over equal blocks: torch's SDPA on a contiguous copy, its best case, and
+FlashInfer, FlashAttention-4 and our Gluon kernel if they can run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decode(paged: Paged, q: Tensor) -> dict[str, Call]:
 
 
 def prefill(paged: Paged, q: Tensor, queries: int) -> dict[str, Call]:
-    """`queries` at the end of each sequence, by all but SDPA."""
+    """Return calls of all libraries except SDPA for `queries` at the end of each sequence."""
     found = _flashinfer(FLASHINFER, _flashinfer_prefill, paged, q, queries)
     if FlashAttentionPrefill.version() is not None:
         found[FlashAttentionPrefill.name] = _flash_attention(paged, q, queries)
@@ -115,7 +115,7 @@ def has_flashinfer() -> bool:
 
 
 def _flashinfer(name: str, plan: Any, paged: Paged, *given: Any) -> dict[str, Call]:
-    """Return a call that plans when it first runs, so that what goes wrong in it is told as its own; nothing without
+    """Return a call that plans when it first runs, which reports its errors as its own; empty without
     FlashInfer."""
     made: list[Call] = []
 

@@ -25,8 +25,8 @@ from tests.suite.section import BANDWIDTH, BenchModel, BenchSection, Result
 
 TINY_MODEL = "tiny"
 DTYPE: Dtype = "bfloat16"
-TINY_DTYPE: Dtype = "float32"  # tokens are to be the same as others'
-# Tokens of the longest row of any section: the one among short ones, its answer and what is run beside it
+TINY_DTYPE: Dtype = "float32"  # tokens must equal the other engines'
+# Tokens of the longest row of any section: the long row among short ones, its answer, and the rows next to it
 LONGEST, TINY_LONGEST = 16_384 + 256, 48
 TINY_ROWS, TINY_TOKENS = 2, 16  # of a step
 
@@ -50,10 +50,10 @@ def dtype_of(section: BenchSection) -> Dtype:
 
 
 def peaks(section: BenchSection) -> Peaks:
-    """Of the model's dtype, and of the codes of its weights. In a rehearsal plain ones: nothing is told that depends on
-    them.
+    """Return the peaks of the model's dtype and of its quantised weights, or any values in a rehearsal.
 
-    Raises Unavailable where they were not measured.
+    Raises:
+        Unavailable: If they were not measured.
     """
     if section.rehearsal:
         return Peaks(1.0, 1.0)
@@ -85,8 +85,10 @@ def source(section: BenchSection) -> ModelSource:
 
 
 def memory(section: BenchSection) -> Result:
-    """Tell what runs have taken of the memory since the model was loaded, and what is left of it; to be asked once
-    everything has run. A rehearsal has no memory of its own."""
+    """Return the memory that runs took since the model was loaded, and the rest.
+
+    Call it after all runs. A rehearsal measures no memory.
+    """
     loaded, left = _loaded(section.rehearsal, _of(section), peaks(section)), _free(section.rehearsal)
     info = loaded.model.info
     figures = {

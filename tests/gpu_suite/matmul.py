@@ -98,7 +98,7 @@ def deterministic_case(section: BenchSection, layer: Layer, tokens: int) -> Case
 
 
 def int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    """Both factors as int8, activations quantised on the way; compared with the product alone, too."""
+    """Return a case of an int8 product that quantises activations, compared with cuBLAS's product only."""
     x, weight = _operands(section, layer, tokens)
     codes, scales = quantize_weight(weight)
     cost = quantized_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
@@ -110,12 +110,12 @@ def int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
 
 
 def fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    """Both factors as float8_e4m3fn, activations quantised on the way; compared with the product alone, too."""
+    """Return a case of an fp8 product that quantises activations, compared with cuBLAS's product only."""
     x, weight = _operands(section, layer, tokens)
     codes, scales = quantize_weight_fp8(weight)
     cost = fp8_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
     others: dict[str, Call] = {}
-    if not section.rehearsal:  # what it needs of its operands only GPUs have
+    if not section.rehearsal:  # its operands need a GPU
         rows, row_scales = quantize_rows_fp8(x)
         factors = (rows, codes.T, row_scales[:, None], scales[None])
         product = partial(torch._scaled_mm, *factors, out_dtype=x.dtype, use_fast_accum=True)

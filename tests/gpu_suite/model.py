@@ -1,4 +1,4 @@
-"""Decode and prefill by the engine: what a step takes against what its operators must take."""
+"""Measures decode and prefill by the engine: the time of a step against the roofline of its operators."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def decode(section: BenchSection, prompts: Sequence[int], size: str) -> Result:
-    """Steps that run one token of each sequence and nothing else; the first ones, which compile and capture, do not
-    count. Raises WrongResult where there are none, as then something else was measured.
+    """Measure steps of one token per sequence, without the first ones, which compile and capture.
+
+    Raises:
+        WrongResult: If there are no such steps.
     """
     loaded, wanted, warm = loaded_model(section), DECODE_STEPS, WARM_STEPS
     if section.rehearsal:

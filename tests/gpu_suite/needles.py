@@ -1,7 +1,8 @@
-"""Keys on which a result depends, beside the places where kernels begin and end.
+"""Keys that results depend on, next to the borders of kernels' parts.
 
-About half of the weight of one query of one KV head is on its needle: a kernel that leaves out a key at the border of a
-tile, a block or a segment, or reads it twice, is far off in that row and head. A trap lies where a query must not look.
+A needle has about half of the weight of one query of one KV head. A kernel that skips or repeats a key at the
+border of a tile, a block or a segment is far off in that row and head. A trap is a key that a query may not
+read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from batchinfer_kernels.gpu.attention_plan import LaunchPlan
 from tests.gpu_suite.paged import CODE_SCALE, Paged
 
 UNITS = (16, 32, 64, 128, 1024)  # keys of blocks, of tiles, of segments
-TRAP = 3.0  # times a needle's score: whoever sees it sees nothing else
+TRAP = 3.0  # times a needle's score: it outweighs all other keys
 # Of random keys, by how they are coded; of codes it is that of whole numbers up to 127
 SPREAD = {torch.int8: (127 * CODE_SCALE["int8"]) ** 2 / 3}
 
@@ -43,8 +44,10 @@ def borders(context: int, cuts: Iterable[int] = ()) -> list[int]:
 
 
 def for_decode(paged: Paged, plan: LaunchPlan) -> list[Needle]:
-    """One for each sequence and KV head, each at another border; also where this plan splits keys among programs. A
-    trap where a block has room behind the last key."""
+    """Return a needle per sequence and KV head, each at another border, also at borders between programs.
+
+    A block with room after the last key gets a trap.
+    """
     cuts, found = _cuts(plan), []
     for sequence, context in enumerate(paged.contexts):
         places = borders(context, cuts.get(sequence, ()))
@@ -71,8 +74,11 @@ def _cuts(plan: LaunchPlan) -> dict[int, list[int]]:
 
 
 def for_prefill(paged: Paged, queries: int) -> list[Needle]:
-    """At each border and KV head one, for the query at the border itself, the one behind it or the last one; or a trap
-    for the query right before it."""
+    """Return needles at borders, one per border and KV head, or traps.
+
+    A needle is for the query at the border, the query after it, or the last one. A trap is for the query
+    right before it.
+    """
     found = []
     for sequence, context in enumerate(paged.contexts):
         begin, last = context - queries, context - 1
@@ -93,7 +99,7 @@ def for_prefill(paged: Paged, queries: int) -> list[Needle]:
 
 
 def plant(paged: Paged, q: Tensor, needles: Sequence[Needle]) -> None:
-    """Put them into the cache. Where two are to lie in one place, as in what sequences share, the last one does."""
+    """Write needles into the cache. If two have one slot, as in shared blocks, the last one wins."""
     heads, table = paged.heads, paged.table.cpu()
     placed: Mapping[tuple[int, int, int], Needle] = {
         (int(table[n.sequence, n.position // heads.block]), n.head, n.position % heads.block): n
@@ -102,7 +108,7 @@ def plant(paged: Paged, q: Tensor, needles: Sequence[Needle]) -> None:
     device = paged.k.device
     block, head, offset = torch.tensor(list(placed), device=device).unbind(1)
     readers = torch.tensor([n.reader for n in placed.values()], device=device)
-    # (n, dim): what all of them look at
+    # (n, dim): the sum of its readers
     grouped = q.float().view(len(q), heads.kv, -1, heads.dim)[readers, head].sum(1)
     spread = SPREAD.get(paged.k.dtype, 1.0)
     scores = [n.times * (math.log(paged.contexts[n.sequence]) + spread / 2) for n in placed.values()]

@@ -81,7 +81,7 @@ def _counted(path: Path, columns: dict[str, list[Any]], rows: int) -> Plan:
     totals = [a + b for a, b in zip(columns["token_count"], columns["expected_tokens"], strict=True)]
     return Plan(
         path=path,
-        prefixes=path.with_name("prefixes.parquet"),  # of which no benchmark reads
+        prefixes=path.with_name("prefixes.parquet"),  # benchmarks do not read it
         rows=rows,
         error_rows=0,
         distinct=len(totals),

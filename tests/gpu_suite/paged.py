@@ -1,4 +1,4 @@
-"""A random paged KV cache, its blocks in random order, and the same keys in one piece for those who want them so."""
+"""A random paged KV cache with shuffled blocks, and a contiguous copy of its keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """k, v: (blocks, kv, block, dim); table: (sequences, most blocks) int32."""
+    """A paged KV cache.
+
+    Attributes:
+        k, v: [blocks, kv, block, dim].
+        table: [sequences, maximum blocks], int32.
+    """
 
     heads: Heads
     contexts: tuple[int, ...]

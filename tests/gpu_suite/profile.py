@@ -1,8 +1,7 @@
-"""Ten steps of the steady state under torch's profiler: when the GPU had nothing to do, and what it did otherwise.
+"""Runs ten steps of the steady state under torch's profiler: idle times of the GPU, and its work.
 
-Idle time is the time between the first and the last work of these steps in which nothing ran on the device. The
-profiler slows the host down, so that the host's share of it comes out high rather than low; the time of as many steps
-right before, without the profiler, stands beside.
+Idle time is the time between the first and the last work in which nothing ran on the device. The profiler
+slows the host down and overstates its share. The time of equal steps without the profiler is reported, too.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.suite.clock import wait_for
 from tests.suite.section import BenchSection, Part, Result, WrongResult
 
 STEPS = 10
-# Of the workload's rows so many have ended before, and others have taken their places
+# This number of rows has ended, and others have replaced them
 ENDED = 300
 SHOWN = 8  # kernels that take most of the time
 
@@ -51,7 +50,7 @@ def _profiled(section: BenchSection) -> Result:
     before = _steps(engine, wanted)
     with profile(activities=[getattr(ProfilerActivity, kind)]) as seen:
         samples = _steps(engine, wanted)
-        wait_for(section.device)  # what is in flight is not to outlast its engine
+        wait_for(section.device)  # steps in flight may not outlive their engine
     if len(samples) < wanted:
         raise WrongResult(f"{len(samples)} steps were left, not {wanted}")
     durations = {"profiled_step_s": samples, "plain_step_s": before}
@@ -64,7 +63,7 @@ def _profiled(section: BenchSection) -> Result:
 
 
 def _reach(engine: Engine, ended: int) -> None:
-    """Step until so many rows have ended."""
+    """Run steps until this number of rows has ended."""
     found = 0
     while found < ended and engine.unfinished:
         found += len(engine.step().completions)
@@ -79,8 +78,11 @@ def _steps(engine: Engine, wanted: int) -> list[StepSample]:
 
 
 def _device_work(seen: Any, kind: str) -> list[Work]:
-    """Return the kernels, copies and fills of a kind of device. Raises WrongResult where the profiler saw none: it may
-    lack the right to."""
+    """Return the kernels, copies and fills on devices of type `kind`.
+
+    Raises:
+        WrongResult: If the profiler saw none, for example without permission.
+    """
     found = [
         Work(event.name, event.time_range.start, event.time_range.end)
         for event in seen.events()

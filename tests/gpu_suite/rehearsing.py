@@ -1,4 +1,4 @@
-"""What a rehearsal's process needs before its first section: Triton's interpreter, and what stands in for a GPU."""
+"""Sets up a rehearsal's process before its first section: Triton's interpreter, and a fake GPU."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _sampling(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 
 def _penalties(logits: Tensor, said: int) -> Penalties:
-    """Return `said` distinct tokens for every row, the second half of which is its answer."""
+    """Return penalties for `said` distinct tokens per row, the second half as its answer."""
     (rows, vocab), place = logits.shape, logits.device
     row = torch.arange(rows, device=place)
     # 97: a prime, no factor of vocab

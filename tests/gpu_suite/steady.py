@@ -26,7 +26,7 @@ from tests.suite.section import BenchSection, Part, Result
 from tests.suite.turns import in_turns
 
 ROWS, TINY_ROWS = 2000, 3
-PROMPT, SHARED = 512, 448  # tokens; those that all rows of the second workload share
+PROMPT, SHARED = 512, 448  # tokens; shared tokens of the second workload
 MEAN_OUTPUT, MOST_OUTPUT = 128, 512
 SHORT_OUTPUT = 32  # on average, where prompts are shared: most of the work is reading the prompt otherwise
 TINY_PROMPT, TINY_OUTPUT = 12, 3
@@ -36,8 +36,11 @@ FIRST_ID = 300  # special tokens lie below in most vocabularies
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return a part a workload, each timed after a run that does not count; its turns are as many as time allows,
-    up to three. The shortest workload first: what it leaves over goes to the other. Then the memory that they took."""
+    """Return a part per workload, each timed after a warm-up with up to three repetitions, and a part for
+    memory.
+
+    The shortest workload is first: the other one gets the time that it leaves.
+    """
     workloads = made(section)[::-1]
     waiting = range(len(workloads), 0, -1)
     timed = [(w.name, partial(_measured, section, w, n)) for w, n in zip(workloads, waiting, strict=True)]

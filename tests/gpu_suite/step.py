@@ -1,4 +1,4 @@
-"""A step of attention over a random paged cache, with needles in it: what the cases of attention are made of."""
+"""A step of attention over a random paged cache with needles, for cases of attention."""
 
 from __future__ import annotations
 

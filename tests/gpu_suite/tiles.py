@@ -1,4 +1,4 @@
-"""Attention with other tiles than those that are chosen: which of them this GPU would rather have."""
+"""Measures attention with tiles other than the chosen ones, to find better ones for this GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def cases(section: BenchSection, heads: Heads) -> dict[Work, Callable[[], Case]]
 def _measured(
     section: BenchSection, heads: Heads, work: Work, tiles: KVTiles, make: Callable[[], Case]
 ) -> Result:
-    """Check and time it in turns with the chosen tiles; a candidate that the GPU has no room for is told as one."""
+    """Check a candidate and time it in turns with the chosen tiles; report it if the GPU has no room for it."""
     usual = make()
     chosen = attention_launch.choose_tiles(work, DTYPE, heads.dim)
     with instead(work, tiles):

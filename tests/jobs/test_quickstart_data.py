@@ -1,6 +1,8 @@
-"""The quickstart's table and model are what they claim to be: no held-out word, name or sentence is met in training (by
-the filter of made-up words, and by a large sample of the stream that trains the model), and held-out rows are answered
-rightly."""
+"""Tests the quickstart's table and model: held-out words, names and sentences never occur in training.
+
+It checks the filter of made-up words and a large sample of the training stream. Held-out rows get right
+answers.
+"""
 
 from __future__ import annotations
 

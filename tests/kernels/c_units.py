@@ -25,7 +25,7 @@ def compiled_unit(source: str, folder: Path, *options: str) -> Path:
 
 
 def assembled(source: str, *options: str) -> str:
-    """The instructions that the compiler makes of one."""
+    """Return the assembly that the compiler produces."""
     return _compile(source, *options, "-S", "-o", "-")
 
 

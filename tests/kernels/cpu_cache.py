@@ -27,8 +27,10 @@ def laid_out(compiled: CompiledOperators, k: Tensor, v: Tensor) -> tuple[Tensor,
 def codes_laid_out(
     compiled: CompiledOperators, k: Tensor, v: Tensor, scales: Sequence[Tensor], itemsize: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Codes and their scales likewise, for a run whose values take `itemsize` bytes; what rounding up adds is a code
-    that no value has, with scale NaN."""
+    """Return quantised K, V and their scales in the layout of values of `itemsize` bytes.
+
+    Padding is a quantised value that never occurs, with scale NaN.
+    """
     laid = laid_out(compiled, *(c.to(torch.float32 if itemsize == 4 else torch.bfloat16) for c in (k, v)))
     codes = [torch.where(of.isnan(), -128.0, of.float()).to(torch.int8) for of in laid]
     room = [torch.full(codes[0].shape[:3], float("nan")) for _ in scales]

@@ -94,7 +94,7 @@ class Step:
             left[:] = self.table[row, 0]
 
     def part(self, row: int, first: int, count: int) -> Self:
-        """Return the step of queries [first, first + count) of one sequence alone."""
+        """Return the step of queries [first, first + count) of one sequence."""
         queries, context = self.chunks[row]
         start = sum(self.queries[:row]) + first
         chunks = [(count, context - queries + first + count)]
@@ -131,8 +131,12 @@ class LatentStep(Step):
 
 
 def coded(values: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """(blocks, heads, block_size, D) as codes and scales, (blocks, heads, block_size). Places that nobody wrote, whose
-    values are NaN, have NaN as their scale, and the largest code or NaN."""
+    """Return quantised values and their scales, [blocks, heads, block_size].
+
+    Args:
+        values: [blocks, heads, block_size, D]. Unwritten NaN slots get a scale of NaN, and the largest value
+            or NaN.
+    """
     codes, scales = quantize_heads_reference(values.flatten(0, 1), dtype)
     poison = 127 if dtype == torch.int8 else float("nan")
     codes = codes.float().masked_fill(values.isnan().flatten(0, 1), poison).to(dtype)
@@ -160,15 +164,19 @@ def poisoned_step(
 
 
 def latent_step(seed: int, heads: int, rank: int, turned: int, block_size: int, chunks: Chunks) -> LatentStep:
-    """Likewise over latents; `turned`: the values of a latent that are rotated, behind the first `rank`."""
+    """Return a step over latents, whose last `turned` values are rotated, after the first `rank` ones."""
     return LatentStep(**vars(poisoned_step(seed, heads, 1, rank + turned, block_size, chunks)), rank=rank)
 
 
 def tree_step(
     seed: int, kv_heads: int, group: int, dim: int, block_size: int, children, depths, own, few=(1,)
 ) -> Step:
-    """Few queries of sequences, as many of each in turn as `few` says, but no more than it has
-    tokens. Their block tables form a tree: `depths` blocks at each level, then their own."""
+    """Return a step whose block tables form a tree.
+
+    Args:
+        depths: number of blocks per level; own blocks follow.
+        few: number of queries of the sequences in turn, at most their tokens.
+    """
     generator, fresh, paths = torch.Generator().manual_seed(seed), iter(range(10_000)), [()]
     for blocks in depths:
         paths = [
@@ -191,7 +199,7 @@ def tree_step(
 
 
 def assert_rows_are_their_own(step: Step, compiled: CompiledOperators) -> None:
-    """Whole, in chunks that fill a tile of rows or do not, alone, with others, on one thread or two: the same bits."""
+    """Assert equal bits of rows in whole or chunked prompts, in any batch, and with one or two threads."""
     whole = step.attend(compiled)
     for threads in (1, 2):
         with threads_of(threads):

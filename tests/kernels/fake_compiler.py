@@ -14,7 +14,7 @@ echo end >> {log}
 
 
 def fake_compiler(folder: Path, seconds: float = 0.0) -> tuple[Path, Path]:
-    """Its path, for `CC`, and that of its log: a line where a call begins, and one where it ends."""
+    """Return the path of a fake compiler for `CC`, and its log, with a line per start and per end of a call."""
     path, log = folder / "cc", folder / "cc.log"
     path.write_text(_SCRIPT.format(log=log, seconds=seconds))
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Sampling written for one row at a time, as plainly as possible: what the batched operators are compared with."""
+"""Samples one row at a time, as a plain reference for the batched operators."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _MULTIPLIERS, _WEYL, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85),
 
 
 def uniform(key: list[int], position: int) -> float:
-    """One uniform in [0, 1) with 53 bits: Philox-4x32-10 (Salmon et al., SC 2011).
+    """Return a uniform number in [0, 1) with 53 bits from Philox-4x32-10 (Salmon et al., SC 2011).
 
-    key: four words, of which the first two are the generator's key and the others the upper half of its counter, whose
-    lower half is (position, 0).
+    Args:
+        key: four words: the generator's key, and the upper half of its counter. The lower half is (position,
+            0).
     """
     words = [word & _WORD for word in key]
     counter, (k0, k1) = [position & _WORD, 0, words[2], words[3]], words[:2]

@@ -26,7 +26,7 @@ KINDS = {
     "emulated mmla": (("-march=armv8-a", "-DEMULATED_MMLA"), "cortex-a72"),
     "emulated tiles": (("-march=armv8-a", "-DEMULATED_TILES"), "cortex-a72"),
 }
-# As the operators are built, but for the CPU, and faster
+# The operators' flags, except for the CPU, and with faster compilation
 COMMON = [flag for flag in FLAGS if not flag.startswith(("-O", "-march", "-mcpu")) and flag not in ARM_FLAGS]
 # What every run of the tests has of the sweep
 SAMPLES = (("bfmmla and usmmla", "bfloat16"), ("neon", "codes_bfloat16"))
@@ -59,7 +59,7 @@ needs_emulator = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="options for x86-64")
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["bfloat16", "codes_bfloat16"])
 def test_the_checks_pass_on_this_machine(unit, tmp_path):
@@ -91,7 +91,7 @@ def test_the_operators_are_right_on_arm(kind, unit, tmp_path):
     passes(["qemu-aarch64", "-cpu", cpu, str(program)])
     if (kind, unit) == SAMPLES[0]:
         done = subprocess.run(["qemu-aarch64", "-cpu", "neoverse-n1", str(program)], check=False)
-        assert done.returncode == -signal.SIGILL  # a CPU of the emulator has what its name says, and no more
+        assert done.returncode == -signal.SIGILL  # the emulated CPU has exactly the instructions of its model
 
 
 @needs_cross

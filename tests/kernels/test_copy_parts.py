@@ -33,7 +33,7 @@ def caches(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tenso
     generator = torch.Generator().manual_seed(shape[1])
     found = [torch.randn(BLOCKS, *shape, generator=generator).to(dtype) for _ in range(2)]
     for cache in found:
-        cache[BLOCKS // 2 :] = float("nan")  # what no part writes stays as it was
+        cache[BLOCKS // 2 :] = float("nan")  # blocks outside of all parts are unchanged
     return found[0], found[1]
 
 

@@ -1,4 +1,5 @@
-"""The cost of each linear, pointwise and sampling operator is what its reference does and what its operands weigh."""
+"""Tests that the cost of each linear, pointwise and sampling operator equals its reference's FLOPs and its
+operands' bytes."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def test_grouped_linear_of_codes():
 
 
 def test_grouped_linear_of_int4():
-    """Of each expert as a linear layer's, read once where it has rows."""
+    """Each expert with rows costs a linear layer, read once."""
     found = cost.int4_grouped_linear_cost(6, 2, 70, 12, 2, 32)
     one = cost.int4_linear_cost(6, 70, 12, 2, 32)
     weights = cost.int4_linear_cost(0, 70, 12, 2, 32).bytes

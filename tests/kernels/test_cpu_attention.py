@@ -48,7 +48,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=
 def test_whole_texts_whose_tokens_see_later_ones(
     seed, kind, kv_heads, group, dim, block_size, window, biased, lengths
 ):
-    """By compiled operators and by torch's; with what distances add to scores; to the bit whatever runs beside it."""
+    """Compiled and torch operators, with distance biases; bits are equal in any batch."""
     way, dtype, codes = kind
     chunks = [(length, length) for length in lengths]
     step = poisoned_step(seed, kv_heads * group, kv_heads, dim, block_size, chunks).to(dtype, codes)
@@ -105,7 +105,12 @@ def test_equals_the_reference(seed, kind, kv_heads, group, dim, block_size, wind
 def test_shared_prefixes_of_several_levels_change_no_bit(
     seed, kind, group, dim, block_size, children, depths, window, special, few
 ):
-    """`special`: with a soft cap and sinks. `few`: queries of a sequence, which has drafts where there are several."""
+    """Random trees of prefixes, with and without drafts.
+
+    Args:
+        special: if True, with a soft cap and sinks.
+        few: queries per sequence; several if it has drafts.
+    """
     way, dtype, codes = kind
     step = tree_step(seed, 2, group, dim, block_size, children, depths, 2, few).to(dtype, codes)
     rules = {"soft_cap": 3.0, "sinks": torch.arange(-1.0, step.q.shape[1] - 1)} if special else {}
@@ -143,7 +148,7 @@ def test_what_is_no_number_shows_where_it_is_seen_and_nowhere_else(way, dtype, c
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_in_any_key_that_is_seen_reaches_the_output(dtype):
-    """Whichever tile and lane it stands in, alone or with others, and however little else its tile has."""
+    """In any tile and lane, alone or with other NaNs, in full and nearly empty tiles."""
     torch.manual_seed(0)
     compiled, tile, dim = operators(), operators().tile, 20
     k, v = torch.randn(8 * 16, dim), torch.randn(8, 1, 16, dim)

@@ -1,4 +1,4 @@
-"""Building the operators: once whoever asks, beside other work, and until it is stopped."""
+"""Tests the build of the operators: once for all callers, in parallel with other work, and stoppable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchinfer_kernels.cpu.compilers import NoCompiler
 from tests.kernels.fake_compiler import fake_compiler
 from tests.patience import PATIENCE_S, wait_until
 
-NEVER_S = 2 * PATIENCE_S  # what takes so long is not waited for
+NEVER_S = 2 * PATIENCE_S  # a build of this duration is not waited for
 CALLS = len(build.SOURCES) + 1  # and one links
 
 

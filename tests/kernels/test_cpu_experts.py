@@ -137,7 +137,7 @@ def test_each_row_is_that_of_the_linear_layer(compiled, dtype, int8):
 
 
 def packed_pair(compiled, dtype, int8=False, biased=False, hidden=70, inner=37, count=COUNT, kind="gated"):
-    """Return the packed weights of both products, and what the reference takes."""
+    """Return the packed weights of both products, and the arguments of the reference."""
     torch.manual_seed(4)
     gate_up = torch.randn(count, 2 * inner, hidden).to(dtype) / 8
     down = torch.randn(count, hidden, inner).to(dtype) / 8
@@ -218,8 +218,9 @@ def test_all_tokens_on_one_expert(compiled, dtype):
     threads=st.sampled_from([1, 2]),
 )
 @settings(max_examples=examples(20, 100), deadline=None)
-def test_mxfp4_has_the_bits_of_what_it_stands_for(tiles, seed, dtype, tokens, hidden, inner, biased, threads):
-    """Whatever is widened when, the values are those of weights that were widened before."""
+def test_mxfp4_has_the_bits_of_its_dequantised_values(
+    tiles, seed, dtype, tokens, hidden, inner, biased, threads
+):
     generator, compiled = torch.Generator().manual_seed(seed), operators(tiles)
     packed, widened = [], []
     for outputs, inputs, kind in ((2 * inner, hidden, "clamped_gated"), (hidden, inner, "plain")):

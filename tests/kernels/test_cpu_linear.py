@@ -31,7 +31,7 @@ GATES = {
 }
 CURVES = {"silu": "silu", "gelu": "gelu_tanh", "exact_gelu": "gelu"}
 EMULATED = WAYS[1:]
-AVX2_LANES = 8  # and what has AVX2 has fused multiply-adds
+AVX2_LANES = 8  # a CPU with AVX2 has fused multiply-adds
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -118,7 +118,7 @@ def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, ki
 @pytest.mark.parametrize(("dtype", "int8", "inputs"), pairs_first(DTYPES, (False, True), (576, 1537)))
 def test_a_row_does_not_depend_on_its_batch(compiled, dtype, int8, inputs):
     torch.manual_seed(1)
-    count = 300 if compiled is operators() else 70  # what is emulated is slow
+    count = 300 if compiled is operators() else 70  # emulation is slow
     x, weight = torch.randn(count, inputs).to(dtype), torch.randn(130, inputs).to(dtype)
     packed = packed_of(compiled, weight, int8)
     whole = compiled.linear(x, packed)
@@ -143,7 +143,7 @@ def test_what_is_no_number_shows(compiled, value, int8):
 @pytest.mark.parametrize("inputs", [1, 33, 64, 95])
 @pytest.mark.parametrize("rows", [1, 2, 17, 33])
 def test_a_broken_row_breaks_no_other_in_its_tile(way, rows, inputs):
-    """0 x NaN is NaN: neither the rows of a tile nor what lies behind a row's end may meet."""
+    """0 x NaN is NaN: neither other rows of a tile nor padding may be multiplied."""
     torch.manual_seed(3)
     compiled = operators(way)
     room = torch.full((rows + 2, inputs), float("nan"), dtype=torch.bfloat16)
@@ -171,7 +171,7 @@ def test_a_broken_row_breaks_no_other_in_its_tile(way, rows, inputs):
 )
 @settings(max_examples=examples(20, 60), deadline=None)
 def test_int8_has_the_bits_of_vectors(seed, dtype, rows, inputs, outputs, kind, biased):
-    """Sums are exact, so that no key need tell the ways apart; the greatest result is the same one, too."""
+    """Sums are exact: the work key need not distinguish the ways. The greatest result is equal, too."""
     torch.manual_seed(seed)
     x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs)
     x[-1, :1] = float("nan")
@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused(compiled):
 )
 @settings(max_examples=examples(30, 150), deadline=None)
 def test_the_greatest_result_is_the_first_of_equals(tiles, seed, dtype, rows, outputs, steps, int8, threads):
-    """Few different values make many ties; all results of the first row are negative, so that padding would win."""
+    """Few different values make many ties. All results of the first row are negative: padding would win."""
     torch.manual_seed(seed)
     compiled = operators(tiles)
     x = torch.randint(1, steps, (rows, 8)).to(dtype) / steps

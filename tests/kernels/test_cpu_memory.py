@@ -1,4 +1,4 @@
-"""Memory for weights and caches: zero, aligned, apart from one another, and given back."""
+"""Tests memory for weights and caches: zeroed, aligned, disjoint, and released."""
 
 from __future__ import annotations
 

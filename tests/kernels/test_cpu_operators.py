@@ -56,7 +56,7 @@ def test_rms_norm(compiled, dtype, rows, hidden):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 63), (64, 100), (2, 3, 37), (5, 577)])
 def test_layer_norm(compiled, dtype, shape):
-    """Rows are far from 0, so that their mean takes most of their bits."""
+    """Rows are far from 0: their mean takes up the significant bits."""
     torch.manual_seed(len(shape))
     x, residual = ((torch.randn(shape) * 3 + 5).to(dtype) for _ in range(2))
     weight, bias = (torch.randn(shape[-1]).to(dtype) for _ in range(2))
@@ -76,7 +76,7 @@ def test_layer_norm(compiled, dtype, shape):
 
 
 def test_activations_in_bfloat16_are_rounded_once(compiled):
-    """What is left out of their polynomials is small beside that, in the tails, too."""
+    """The error of their polynomials is small compared with rounding, also in the tails."""
     x = torch.cat((torch.linspace(-8.9, 12, 50_000), torch.tensor([300.0, 3e38, 1e-30, -1e-30]))).bfloat16()
     exact = x.double()
     for kind, wanted in (
@@ -172,7 +172,7 @@ def test_masked_argmax(compiled, vocab):
         assert torch.equal(logits.nan_to_num(123.0), before.nan_to_num(123.0)), "no logit is changed"
         wanted, wanted_barred = TorchOps.masked_argmax(MaskOps(), before, bits)
         assert tokens.tolist() == wanted.tolist()
-        plain = [row for row in range(9) if row not in (3, 6)]  # what is greatest there is not said
+        plain = [row for row in range(9) if row not in (3, 6)]  # the maximum of these rows is not defined
         assert barred[plain].tolist() == wanted_barred[plain].tolist()
         assert barred[7]
         assert not barred[1]
@@ -181,7 +181,7 @@ def test_masked_argmax(compiled, vocab):
 
 
 class MaskOps:
-    """The mask of torch's operators alone."""
+    """Only the mask of the torch operators."""
 
     def mask(self, logits, rows, bits):
         mask_reference(logits, rows, bits)
@@ -212,7 +212,7 @@ def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
     for stored, theirs in zip(plain(*ours, block_size, dim), caches, strict=True):
         torch.testing.assert_close(stored, theirs, **TOLERANCE[dtype])
     assert torch.equal(compiled.rope(q, cos, sin, positions, norms[0], **how), got), (
-        "q alone has the same bits"
+        "q has the same bits without k and v"
     )
     assert torch.equal(compiled.rope(q.contiguous(), cos, sin, positions, norms[0], **how), got)
 
@@ -230,7 +230,7 @@ def test_tokens_at_consecutive_places_are_stored_as_they_are_one_by_one(
     angles = torch.rand(tokens, dim // 2) * 6
 
     def stored(steps: list[int]) -> list[Tensor]:
-        """Q, and the caches, of steps of so many tokens."""
+        """Return q and the caches after steps of these numbers of tokens."""
         shape = (-(-(first + tokens) // block_size), *compiled.cache_shape(kv_heads, block_size, dim))
         caches, rotated = [torch.full(shape, 7.0).to(dtype) for _ in range(2)], []
         for at in (slice(end - n, end) for n, end in zip(steps, accumulate(steps), strict=True)):

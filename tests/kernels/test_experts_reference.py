@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what they make of it, against the modules of transformers."""
+"""Tests the routing of tokens to experts, and their outputs, against transformers' modules."""
 
 from __future__ import annotations
 

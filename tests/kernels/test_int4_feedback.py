@@ -1,4 +1,4 @@
-"""Codes whose errors make up for each other: what they are, and what they give for the outputs."""
+"""Tests quantised values whose errors compensate each other, and the outputs that they give."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_is_gptq(seed: int, inputs: int, group: int) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 1000])
 def test_outputs_change_less_than_by_rounding(tokens: int) -> None:
-    """Also where there are fewer tokens than inputs, and the inverse needs damping."""
+    """Also with fewer tokens than inputs, where the inverse needs damping."""
     weight, x = drawn(64, 256, tokens, 3)
     products = x.T @ x
     rounded, scales = quantize_groups(weight, 32)

@@ -1,4 +1,4 @@
-"""LayerNorm takes each row by itself: its bits are the same in any batch, at any place, on any number of threads."""
+"""Tests that LayerNorm gives a row equal bits in any batch, at any position, with any number of threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTHS = (1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 100, 127, 255, 257, 577, 10
 
 
 def drawn(width: int, dtype: torch.dtype, heads: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, weight, bias and residual; rows are far from 0, so that their mean takes most of their bits."""
+    """Return x, weight, bias and residual; rows are far from 0: their mean takes up the significant bits."""
     generator = torch.Generator().manual_seed(width)
     shape = (width,) if heads is None else (heads, width)
     x, residual = (torch.randn(ROWS, *shape, generator=generator) * 3 + 5 for _ in range(2))

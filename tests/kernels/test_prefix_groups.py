@@ -39,7 +39,11 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
 
 
 def in_common(tables: np.ndarray, before: list[int], one: int, other: int) -> int:
-    """Leading blocks that are the same, before all queries. `before`: the tokens before those of each sequence."""
+    """Return the number of equal leading blocks before all queries.
+
+    Args:
+        before: number of tokens before the queries of each sequence.
+    """
     blocks = min(before[one], before[other]) // BLOCK
     return next((b for b in range(blocks) if tables[one, b] != tables[other, b]), blocks)
 

@@ -33,7 +33,7 @@ def test_neighbours_turn_as_complex_numbers(pairs):
 def test_halves_turn_as_neighbours_do(pairs):
     x, angles = torch.randn(4, 2, 10), torch.rand(4, pairs) * 6
     table = angles.cos(), angles.sin()
-    order = torch.arange(2 * pairs).reshape(2, pairs).T.flatten()  # neighbours, from where they are as halves
+    order = torch.arange(2 * pairs).reshape(2, pairs).T.flatten()  # from halves to neighbours
     beside = torch.cat((x[..., order], x[..., 2 * pairs :]), -1)
     got = rotate_reference(x, *table)
     wanted = rotate_reference(beside, *table, interleaved=True)

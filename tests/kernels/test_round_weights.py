@@ -48,7 +48,7 @@ def parts(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def strange(weight: Tensor) -> Tensor:
-    """Rows with what is no number, infinite, 0, -0, tiny, huge, twice the largest with other signs, and halves."""
+    """Replace rows by NaN, infinities, 0, -0, tiny, huge, opposite maximum, and halfway values."""
     values = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-39, 1e-44, 3e38, -2e-20, 2e20)
     for row, value in enumerate(values):
         weight[3 * row] = value
@@ -75,7 +75,7 @@ def test_int8(compiled: CompiledOperators, dtype: torch.dtype, inputs: int) -> N
 
 
 def assert_packed_in_int8(compiled: CompiledOperators, weight: Tensor, kind: Kind) -> None:
-    """Whether a weight is rounded and packed as the reference rounds it, alone and as one of two experts."""
+    """Assert that a weight is rounded and packed like the reference, as one weight and as one of two experts."""
     wanted = compiled.pack_codes(*quantize_weight(weight.contiguous()), None, kind)
     both = compiled.pack_rounded_expert_int8(torch.stack([weight, weight.flip(0)]), None, kind)
     for found, at in ((compiled.pack_rounded_int8(weight, None, kind), ...), (both, 0)):

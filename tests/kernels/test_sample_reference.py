@@ -47,7 +47,7 @@ def test_uniforms_depend_on_key_and_position_alone():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("candidates", [(1024, 16384), (8, 50), (1, 2)])
 def test_tokens_are_those_chosen_row_by_row(seed, candidates, monkeypatch):
-    """More rows than are drawn at once, and nuclei larger than what is sorted first; ties everywhere in some rows."""
+    """More rows than one batch draws, nuclei larger than the sorted candidates, and rows full of ties."""
     monkeypatch.setattr(module, "CANDIDATES", candidates)
     logits = torch.randn(70, 130, generator=torch.Generator().manual_seed(seed)) * 3
     logits[::5] = logits[::5].round()

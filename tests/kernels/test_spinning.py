@@ -1,4 +1,4 @@
-"""Threads that wait can be told to sleep, and to spin again: seen in the CPU time that waiting takes."""
+"""Tests that waiting threads can be switched to sleeping and spinning, by the CPU time of waiting."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.kernels.test_cpu_linear import GATES, packed_of
 LINUX = sys.platform == "linux" and platform.machine() == "x86_64"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not LINUX, reason="the instructions are those of x86-64, caught as Linux does it"),
+    pytest.mark.skipif(not LINUX, reason="instructions of x86-64, caught on Linux"),
 ]
 TARGET = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 KINDS = ("configure", "release", "zero", "load", "store", "bfloat16", "int8")

@@ -1,4 +1,5 @@
-"""Matrix tiles in C: every bit as Intel's manual has it, nothing read beside a tile, and what it refuses refused."""
+"""Tests matrix tiles in C: bits follow Intel's manual, nothing outside of a tile is read, and errors are
+raised."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ def probe(probe_path) -> ctypes.CDLL:
 
 
 def flushed(values: np.ndarray) -> np.ndarray:
-    """float32 with 0 for what is smaller than a normal number."""
+    """Return float32 values with denormal numbers replaced by 0."""
     return np.where(np.abs(values) < np.finfo("f4").tiny, np.float32(0), values)
 
 
 def halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The values of pairs of bfloat16: those of the lower halves, and of the upper ones."""
+    """Return the values of pairs of bfloat16: the lower halves, and the upper ones."""
     return flushed((words << 16).view("f4")), flushed((words & 0xFFFF0000).view("f4"))
 
 
@@ -135,7 +136,7 @@ for lines in sys.argv[2:]:
 
 
 def ended_by(probe_path: Path, *scripts: str) -> list[int]:
-    """The signal by which each process ends that runs one of these scripts; 0: none."""
+    """Return the signal that ends a process for each script, or 0."""
     command = [sys.executable, "-c", CRASHES, str(probe_path), *scripts]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [int(line) for line in done.stdout.split()]
@@ -148,8 +149,8 @@ multiply(probe, x, weight, total.copy())
 """
 
 
-def test_nothing_behind_a_tile_is_read(probe_path):
-    """Rows of 64 bytes at the end of what a process may read; a row more, and it ends."""
+def test_nothing_after_a_tile_is_read(probe_path):
+    """Rows of 64 bytes end at the end of readable memory; one more row would crash."""
     more = "x = np.lib.stride_tricks.as_strided(x, (6, 16), x.strides); total = np.zeros((6, 16), np.uint32)"
     assert ended_by(probe_path, GUARDED.format(""), GUARDED.format(more)) == [0, signal.SIGSEGV]
 

@@ -33,8 +33,8 @@ from tests.kernels.trees import mask_of, path, random_trees
     lengths=st.lists(st.tuples(st.integers(1, 34), st.integers(0, 90)), min_size=1, max_size=4),
 )
 @settings(max_examples=examples(25, 200), deadline=None)
-def test_each_path_is_a_text_of_its_own(seed, group, block_size, soft_cap, sunk, lengths):
-    """The reference: a node's keys are those before the tree and those of its path, one behind the other."""
+def test_each_path_equals_a_separate_text(seed, group, block_size, soft_cap, sunk, lengths):
+    """In the reference, a node's keys are the text before the tree, then its path."""
     step = poisoned_step(seed, 2 * group, 2, 20, block_size, [(n, n + before) for n, before in lengths])
     trees = random_trees(step, seed)
     rules = {"soft_cap": soft_cap, "sinks": torch.randn(2 * group) if sunk else None}
@@ -142,7 +142,7 @@ def test_what_is_near_says_what_is_seen(seed: int, lengths: list[tuple[int, int]
 
 
 def some_moves(blocks: int, size: int, seed: int) -> list[tuple[int, int]]:
-    """As those of paths: to the left, one behind the other."""
+    """Return moves to the left in order, as paths need them."""
     rng, moves = random.Random(seed), []
     for first in range(0, blocks * size - 9, 9):
         kept = sorted(rng.sample(range(first, first + 9), rng.randint(0, 5)))
@@ -169,7 +169,7 @@ def test_slots_are_moved_and_no_others(shape: tuple[int, int, int], dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_moved_codes_keep_their_scales(dtype: torch.dtype) -> None:
-    """A step whose sequences' tokens were moved attends as one whose tokens always stood there."""
+    """A step with moved tokens attends like a step whose tokens were there from the start."""
     step = poisoned_step(7, 6, 2, 64, 16, [(1, 40)]).to(dtype, True)
     compiled = operators("none", True)
     k, v, scales = codes_laid_out(compiled, step.k, step.v, step.scales, step.q.element_size())

@@ -1,4 +1,4 @@
-"""The compiled operators for each width of vector that this CPU can run: what one kind of machine shows, on any."""
+"""Tests the compiled operators for each vector width that this CPU can run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operators(request, tmp_path_factory) -> CompiledOperators:
     if name == ALWAYS:
         return CompiledOperators(codes=True)
     if not X86:
-        pytest.skip("the options are those of x86-64")
+        pytest.skip("options for x86-64")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FLAGS", (*build.FLAGS, *NARROWER[name]))
         found = CompiledOperators(tmp_path_factory.mktemp("kernels"), codes=True)
@@ -51,7 +51,7 @@ def operators(request, tmp_path_factory) -> CompiledOperators:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "group"), [(20, 3), (64, 1), (72, 7)])
 def test_shared_prefixes_change_no_bit(operators, dtype, dim, group, codes):
-    """Rows of a shared prefix go through a loop that is compiled for their number, alone through the one for one."""
+    """A loop for the number of sharing rows computes shared prefixes, another loop a single row."""
     for children in (2, 3, 5):
         for depths, block_size in (([2], 16), ([1], 64), ([3, 2], 5), ([24], 5)):
             step = tree_step(children, 2, group, dim, block_size, children, depths, own=2).to(dtype, codes)

@@ -43,7 +43,7 @@ def at_the_end_of_memory(rows: int, stride: int):
 
 
 def guarded(size: int):
-    """So many bytes of zeros at the end of what this process may read."""
+    """Return `size` zero bytes at the end of readable memory."""
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     whole = -(-size // page) * page
     memory = mmap.mmap(-1, whole + page)

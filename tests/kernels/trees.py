@@ -9,7 +9,7 @@ import numpy as np
 from batchinfer_kernels.draft_tree import MAX_NODES, TreeMask
 from tests.kernels.cpu_steps import Step
 
-Parents = list[int]  # of each node; -1: the token that the tree stands behind
+Parents = list[int]  # by node; -1: the token before the tree
 
 
 def random_parents(rng: random.Random, nodes: int) -> Parents:

@@ -1,7 +1,7 @@
 """The sections that measure speed and memory on a CPU: `python -m tests.speed NAME`.
 
-They are declared here, apart from their functions, so that the command imports none of them: a process starts with the
-peak memory of the one that starts it.
+They are declared separately from their functions: the command imports none of them, as a process inherits the
+peak memory of its parent.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ SECTIONS = (
         "memory",
         "loading:memory",
         "The most memory that a load takes, for each published format of weights.",
-        _option("names", nargs="*", metavar="FORMAT", help="published formats; all if none is named"),
+        _option("names", nargs="*", metavar="FORMAT", help="published formats; all by default"),
     ),
     _section(
         "ray",

@@ -89,7 +89,7 @@ def write_rows(path: Path, kind: str, rows: int, characters: int) -> None:
 
 
 def big_checkpoint(folder: Path, vocab: int = 32_000) -> None:
-    """A checkpoint whose tokenizer cuts and merges as those of large models do, trained on made words."""
+    """Write a checkpoint whose tokenizer works like a large model's, trained on made-up words."""
     source = random.Random(1)
     letters = "etaoinshrdlucmfwypvbgkqjxz"
     weights = [1 / (at + 2) for at in range(len(letters))]
@@ -184,7 +184,7 @@ def measure(
 
 
 def _cpu() -> list[float]:
-    """CPU seconds of this thread, beside which another one measures memory, and of children that have ended."""
+    """Return CPU seconds of this thread and of ended children, without the thread that measures memory."""
     found = os.times()
     return [time.thread_time(), found.children_user + found.children_system]
 
@@ -198,13 +198,13 @@ def parts(section: BenchSection) -> list[Part]:
 
 @cache
 def _alone_s(folder: Path, vocab: int, rows: int, characters: int) -> float:
-    """Write the checkpoint, and return the seconds of CPU that its tokenizer alone takes for a row."""
+    """Write the checkpoint and return the CPU seconds of its tokenizer per row."""
     big_checkpoint(folder / "model", vocab) if vocab else checkpoint(folder / "model")
     return tokenizer_alone(folder, rows, characters) / rows
 
 
 def _ingested(section: BenchSection, form: str, kind: str, workers: int) -> Result:
-    """Ingest once. `tokenizer_share` is that of the tokenizer alone in all of the CPU time."""
+    """Ingest once. `tokenizer_share` is the tokenizer's share of all CPU time."""
     given = section.given
     alone = _alone_s(section.place, given.vocab, min(given.rows, 50_000), given.characters)
     found = measure(section.place, given.rows, given.characters, form, kind, workers, not given.bare)

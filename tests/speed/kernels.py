@@ -56,7 +56,7 @@ BETWEEN, *OPERATORS = (
     "gate_up",
     "down",
 )
-CONTEXT, PROMPT, BLOCK = 96, 512, 16  # tokens; a step of so many rows is one prompt's
+CONTEXT, PROMPT, BLOCK = 96, 512, 16  # tokens; a step of PROMPT rows is one prompt
 LEAST_ROUNDS = 5
 # Of each thread, by operator: seconds that passed, and of them waiting
 Clocks = list[dict[str, tuple[float, float]]]
@@ -64,7 +64,7 @@ Clocks = list[dict[str, tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of layers, of which there are enough to fill no cache."""
+    """The sizes of a model's layers, too large for any CPU cache."""
 
     layers: int
     hidden: int
@@ -246,7 +246,8 @@ def _cpu_timed(call: Callable[[], object], where: torch.device) -> float:
 def _rounds(
     timed: dict[str, Timed], rows: int, seconds: float
 ) -> tuple[dict[str, list[Clocks]], dict[str, str]]:
-    """Return the clocks of each source without the first tenth, and how its results differ from those of the first."""
+    """Return each source's clocks without the first tenth, and how its results differ from the first
+    source's."""
     steps = dict[str, Step]()
     for folder, own in timed.items():
         torch.manual_seed(rows)
@@ -276,7 +277,7 @@ def _apart(found: Tensor, first: Tensor) -> str:
 
 
 def _quartile(values: Iterable[float]) -> float:
-    """Return the lower one: what others do on the machine only lengthens."""
+    """Return the lower quartile: other work on the machine only adds time."""
     return statistics.quantiles(values, n=4)[0]
 
 

@@ -1,7 +1,7 @@
-"""How fast checkpoints are loaded, and how much memory that takes. Linux only.
+"""Measures the time and memory of loading checkpoints. Linux only.
 
-A load is that of an engine (inspecting the folder, reading, packing), in a process that has imported all it needs and
-chosen its operators. Before each load memory is touched and freed.
+A load is an engine's (inspecting the folder, reading, packing), in a process that has imported everything and
+chosen its operators. Memory is touched and freed before each load.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def forget(files: Sequence[Path]) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if not resident(files):
             return
-        time.sleep(SAMPLE_S)  # what is still being read cannot be forgotten
+        time.sleep(SAMPLE_S)  # pages that are being read cannot be evicted
 
 
 def warm(files: Sequence[Path]) -> None:
@@ -102,8 +102,11 @@ def warm(files: Sequence[Path]) -> None:
 
 
 def touch(size: int) -> None:
-    """Touch memory and free it. The host of a virtual machine takes free memory back after some seconds (free page
-    reporting), and to get it again takes ten times as long as to clear it, whoever does."""
+    """Touch memory and free it.
+
+    The host of a virtual machine reclaims free memory after some seconds (free page reporting). Getting it
+    back takes ten times the time of clearing it.
+    """
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
         room.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, size, mmap.PAGESIZE):
@@ -166,11 +169,11 @@ def load(folder: Path, kind: str, files: Sequence[Path], cold: bool) -> tuple[fl
 
 
 def loads(section: BenchSection) -> list[Part]:
-    """Return a part for each number of files, cold and warm. `dd` reads the files before each load.
+    """Return a part per number of files, cold and warm. `dd` reads the files before each load.
 
-    Random weights in bfloat16. Cold: no page of the files is in memory, which is checked with mincore; warm: all are.
-    `peak_of_files`: the most memory that the process had beyond what it had before, without pages of the files, as a
-    multiple of the files' bytes. `dd_share`: dd's seconds ÷ those of the load.
+    Weights are random, in bfloat16. Cold: no page of the files is in memory, checked with mincore. Warm: all
+    are. `peak_of_files`: the process's additional peak memory, without file pages, ÷ the files' bytes.
+    `dd_share`: dd's seconds ÷ the load's seconds.
     """
     cases = product(section.given.shards, ("cold", "warm"))
     return [(f"{shards} files, {kind}", partial(_loads, section, shards, kind)) for shards, kind in cases]

@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster on this machine, beside the same jobs with two processes and without Ray."""
+"""Compares jobs on a Ray cluster on this machine with two processes without Ray."""
 
 from __future__ import annotations
 

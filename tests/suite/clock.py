@@ -1,8 +1,8 @@
-"""How long calls take on the device: CUDA events around each, with a cold cache, in turns with what it is compared to.
+"""Times calls on the device with CUDA events and a cold cache, in turns with their competitors.
 
-Before each timed call the cache is flushed by reading a buffer several times its size (writing one would leave lines
-that have to be written back while the call is timed), and the device is kept waiting until the host has queued the
-whole call, so that what is timed is the device's work and not Python. The host's time is recorded apart.
+Before each timed call the cache is flushed by reading a buffer several times its size: written lines would be
+written back during the call. The device waits until the host has queued the whole call: the time is the
+device's, not Python's. The host's time is recorded separately.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.suite.turns import in_turns
 Call = Callable[[], Any]
 COLD_BYTES = 512 * 2**20  # four times the largest L2 of a GPU that there is so far (126 MB, B200)
 LEAST_TURNS, MOST_TURNS = 5, 20
-TIMED_S = 0.25  # of device time for a call; the turns are as many as fit
+TIMED_S = 0.25  # seconds of device time per call, which decide the number of turns
 QUEUE_MARGIN = 2.0  # times the host's time for a call
 SLEEP_CYCLES = 20_000_000  # ten milliseconds or so, for finding out how long a cycle is
 
@@ -69,7 +69,7 @@ class DeviceClock:
 
 
 class HostClock:
-    """Times calls by the host's clock, once each: what a rehearsal has. Its record keeps no time."""
+    """Times calls once by the host's clock, for rehearsals. The record keeps no times."""
 
     def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
         """Run each call once."""

@@ -1,4 +1,4 @@
-"""The record of a run: machine, driver, versions, date, command, state of the source, and what was measured."""
+"""The record of a run: machine, driver, versions, date, command, state of the source, and measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SOURCES = ("batchinfer", "kernels", "tests/gpu_suite", "tests/speed", "tests/su
 
 
 def described(root: Path, rehearsal: bool) -> dict[str, Any]:
-    """Return where and when a record is made; None for what this machine does not tell."""
+    """Return where and when a record is made, with None for unknown values."""
     return {
         "format": 2,
         "rehearsal": rehearsal,
@@ -43,7 +43,7 @@ def described(root: Path, rehearsal: bool) -> dict[str, Any]:
 
 
 def peaks_of(record: dict[str, Any]) -> dict[str, float]:
-    """Return the better of what was measured before and after, as a machine that others use, too, is slow at times."""
+    """Return the better peaks of the measurements before and after, as a shared machine is slow at times."""
     best: dict[str, float] = {}
     for section in record["sections"]:
         for result in section["results"] if section["name"].startswith("peaks") else ():
@@ -53,7 +53,7 @@ def peaks_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 class Keeper:
-    """Writes the record to one file, again whenever it has grown: what was measured outlasts whatever comes."""
+    """Writes the record to a file after each addition: measurements survive a crash."""
 
     def __init__(self, folder: Path, call: str | None = None) -> None:
         self._folder, self._suffix = folder, "" if call is None else f"-{call}"
@@ -113,7 +113,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(command: list[str]) -> str | None:
-    """Return what a command prints; None where there is no such command, or where it fails."""
+    """Return the output of a command, or None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -19,10 +19,10 @@ from tests.suite.worker import Lost, Reply, Worker
 
 ROOT = Path(__file__).parents[2]
 LEAST_S = 2.0  # with less left a section is not begun
-# One of several parts of a section without a model that takes so long, and a third of its section, is ended: its kernel
-# hangs. It may have to wait for the compiler, and in a first part for the GPU.
+# A part is ended after this time and this share of its section, if the section has several parts and no
+# model: its kernel hangs. It may wait for the compiler, and a first part for the GPU.
 PART_S, PART_SHARE = 20.0, 1 / 3
-GRACE_S = 3.0  # a part that does not end itself when its section's time is over is ended so much later
+GRACE_S = 3.0  # additional time for a part to end itself after its section's time
 FAILED = 1
 
 
@@ -67,7 +67,7 @@ class Suite:
         record["sections"].append(found)
         notice(f"{entry.name}: at most {limit:.0f} s")
         if not self.rehearsal and self._model not in (None, entry.model):
-            worker.close()  # nothing of another model is to be left in the device's memory
+            worker.close()  # free the other model's device memory
         self._model = entry.model
         if limit < LEAST_S:
             found["out_of_time"] = "not begun"
@@ -86,7 +86,7 @@ class Suite:
         notice(f"{entry.name}: {found['status']} after {found['seconds']:.0f} s")
 
     def limit_s(self, number: int) -> float:
-        """Return the section's share of what is left, among the sections that are left."""
+        """Return the section's share of the remaining time, among the remaining sections."""
         left = self.minutes * 60 - (time.monotonic() - self._began)
         return left * self.entries[number].share / sum(entry.share for entry in self.entries[number:])
 
@@ -99,7 +99,7 @@ def notice(line: str) -> None:
 def _answers(
     worker: Worker, entry: SuiteEntry, section: BenchSection, limit: float, found: dict[str, Any]
 ) -> Iterator[Reply]:
-    """Yield what comes of each part, until the section's time is over, which `found` is told."""
+    """Yield the reply of each part until the section's time is over, which `found` records."""
     longest = limit + GRACE_S
 
     def ask(part: int | None, name: str) -> Reply:

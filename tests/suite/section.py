@@ -1,4 +1,4 @@
-"""A section of a suite: its declaration, what its parts are given, and what each of them returns."""
+"""A section of a suite: its declaration, the inputs of its parts, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Option = tuple[tuple[str, ...], dict[str, Any]]  # what argparse's add_argument 
 
 
 class WrongResult(Exception):
-    """A part computed something else than what it measures: nothing of it is timed."""
+    """A part computed something other than intended: nothing of it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class BenchModel:
     """A model of a known shape, on dummy weights."""
 
     name: str
-    # Share of the memory that is left once the weights are loaded; None: what a job takes that says nothing of it
+    # Share of the memory that remains after the weights are loaded; None: a job's default
     kv_memory: float | None = None
     quantization: Quantization = "none"
     kv_cache: KvCacheDtype = "auto"
     rows: int | None = None  # in work at a time; None: as a job
-    longest: int | None = None  # tokens of a row; None: those of the longest row of any section
+    longest: int | None = None  # tokens of a row; None: the longest row of any section
 
     @property
     def is_plain(self) -> bool:
@@ -45,7 +45,7 @@ class BenchModel:
 
     @property
     def text(self) -> str:
-        """The name, and what is kept in codes."""
+        """Return the name, with the parts that are quantised."""
         weights = "" if self.quantization == "none" else f", {self.quantization} fp8 weights"
         return self.name + weights + ("" if self.kv_cache == "auto" else f", {self.kv_cache} KV cache")
 
@@ -56,7 +56,7 @@ class SuiteEntry:
     `module:function`."""
 
     name: str
-    share: float  # of the time; what one section leaves over goes to the sections after it
+    share: float  # of the time; unused time goes to later sections
     source: str
     model: BenchModel | None = None  # that it runs; a process has one
     calls: tuple[str, ...] = ()  # the commands that it belongs to
@@ -66,7 +66,11 @@ class SuiteEntry:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The times of one call, in seconds. `host_s` is what the host takes to queue it once."""
+    """The times of a call in seconds.
+
+    Attributes:
+        host_s: time of the host to queue it once.
+    """
 
     median_s: float
     min_s: float
@@ -80,11 +84,12 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a part. A rehearsal keeps its name and its facts alone: all else depends on time.
+    """The result of a part. A rehearsal keeps only its name and facts, which do not depend on time.
 
-    `times`: the first is ours, the others do the same work. `figures`: numbers by name, whose ending is their unit
-    (`_s`, `_share`, `_bytes`, `_per_s`). `targets`: what is aimed at, of `share`, of a figure, or of the times as fast
-    as one of the others.
+    Attributes:
+        times: our time first, then the times of others for equal work.
+        figures: numbers by name; the suffix is the unit (`_s`, `_share`, `_bytes`, `_per_s`).
+        targets: goals of `share`, of a figure, or of the times relative to another one.
     """
 
     name: str
@@ -96,7 +101,7 @@ class Result:
     tokens: int | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
     targets: Mapping[str, float] = field(default_factory=dict)
-    details: Mapping[str, Any] = field(default_factory=dict)  # for the record alone
+    details: Mapping[str, Any] = field(default_factory=dict)  # only for the record
 
 
 Part = tuple[str, Callable[[], Result | list[Result]]]

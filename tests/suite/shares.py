@@ -1,4 +1,4 @@
-"""Shares of what this GPU reaches: bounds by the peaks of the same run, and times beside others'."""
+"""Computes shares of this GPU's peaks: bounds by the peaks of the run, and times relative to others."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from batchinfer.machine.datasheet import datasheet
 from batchinfer_kernels.cost import Cost, Peaks
 from tests.suite.section import BANDWIDTH
 
-UNTIMED = ("name", "facts", "targets")  # what a rehearsal keeps of a result
+UNTIMED = ("name", "facts", "targets")  # keys of a result that a rehearsal keeps
 Result = dict[str, Any]
 
 
 def with_shares(record: dict[str, Any], peaks: Mapping[str, float]) -> dict[str, Any]:
-    """Return the record with `peaks`, what the GPU's maker states (`datasheet`), and in each timed result `shares`: its
-    bounds by both and what follows from them. A rehearsal's record claims nothing: it has none of these, and no times.
+    """Return the record with `peaks`, the GPU maker's numbers (`datasheet`), and `shares` of each timed
+    result.
+
+    `shares` has the bounds by both, and ratios. A rehearsal's record has none of these, and no times.
     """
     rehearsal, sheet = record["rehearsal"], stated_peaks(record)
 
@@ -67,7 +69,7 @@ def shares(result: Result, peaks: Mapping[str, float], stated: Mapping[str, floa
 
 
 def _peaks(result: Result, peaks: Mapping[str, float]) -> Peaks | None:
-    """Return the peaks of a result's arithmetic; None where one was not measured."""
+    """Return the peaks for a result's arithmetic, or None if one was not measured."""
     if result["dtype"] not in peaks or BANDWIDTH not in peaks:
         return None
     return Peaks(peaks[result["dtype"]], peaks[BANDWIDTH], peaks.get(result["codes_dtype"]))

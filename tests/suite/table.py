@@ -23,7 +23,7 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
     versions = record["versions"]
     yield f"torch {versions['torch']}, triton {versions['triton']}, transformers {versions['transformers']}"
     if record["rehearsal"]:
-        yield "a rehearsal on tiny shapes: what runs and what is right, no times"
+        yield "a rehearsal on tiny shapes: errors are found, times are not measured"
         return
     gpu = record["gpu"]
     if gpu is None:

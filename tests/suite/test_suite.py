@@ -1,4 +1,4 @@
-"""A suite of sections: how they fail, how its time is divided, how calls are timed, and what its record says."""
+"""Tests suites of sections: failures, division of time, timing of calls, and the record."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def suite(entries: list[SuiteEntry], minutes: float = 10.0, keeper: Keeper | Non
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], list[str]]:
-    """The record of sections that fail in every way, and what was last kept of each."""
+    """The record of sections that fail in every way, and the last kept state of each."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(run_module, "PART_SHARE", 0.0)
     monkeypatch.setattr(run_module, "PART_S", 4.0)  # a part that hangs
@@ -93,8 +93,8 @@ def test_a_failure_costs_its_part_alone(failing: tuple[dict[str, Any], list[str]
     assert "not reached: " in found["slow"]["out_of_time"]
     assert "ZeroDivisionError" in found["raises"]["failures"][0]["traceback"]
     first, last = (result["facts"]["process"] for result in found["loses"]["results"])
-    assert first != last, "a process for which the device runs nothing any more is replaced"
-    assert "dies begun" in kept, "what was told of a section is kept before it ends"
+    assert first != last, "a process that lost the device is replaced"
+    assert "dies begun" in kept, "results of a section are kept before it ends"
     lines = table(with_shares(record, {})).splitlines()
     assert [line for line in lines if line.startswith("FAILED")] == [
         "FAILED broken: suite_broken:made: ZeroDivisionError: division by zero",
@@ -283,7 +283,7 @@ def test_the_digest_is_of_what_is_measured(tmp_path: Path) -> None:
 
 
 class FakeDevice:
-    """A GPU that takes as long as it is told to, beside a host that takes none: `torch.cuda`, as far as it is asked."""
+    """A fake `torch.cuda` with given times, and a host that takes no time."""
 
     CYCLES_PER_S = 1e9
 

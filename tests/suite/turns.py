@@ -1,4 +1,4 @@
-"""Calls that are made in turns, so that what else happens on the machine slows all of them down, and their medians."""
+"""Makes calls in turns, which spreads disturbances of the machine evenly, and returns their medians."""
 
 from __future__ import annotations
 

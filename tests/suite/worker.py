@@ -12,7 +12,7 @@ from typing import Any
 from batchinfer.machine.spawning import receiving
 from tests.suite.section import BenchSection, Part
 
-END_S = 5.0  # a process that was told to leave is ended after so long
+END_S = 5.0  # a process is killed this long after the request to leave
 
 
 class Lost(Exception):
@@ -21,17 +21,17 @@ class Lost(Exception):
 
 @dataclass
 class Reply:
-    """The answer to a question: the names of a section's parts, or what one of them told."""
+    """The reply to a request: the names of a section's parts, or the results of one part."""
 
     names: list[str] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
-    usable: bool = True  # False: the device runs nothing any more for the process
+    usable: bool = True  # False: the process has lost the device
 
 
 def serve(channel: Connection, prepare: str | None) -> None:
     """Reply questions until there is None; the child runs this. `prepare`: a module that is asked to prepare it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be fetched, nor waited for
+    os.environ["HF_HUB_OFFLINE"] = "1"  # do not fetch anything, nor wait for it
     if prepare is not None:
         importlib.import_module(prepare).prepare()
     while (question := channel.recv()) is not None:
@@ -39,7 +39,7 @@ def serve(channel: Connection, prepare: str | None) -> None:
 
 
 def _answer(source: str, section: BenchSection, part: int | None) -> Reply:
-    """Name the parts of a section, or run one of them."""
+    """Return the names of a section's parts, or run part `part`."""
     answer, what = Reply(failures=section.failures), source
     try:
         parts = parts_of(source, section)

@@ -58,10 +58,12 @@ def run_paged(
     dtype: torch.dtype = torch.float32,
     adapter: int | None = None,
 ) -> list[Tensor]:
-    """Logits of every position of every prompt, (n, vocab) each; all prompts share each step's batch, and have the
-    adapter of that number.
+    """Return the logits of all positions of each prompt, [n, vocab], with one batch per step for all prompts.
 
-    With `chunk`, at most so many tokens of a prompt are run a step, fewer and fewer the later the prompt stands.
+    Args:
+        chunk: maximum number of tokens per prompt and step, smaller for later prompts; None for whole
+            prompts.
+        adapter: number of the adapter of all prompts, or None.
     """
     rng = random.Random(seed)
     needs = [-(-len(prompt) // block_size) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Experts of a calibrated layer: which tokens each is rounded for, what that gives, and what must stay as it was."""
+"""Tests calibration of experts: the tokens that each expert is rounded for, the gain, and unchanged weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Inputs = list[Tensor]
 
 
 def layer_weights(seed: int = 0) -> dict[str, Tensor]:
-    """Random ones, with up projections of which some channels are outliers."""
+    """Return random weights whose up projections have outlier channels."""
     torch.manual_seed(seed)
     ups = torch.randn(COUNT, 2 * INNER, HIDDEN)
     ups[:, INNER + 5] *= 12
@@ -62,7 +62,7 @@ def seen_of(inputs: Inputs, order: list[int]) -> SeenTokens:
 
 
 def outputs(weights: dict[str, Tensor], number: int, x: Tensor) -> Tensor:
-    """What an expert makes of its inputs, its weights being floats or codes with scales."""
+    """Return an expert's outputs, from float weights or from quantised values with scales."""
 
     def own(name: str) -> Tensor:
         found = weights[name].float()
@@ -95,7 +95,7 @@ def errors(found: dict[str, Tensor], inputs: Inputs) -> Tensor:
 
 
 class Doubling(Experts):
-    """Experts of which only the number is looked at."""
+    """Experts that only have a number."""
 
     loads = torch.zeros(3, dtype=torch.int64)
 
@@ -128,7 +128,7 @@ def test_each_expert_is_rounded_for_its_own_tokens() -> None:
 
 
 def test_channels_before_the_router_are_scaled_for_all_experts() -> None:
-    """What comes out of the norm, changed, and goes through the changed experts, is near to what it was."""
+    """The changed norm followed by the changed experts gives nearly the same outputs."""
     layer = replace(LAYER, post_norm=NormSpec(HIDDEN, 1e-6))
     loud = torch.ones(HIDDEN)
     loud[::7] = 30.0

@@ -1,4 +1,4 @@
-"""A calibrated checkpoint: what it holds, what it computes, and how near that is to the model that it was made of."""
+"""Tests a calibrated checkpoint: its content, its results, and their distance to the original model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def index_of(folder: Path) -> dict[str, str]:
 
 
 def dequantised(folder: Path, to: Path) -> Path:
-    """What compressed-tensors' own code makes of the folder: values in the lowest bits first, less 8, times scales."""
+    """Dequantise the folder with compressed-tensors' layout: lowest bits first, less 8, times scales."""
     stored: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= load_file(path)

@@ -72,7 +72,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 
 
 def code_that_leaves_a_mark(folder: Path, mark: Path) -> Path:
-    """Every Python class of the checkpoint is its own, and whoever imports one makes the file `mark`."""
+    """Make all Python classes of the checkpoint custom code that creates the file `mark` when imported."""
     code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\nclass X: ...\n"
     trap = folder / "own.py"
     trap.write_text(code)
@@ -381,7 +381,7 @@ class TestFingerprint:
         assert len(json.loads(json.dumps(cache))) == len(checkpoint.files)
         for key in cache:
             cache[key] = "0" * 64
-        assert checkpoint.fingerprint(cache) != before  # what the cache says was believed
+        assert checkpoint.fingerprint(cache) != before  # the hashes of the cache were used
         for file in checkpoint.files:
             os.utime(file, ns=(1, 1))
         assert checkpoint.fingerprint(cache) == before

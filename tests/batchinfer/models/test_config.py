@@ -1,4 +1,4 @@
-"""What config.json and generation_config.json say, and what is said when they are wrong."""
+"""Tests how config.json and generation_config.json are read, and the messages if they are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations that nobody thought of: every family, drawn sizes and options, against transformers."""
+"""Tests every family with random sizes and options against transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ALWAYS = {"sliding_window": st.sampled_from([1, 9, 24])}
 PATTERN = {**BIAS, **ALWAYS, "sliding_window_pattern": st.integers(1, 3)}
 PRE_ATTENTION = {"query_pre_attn_scalar": st.sampled_from([8, 20])}
 SHARED = {"n_shared_experts": st.integers(1, 2)}
-# What a family has beside the sizes that all have
+# Options of a family in addition to the common sizes
 OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "llama": BIASES,
     "mistral": {"sliding_window": WINDOW},

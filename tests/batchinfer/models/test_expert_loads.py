@@ -1,4 +1,4 @@
-"""Counters of experts: what they hold, and what they leave out."""
+"""Tests counters of experts: which tokens they count, and which they skip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are stored in 4 and 8 bits are read as the numbers that they stand for, or refused with the reason."""
+"""Tests that weights stored in 4 and 8 bits are dequantised correctly, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ AWQ_KEYS = {"bits": "w_bit", "group_size": "q_group_size", "zero_point": "zero_p
 
 
 def make_old(folder: Path, name: str, **stated: Any) -> None:
-    """A checkpoint of 2023: what it states of its quantisation is in a file of its own."""
+    """Make a checkpoint of 2023, whose quantisation is described in its own file."""
     copied(folder, name)
     config = dict(PUBLISHED[name].config)
     del config["quant_method"]

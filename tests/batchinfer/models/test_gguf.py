@@ -1,4 +1,4 @@
-"""Models in GGUF have the logits of the weights that they stand for, or are refused with the reason."""
+"""Tests that models in GGUF have the logits of their dequantised weights, or are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def test_the_fingerprint_is_that_of_the_whole_file(tmp_path: Path) -> None:
     assert first == same != other
 
 
-def test_codes_of_4_bits_are_multiplied_as_they_are_stored(tmp_path: Path) -> None:
-    """Groups whose scale is 0 have an offset alone, in Q4_1 and Q4_K."""
+def test_4_bit_values_are_multiplied_as_they_are_stored(tmp_path: Path) -> None:
+    """In Q4_1 and Q4_K, a group whose scale is 0 only has an offset."""
     for kind in (Type.Q4_0, Type.Q4_1, Type.Q4_K):
         file = tmp_path / f"{kind.name}.gguf"
         make_gguf(file, tmp_path / "plain", "llama", (kind,))
@@ -169,7 +169,7 @@ def inspect(file: Path) -> Checkpoint:
 
 
 def _zero_scales(file: Path) -> None:
-    """Let some scales be 0: those of the first block of each matrix in blocks, and of two groups of a K block."""
+    """Set some scales to 0: in the first block of each matrix of blocks, and in two groups of a K block."""
     content = bytearray(file.read_bytes())
     for tensor in read_header(file).tensors.values():
         if tensor.type.name == "Q4_1":

@@ -1,4 +1,4 @@
-"""What docs/measurements/gpu.md expects of attention over latents is what the costs of a model say."""
+"""Tests that docs/measurements/gpu.md quotes the model costs of attention over latents."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_a_prompt_takes_what_the_docs_expect(lite: ModelSpec, tokens: int) -> No
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_flops_are_useful_that_are_not_computed(lite: ModelSpec, device: Any) -> None:
-    """Else MFU could exceed 1. A step's shape is found again from what is kept of it."""
+def test_useful_flops_never_exceed_computed_flops(lite: ModelSpec, device: Any) -> None:
+    """Otherwise MFU could exceed 1. The shape of a step is restored from its record."""
     cost = model_cost(lite, 2, device)
     for tokens, context in ((512, 512), (8192, 8192), (32_768, 32_768), (512, 8192), (1, 3000)):
         pairs = cost.pairs(context) - cost.pairs(context - tokens)

@@ -44,7 +44,8 @@ print((peak() - before) / checkpoint.weight_bytes)
     ],
 )
 def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: float) -> None:
-    """70 MB in 10 layers: memory may hold the file pages of one layer and its copy, but not those of the model."""
+    """70 MB in 10 layers: one layer's file pages and copy are allowed in memory, all pages of the model are
+    not."""
     sizes = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 10, "head_dim": 48}
     make_checkpoint(tmp_path, "llama", shards=shards, num_attention_heads=8, num_key_value_heads=4, **sizes)
     # A small shell starts it: ru_maxrss begins with the peak of the replaced process
@@ -55,8 +56,8 @@ def test_peak_while_loading(tmp_path: Path, shards: int, dtype: str, limit: floa
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_cache_of_latents_holds_them_once(tmp_path: Path, compiled: bool) -> None:
-    """Of a token and layer, `kv_lora_rank` values and those of k that are rotated: counted in the cache's storage."""
+def test_a_cache_of_latents_stores_them_once(tmp_path: Path, compiled: bool) -> None:
+    """Per token and layer: `kv_lora_rank` values and the rotated part of k, counted in the cache's storage."""
     make_checkpoint(tmp_path, "deepseek_v3")
     checkpoint, blocks, block_size = inspect_checkpoint(tmp_path), 7, 16
     attention, cpu = checkpoint.spec.attention, torch.device("cpu")

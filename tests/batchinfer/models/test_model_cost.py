@@ -1,4 +1,4 @@
-"""The costs of a model's steps, those of experts included, and the kinds of its layers."""
+"""Tests the costs of a model's steps, including experts, and the kinds of its layers."""
 
 from __future__ import annotations
 

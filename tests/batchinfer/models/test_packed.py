@@ -67,7 +67,7 @@ def test_fp8_bitwise(dtype: torch.dtype, scale_dtype: torch.dtype, grid: tuple[i
 
 
 def test_fp8_whose_last_blocks_are_cut() -> None:
-    """As in DeepSeek-V3, of whose latents and their rotated part 576 rows are blocks of 128."""
+    """As in DeepSeek-V3: the 576 rows of latents and their rotated part are no multiple of a block of 128."""
     values, scales = (
         torch.ones(10, 7).to(torch.float8_e4m3fn),
         torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),

@@ -1,4 +1,4 @@
-"""Outlier channels are made smaller without a change of what a model computes."""
+"""Tests that smoothing shrinks outlier channels without changing the model's results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRODUCTS = (
 
 
 def loud(folder: Path, family: str) -> Checkpoint:
-    """A checkpoint two channels of whose norms, and of whose up projections, are many times as large as the others."""
+    """Return a checkpoint with two outlier channels in its norms and up projections."""
     name, _, biased = family.partition(" with ")
     make_checkpoint(folder, name, **({"mlp_bias": True} if biased else {}))
     tensors = load_file(folder / "model.safetensors")
@@ -99,7 +99,7 @@ def cases() -> Iterator[tuple[list[float], list[float], list[float] | None]]:
     yield [1, 1, 1, 1, 3.9], even, None
     yield [1, 1, 1, 1, 16], even, [1, 1, 1, 1, 4]
     yield [1, 1, 1, 1, 256], [1, 1, 1, 1, 1 / 256], [1, 1, 1, 1, 256]
-    yield [1, 1, 1, 1, 256], [1, 1, 1, 1, 0], [1, 1, 1, 1, 256]  # what nobody reads
+    yield [1, 1, 1, 1, 256], [1, 1, 1, 1, 0], [1, 1, 1, 1, 256]  # an unread channel
     yield [1, 1, 1, 1, 16], [1, 1, 1, 1, 1024], [1, 1, 1, 1, 1]  # never larger
     yield [0, 0, 0, 0, 5], even, None
 

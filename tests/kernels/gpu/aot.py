@@ -1,11 +1,11 @@
-"""Kernels compiled for GPUs that are not there, and what the compiler says of them.
+"""Compiles kernels for GPUs that are not present, and reads the compiler's statistics.
 
-A process that interprets kernels cannot compile them, so that a child process does, one for each test process:
+A process that interprets kernels cannot compile them: each test process has a child for it.
 
-    compile_launch("tests.kernels.gpu.test_x:launch_x", ("bfloat16", 128), "sm_90")
+compile_launch("tests.kernels.gpu.test_x:launch_x", ("bfloat16", 128), "sm_90")
 
-This calls a function that launches kernels with CPU tensors as it would with a GPU's, and compiles every launch as
-Triton specialises it.
+This calls a function that launches kernels with CPU tensors, and compiles every launch with Triton's
+specialisation for the GPU.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _worker() -> _Worker:
 
 
 class StubDriver:
-    """Says that there is a GPU, so that a launch is specialised as it would be on one."""
+    """Pretends that there is a GPU, which makes Triton specialise launches for it."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -211,7 +211,7 @@ def _answer(request: dict[str, Any]) -> list[Compiled]:
 def _serve() -> None:
     import traceback
 
-    channel, sys.stdout = sys.stdout, sys.stderr  # what a compiler prints is no answer
+    channel, sys.stdout = sys.stdout, sys.stderr  # the compiler's output may not mix with the reply
     for line in sys.stdin:
         try:
             answer: dict[str, Any] = {"compiled": [asdict(c) for c in _answer(json.loads(line))]}

@@ -78,7 +78,7 @@ def paged_case(
     seed=0,
     device="cpu",
 ) -> Case:
-    """Random q and cache, blocks in random order; what no sequence uses is poisoned, and tables end in -1."""
+    """Return a random q and cache with shuffled blocks. Unused slots are poisoned, and tables end in -1."""
     step = poisoned_step(seed, kv_heads * group, kv_heads, dim, block_size, list(chunks), pad=-1)
     step = step.to(dtype, cache_dtype is not None, cache_dtype)
     q, k, v, table = (tensor.to(device) for tensor in (step.q, step.k, step.v, step.table))
@@ -87,9 +87,11 @@ def paged_case(
 
 
 def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) -> Case:
-    """`case` with the first keys of some sequences in the blocks of the first of them; what these had is poisoned.
+    """Return the case with shared prefixes: sequences use the blocks of the first one, and old blocks are
+    poisoned.
 
-    prefixes: (sequences, keys), outer before inner ones.
+    Args:
+        prefixes: (sequences, keys), outer before inner ones.
     """
     for sequences, keys in prefixes:
         blocks = keys // block_size
@@ -140,12 +142,17 @@ def attend_sharing(
 
 
 def attend_few(case: Case, queries=8, longest=1024, **how) -> tuple[Tensor, Tensor]:
-    """Attend as a graph that verifies drafts does: up to so many queries a sequence."""
+    """Attend like a graph that verifies drafts, with up to `queries` per sequence."""
     return attend_sharing(case, room=Room(longest, sharing=None, queries=queries), **how)
 
 
 def check(case: Case, attend, window=None, soft_cap=None, sinks=None, tree=None, **how: Any) -> None:
-    """`attend`: one of those above; `how`: its own arguments."""
+    """Compare an attention function with the reference.
+
+    Args:
+        attend: a function of this module.
+        how: its further arguments.
+    """
     rules = {"soft_cap": soft_cap, "sinks": sinks} | ({} if tree is None else {"tree": tree})
     found = attend(case, window=window, **rules, **how)
     for got, wanted in zip(found, case.reference(window, **rules), strict=True):
@@ -159,7 +166,7 @@ def assert_near(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 
 def tree_of(case: Case, *nodes: int) -> TreeMask:
-    """Return the mask of a step whose sequences' last queries are random trees of so many nodes."""
+    """Return the mask of a step whose last queries are random trees, with this number of nodes per sequence."""
     rng = random.Random(0)
     return mask_of(case, [random_parents(rng, count) for count in nodes])
 
@@ -195,7 +202,7 @@ def launch_prefix(dtype, dim, group, block_size, window, soft_cap, codes, determ
 
 
 def launch_tree(dtype, dim, group, block_size, soft_cap, codes, deterministic) -> None:
-    """Launch attention of chunks, as in a step that reads prompts, too, of which one is a tree of drafts."""
+    """Launch attention of chunks and of a draft tree, as in a step with prompts."""
     case, extras = compiled_case(((100, 300), (8, 300)), dtype, dim, group, block_size, soft_cap, codes)
     shape, tree = replace(case.shape, deterministic=deterministic), tree_of(case, 0, 7)
     plan = plan_attention(case.queries, case.contexts, shape, "cpu", tree=tree)
@@ -209,7 +216,7 @@ def launch_few(
     are trees of drafts."""
     case, extras = compiled_case(((queries, 3000),) * 2, dtype, dim, group, block_size, soft_cap, codes)
     shape, room = replace(case.shape, deterministic=deterministic), Room(3000, queries=queries)
-    for shorter in (3000, 300):  # of rows that are as long as one another none is split
+    for shorter in (3000, 300):  # rows of equal length are not split
         tree = tree_of(case, queries - 1, queries - 1) if branching else None
         plan = plan_attention(case.queries, [3000, shorter], shape, "cpu", (), room, [window], tree)
         paged_attention(*case.tensors, plan, ScoreRules(SCALE, window, **extras), **case.scaling)

@@ -52,7 +52,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter computes masked lanes too, in NumPy, which warns of what they hold."""
+    """Ignore NumPy's warnings: the interpreter also computes masked lanes."""
     here = str(Path(__file__).parent)
     for item in items:
         if str(item.path).startswith(here):

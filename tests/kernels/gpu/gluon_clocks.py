@@ -1,8 +1,7 @@
-"""What has happened before what, among the partitions of a program: vector clocks (Mattern, 1989), and shared memory
-that knows by them who may read and write it (as FastTrack, Flanagan and Freund, 2009).
+"""Checks the order of actions of a program's partitions with vector clocks (Mattern, 1989).
 
-An order that only the schedule of one run gives is no order: what is not waited for is found in each run, whichever
-comes first in it.
+Shared memory knows from them which partition may read and write it (as FastTrack, Flanagan and Freund, 2009).
+An order that only the schedule of one run gives is no order: each run finds a missing wait.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-Clock = dict[int, int]  # up to which moment of whom something is known to have happened
+Clock = dict[int, int]  # by agent: the last moment that is known to have happened
 
 
 class RaceError(AssertionError):
@@ -21,7 +20,7 @@ class RaceError(AssertionError):
 
 
 class Agent:
-    """Whose actions come one after the other: a partition, the tensor cores that it has told to multiply, or a copy."""
+    """A sequence of actions: of a partition, of the tensor cores that it started, or of a copy."""
 
     _numbers = count(1)
 
@@ -38,7 +37,7 @@ class Agent:
             self.known[number] = max(moment, self.known.get(number, 0))
 
     def tell(self) -> Clock:
-        """What has happened so far; what follows is not part of it."""
+        """Return the clock of all actions before this call."""
         told = dict(self.known)
         self.known[self.number] += 1
         return told
@@ -58,7 +57,7 @@ class Allocation:
     def check_written(self, agent: Agent, cells: NDArray[np.int64], what: str) -> None:
         writers, moments = self.writer[cells], self.written[cells]
         if not writers.all() and what == "reads":
-            raise RaceError(f"{agent.name} reads what nobody wrote")
+            raise RaceError(f"{agent.name} reads memory that was not written")
         for writer in np.unique(writers[writers > 0]):
             if moments[writers == writer].max() > agent.known.get(int(writer), 0):
                 raise RaceError(f"{agent.name} {what} what may not be there yet")
@@ -79,7 +78,7 @@ class Allocation:
             raise RaceError(f"{agent.name} meets what threads read or wrote without a fence")
 
     def fence(self, agent: Agent) -> None:
-        """What threads did, as far as `agent` knows of it, is from here on seen by who copies and multiplies."""
+        """Make writes and reads of threads that `agent` knows of visible to copies and tensor cores."""
         for thread in np.unique(self.threads[self.threads > 0]):
             known = agent.known.get(int(thread), 0)
             done = self.written * (self.writer == thread)
@@ -94,7 +93,7 @@ class Barrier:
     def __init__(self) -> None:
         self.count, self.left, self.bytes, self.phase = 0, 0, 0, 0
         self._told: Clock = {}
-        self.done: Clock = {}  # what had happened when the last phase ended
+        self.done: Clock = {}  # the clock at the end of the last phase
 
     def init(self, arrivals: int) -> None:
         self.count = self.left = arrivals

@@ -1,5 +1,7 @@
-"""The partitions of a program of Gluon, run in an order that is drawn: one at a time, each up to its next action on
-what others see, with copies that arrive at any time between."""
+"""Runs the partitions of a Gluon program in a random order.
+
+One partition runs at a time, up to its next visible action, and copies arrive at any time between.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ PATIENCE_S = 60.0
 
 
 class DeadlockError(AssertionError):
-    """All partitions that are left wait for what nobody will do."""
+    """All remaining partitions wait forever."""
 
 
 class Stopped(BaseException):
@@ -21,7 +23,7 @@ class Stopped(BaseException):
 
 
 class Partition(threading.Thread):
-    """Runs a function, whenever it is told to go on."""
+    """Runs a function step by step, whenever it is resumed."""
 
     def __init__(self, agent: Agent, body: Callable[[], None]) -> None:
         super().__init__(daemon=True, name=agent.name)
@@ -79,7 +81,7 @@ class Schedule:
         if self._running is not None:
             self._running.pause(until)
         elif not until():
-            raise DeadlockError("what is waited for outside of partitions is not there")
+            raise DeadlockError("a wait outside of partitions never ends")
 
     def run(self, partitions: list[Partition]) -> None:
         for one in partitions:
@@ -97,7 +99,7 @@ class Schedule:
         able = [one for one in left if one.may_go()]
         if not able and not self.copies:
             names = ", ".join(one.name for one in left)
-            raise DeadlockError(f"{names} wait for what nobody does")
+            raise DeadlockError(f"{names} wait for no running partition")
         chosen = self.random.randrange(len(able) + bool(self.copies))
         if chosen == len(able):
             self._deliver()

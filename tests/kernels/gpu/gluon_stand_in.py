@@ -1,9 +1,8 @@
-"""Gluon's language for compute capability 9.0, as far as our kernel uses it, without a GPU: a kernel's own Python runs
-over arrays. Triton's interpreter knows no Gluon.
+"""A fake of Gluon's language for compute capability 9.0, for our kernel: its Python runs over arrays.
 
-It is strict: it raises for what a GPU would silently compute wrongly. Results of asynchronous products are not there
-before they are waited for, copies arrive late, memory that nobody wrote is NaN, and who reads or overwrites without
-having waited is told so by `gluon_clocks`, in whatever order the partitions happen to run.
+Triton's interpreter does not support Gluon. The fake raises where a GPU would silently compute wrong results.
+Results of asynchronous products are missing before they are waited for, copies arrive late, and unwritten
+memory is NaN. `gluon_clocks` raises for reads and writes without a wait, in any order of the partitions.
 """
 
 from __future__ import annotations
@@ -57,7 +56,9 @@ class Shared:
         return self._view(self._cells.transpose(order))
 
     def store(self, value: Tensor) -> None:
-        assert (value.shape, value.dtype) == (self.shape, self.dtype), "what is stored fits its place"
+        assert (value.shape, value.dtype) == (self.shape, self.dtype), (
+            "a stored value has the shape and dtype of its destination"
+        )
         self._program.act()
         agent, cells = self._program.agent, self._cells.ravel()
         self._memory.note_write(agent, cells)
@@ -101,7 +102,7 @@ class Barriers:
 
 
 class Product:
-    """A product that tensor cores compute, of which nothing can be read before it is waited for."""
+    """A product of tensor cores, which can only be read after a wait."""
 
     def __init__(self, first: Any, compute: Callable[[], Tensor], done: dict[int, int], early: bool) -> None:
         self.first, self._compute, self._done = first, compute, done
@@ -296,7 +297,7 @@ def _given(name: str, value: Any) -> Any:
 
 
 def _bound(module: ModuleType, kernel: Any, program: Program) -> Callable[..., None]:
-    """The kernel and its module's functions, with this language in the place of Gluon's."""
+    """Return the kernel with its module's functions bound to this fake language."""
     names = dict(vars(module))
     for name, value in (*vars(module).items(), ("_kernel", kernel)):
         if isinstance(value, JITFunction):

@@ -113,7 +113,7 @@ for _by in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, ope
 
 
 class Pointer:
-    """Where values are in the GPU's memory: a tensor's own, one after the other."""
+    """An address in GPU memory: the values of a tensor in order."""
 
     def __init__(self, memory: Memory, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
@@ -151,7 +151,7 @@ class Memory:
 
 
 class Pages:
-    """A tensor's descriptor: what the hardware copies of it."""
+    """A tensor descriptor, which the hardware copies from."""
 
     def __init__(self, name: str, told: Any) -> None:
         strides = [stride * told.base.element_size() for stride in told.strides[:-1]]
@@ -165,7 +165,7 @@ class Pages:
         self.block_type = Block(list(told.block_shape), told.base.element_size())
 
     def box(self, corner: list[int]) -> Any:
-        """The values from a corner on, with 0 beside the tensor's edges."""
+        """Return the box of values at a corner, with 0 outside of the tensor."""
         assert len(corner) == self.values.ndim
         box = np.zeros(self.block_type.shape, np.float32)
         inside = [
@@ -190,14 +190,16 @@ def _values(value: Any) -> Any:
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
     places, counts, layout = pointer.places(mask)
-    assert mask is None or other is not None, "what is masked has a value"
+    assert mask is None or other is not None, "a masked load needs a default"
     found = np.where(counts, pointer.memory.values[places], 0 if other is None else other)
     return Tensor(found, pointer.memory.dtype, layout)
 
 
 def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
     places, counts, layout = pointer.places(mask)
-    assert (value.layout, value.dtype) == (layout, pointer.memory.dtype), "what is stored fits its place"
+    assert (value.layout, value.dtype) == (layout, pointer.memory.dtype), (
+        "a stored value has the layout and dtype of its destination"
+    )
     pointer.memory.values[places[counts]] = value.values[counts]
 
 

@@ -1,11 +1,11 @@
-"""Triton's interpreter, switched on for this process alone, and made right where it is not.
+"""Enables Triton's interpreter for this process, and fixes its mistakes.
 
-Triton 3.6 to 3.9 hold a bfloat16 tensor as uint16 and compute on these bits as if they were integers. Here every
-operation on such a tensor is done in float32 and rounded to the nearest even. Triton 3.6 and 3.7 also lose the carry of
-a mantissa that is rounded up to float8, and round a fused multiply-add twice. A product of tiles goes through the BLAS,
-whose sums depend on some CPUs on where a row lies; a tensor core's do not, so here they are taken in float64.
+Triton 3.6 to 3.9 store a bfloat16 tensor as uint16 and compute with these bits as integers. Here each
+operation on such a tensor runs in float32 and rounds to the nearest even. Triton 3.6 and 3.7 also lose the
+carry of a mantissa that rounds up to float8, and round a fused multiply-add twice. Tile products use the
+BLAS, whose sums depend on a row's address on some CPUs. A tensor core's sums do not: here they use float64.
 
-Two thirds of the interpreter's time went to work whose result nothing uses; it is not done here.
+Two thirds of the interpreter's time went to unused results, which are skipped here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 
 
 def is_wanted() -> bool:
-    """Whether there is Triton but no GPU for it. Torch, slow to import, is asked only where there may be one."""
+    """Return True if Triton is installed without a GPU. Torch imports slowly: it is only used if a device
+    file exists."""
     if importlib.util.find_spec("triton") is None:
         return False
     if not any(Path(device).exists() for device in _DEVICES):
@@ -88,8 +89,11 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 
 def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """x y + z of float32 or float16, rounded once: float64 holds the product, and what its sum loses is put into the
-    last bit, so that the second rounding sees it (Boldo and Melquiond, 2008, rounding to odd)."""
+    """Return x y + z of float32 or float16, rounded once.
+
+    float64 stores the product exactly. The error of its sum goes into the last bit, where the second rounding
+    sees it (rounding to odd, Boldo and Melquiond, 2008).
+    """
     product, wide = x.astype(np.float64) * y, z.astype(np.float64)
     total = np.asarray(product + wide)
     back = total - product
@@ -180,7 +184,7 @@ def _keep_shapes() -> None:
 
 
 def _kept_by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """NumPy's type for one of Triton's, which Triton looks up in a table that it makes anew each time."""
+    """Cache NumPy's type for each Triton type, for which Triton rebuilds a table at each call."""
     found: dict[str, Any] = {}
 
     def kept(kind: Any) -> Any:
@@ -192,8 +196,11 @@ def _kept_by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _keep_what_operands_become() -> None:
-    """Of the operands of each operation Triton finds anew to which types they are converted, and copies each as often
-    as the result has values. It is found once for each two types; and NumPy needs no copies."""
+    """Cache the types of operands, and skip copies of broadcast operands.
+
+    Triton computes the types again for each operation and copies operands to the result's size. NumPy needs
+    no copies.
+    """
     from math import copysign
 
     import triton.language as tl

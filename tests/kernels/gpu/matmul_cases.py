@@ -32,7 +32,7 @@ from tests.kernels.rounded_weights import quantize_blocks_fp8, quantize_int4
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rounding to the dtype, of values up to the largest: half a unit in the last place, and sums in another order
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
-# Ways to multiply; int8 alone has no `deterministic` to be asked for
+# Ways to multiply; int8 has no option `deterministic`
 WAYS = ("plain", "int4_32", "int4_64", "int4_128", "int4_64_zeros", "fp8", "block_fp8", "int8")
 
 
@@ -51,7 +51,8 @@ def near(got: Tensor, wanted: Tensor, name: str = "") -> None:
 
 
 def beside_nan(values: Tensor) -> Tensor:
-    """The same matrix with NaN in front of it, behind each row and below it; strides no multiple of 16 bytes."""
+    """Return an equal matrix with NaN before it, after each row and below it. Strides are no multiple of 16
+    bytes."""
     rows, columns = values.shape
     around = torch.full((rows + 2, columns + 5), float("nan"), device=values.device).to(values.dtype)
     around[1 : rows + 1, 2 : columns + 2] = values
@@ -96,7 +97,7 @@ def int8_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """quantized_linear_reference, whose result has x's dtype, with what may follow it."""
+    """Return quantized_linear_reference of float32 inputs, with the final activation, in `out_dtype`."""
     sums = quantized_linear_reference(x.float(), codes, scales, bias)
     return finish_product(sums, None, out_dtype or x.dtype, activation)
 
@@ -106,7 +107,7 @@ def int8_reference(
 
 @contextmanager
 def processors_of(count: int) -> Iterator[None]:
-    """Within, launches are those of a GPU with this many processors."""
+    """Make launches like a GPU's with this number of processors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, "processors", lambda _device: count)
         yield
@@ -122,7 +123,7 @@ def launch_way(
     activation: Activation | None,
     processors: int,
 ) -> None:
-    """What a GPU with so many processors would launch."""
+    """Launch the kernel that a GPU with this number of processors would launch."""
     weight = torch.zeros(outputs, inputs, dtype=getattr(torch, dtype))
     x = torch.zeros(rows, inputs, dtype=weight.dtype)
     options: dict[str, Any] = {} if name == "int8" else {"deterministic": deterministic}

@@ -10,9 +10,10 @@ import pytest
 
 
 def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """A few of the combinations of the axes' values, in which each pair of values of two axes occurs at least once.
+    """Return some combinations of the axes' values that contain each pair of values of two axes at least
+    once.
 
-    First come the combinations that add a pair of each two axes, then those that add one pair less, and so on.
+    The first combinations add a new pair for each two axes, later ones add fewer.
     """
     missing = {pair for at in _places(axes) for pair in _pairs(at)}
     chosen = []
@@ -26,7 +27,7 @@ def every_pair(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def pairs_first(*axes: Sequence[Any]) -> list[Any]:
-    """All combinations, for `parametrize`: those that are not in `every_pair` belong to the slow sweep."""
+    """Return all combinations for `parametrize`, marked as slow if they are not in `every_pair`."""
     return _others_slow(axes, every_pair(*axes))
 
 

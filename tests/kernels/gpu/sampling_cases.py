@@ -13,7 +13,7 @@ from batchinfer_kernels.penalties import Penalties
 from batchinfer_kernels.sample import RowSampling
 
 Rows = TypeVar("Rows", RowSampling, Penalties)
-# Every filter alone, all together, and greedy rows between
+# Each filter separately, all together, and greedy rows between
 KINDS: tuple[dict[str, float], ...] = (
     {"temperature": 1.0},
     {"temperature": 0.0, "top_k": 3},

@@ -13,7 +13,7 @@ from batchinfer_kernels.advance_rows import StepRows, advance_rows_reference
 from batchinfer_kernels.gpu.advance_rows import advance_rows
 from batchinfer_kernels.step_tables import StepTables
 
-PADDING = -7  # what rows of padding hold
+PADDING = -7  # the value of padding rows
 
 
 class Rows:

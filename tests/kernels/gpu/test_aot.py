@@ -1,4 +1,4 @@
-"""The tools of this folder: what they report is what the compiler said, and what is interpreted is right."""
+"""Tests this folder's tools: they report the compiler's statistics, and interpreted kernels are right."""
 
 from __future__ import annotations
 

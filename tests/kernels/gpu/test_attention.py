@@ -1,4 +1,5 @@
-"""The three attention kernels (prefill, decode, shared prefixes) equal the reference; what is not used is poisoned."""
+"""Tests the attention kernels (prefill, decode, shared prefixes) against the reference, with poisoned unused
+slots."""
 
 from __future__ import annotations
 
@@ -34,11 +35,13 @@ from tests.kernels.gpu.attention_cases import (
 from tests.kernels.gpu.pairs import every_pair
 from tests.kernels.refused import assert_refused
 
-# (queries, context): none, one, a whole prompt, chunks behind a cached part, around a block's and a tile's end
+# (queries, context): empty, one token, a whole prompt, chunks after a cached part, near the end of a block or
+# tile
 CHUNKS = ((1, 1), (5, 5), (3, 17), (0, 9), (17, 33), (16, 16), (15, 47), (1, 64), (34, 65))
 FEW = ((1, 1), (5, 5), (3, 17), (0, 9), (8, 33), (1, 16), (7, 47), (2, 64), (4, 66), (1, 0), (8, 300))
 LENGTHS = (0, 1, 15, 16, 17, 64, 129, 300)
-# Three levels, a group beside them, a sequence alone, and one that ends with what it shares; 16 keys a block
+# Three levels, a separate group, a separate sequence, and one that ends with its shared prefix; 16 keys per
+# block
 CONTEXTS = (300, 420, 321, 513, 400, 200, 260, 90, 129)
 FEW_SHARING = tuple((1 + at % 4, context) for at, context in enumerate(CONTEXTS))
 PREFIXES = [([0, 1, 2, 3, 4], 128), ([1, 2, 3, 4], 192), ([3, 4], 384), ([8, 5, 6], 128)]
@@ -85,7 +88,7 @@ KERNELS = {
 }
 
 
-# dtype, and that of a cache of codes
+# dtype, and dtype of a quantised cache
 KINDS = [
     *((dtype, None) for dtype in DTYPES),
     *product((torch.float32, torch.bfloat16), (torch.int8, torch.float8_e4m3fn)),
@@ -123,7 +126,7 @@ def test_sequences_of_any_length_share_a_launch(name, kind, sizes, soft_cap, sun
 @pytest.mark.parametrize(("name", "window"), [(name, w) for name, k in KERNELS.items() for w in k.windows])
 def test_a_window_hides_what_is_behind_it(name, window, device) -> None:
     case = KERNELS[name].case(device=device)
-    if KERNELS[name].prefixes is None:  # whose blocks are those of sequences that still see them, too
+    if KERNELS[name].prefixes is None:  # its blocks also belong to sequences that still read them
         case.leave_behind(window)
     check(case, KERNELS[name].attend, window, 2.0, torch.linspace(-1, 2, 4, device=device))
 
@@ -154,7 +157,7 @@ def test_sweep(way, dtype, deterministic, kv_heads, group, dim, block_size, devi
             check(case, way, window, deterministic=deterministic, segment=segment)
 
 
-# ---- prefill alone
+# ---- prefill only
 
 
 def test_small_values_keep_their_bits_in_float16(device) -> None:
@@ -197,7 +200,7 @@ def test_what_prefill_does_not_cover_is_refused(device) -> None:
             prefill_attention(*case.tensors, case.queries, case.contexts, ScoreRules(scale))
 
 
-# ---- decode alone
+# ---- decode only
 
 
 def test_items_that_a_graph_has_too_many_do_nothing(device, monkeypatch) -> None:
@@ -252,7 +255,7 @@ def test_what_does_not_fit_decode_is_refused(device) -> None:
         decode_attention(*replace(case, table=case.table[:1]).tensors, lengths, splits, ScoreRules(SCALE))
 
 
-# ---- shared prefixes alone
+# ---- shared prefixes only
 
 
 def test_more_rows_than_a_tile_has_and_more_keys_than_a_segment(device) -> None:

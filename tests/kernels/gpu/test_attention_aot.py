@@ -37,14 +37,14 @@ def compiled(work: str, target: str, *arguments, stack: int = STACK_LIMIT) -> li
     found = compile_launch(f"{CASES}:launch_{work}", arguments, target)
     for kernel in found:
         kernel.check(stack=stack)
-        # Where heads are small, a thread has one value of what is merged
+        # For small heads, a thread has one value of the merged result
         if target in NVIDIA and "merge" not in kernel.kernel:
             assert kernel.wide_loads() > 0, kernel.summary()
     return found
 
 
 def named(found: list[Compiled], word: str) -> Compiled:
-    """The last one of these."""
+    """Return the last compiled kernel with `word` in its name."""
     return [k for k in found if word in k.kernel][-1]
 
 
@@ -107,8 +107,9 @@ def test_products_do_not_wait_for_all_keys_in_flight(work: str, dim: int, codes:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("target", first_of(("sm_90", "sm_80", "sm_100"), 2))
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3fn"])
-def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> None:
-    """No value is converted by itself, the hardware sorts V, and no byte is read from shared memory alone."""
+def test_decode_converts_two_quantised_values_at_once(codes: str, target: str) -> None:
+    """Values are not converted one by one, the hardware transposes V, and shared memory is not read byte by
+    byte."""
     found = compiled("decode", target, "bfloat16", 128, 4, 16, None, None, codes, False)
     kernel = named(found, "decode")
     assert_multiplies(kernel, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32")
@@ -138,8 +139,8 @@ def test_decode_makes_float16_of_two_codes_at_once(codes: str, target: str) -> N
 def test_several_queries_a_sequence_and_trees_of_drafts(
     target: str, queries: int, group: int, codes: str | None, deterministic: bool
 ) -> None:
-    """The keys behind which trees may begin are passed over by a loop of their own: the others' has as many in flight
-    as it has without trees. 64 rows are products of the larger instructions."""
+    """A separate loop skips the keys after which trees may begin: the main loop has the usual number of loads
+    in flight. 64 rows use the larger instructions."""
     sizes = ("bfloat16", 128, group, 16)
     of_trees, plain = (
         compiled("few", target, queries, *sizes, None, None, codes, deterministic, branching)
@@ -195,7 +196,7 @@ def test_sweep(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -
 def test_where_registers_are_scarcest(
     work: str, target: str, dtype: str, dim: int, codes: str, deterministic: bool
 ) -> None:
-    """Scales, and what is masked, take some."""
+    """Scales and masks need registers, too."""
     compiled(work, target, dtype, dim, 2, 128, 100, 30.0, codes, deterministic)
 
 
@@ -208,6 +209,4 @@ def test_sweep_of_trees(target: str, sizes: Sizes, deterministic: bool, variant:
     stack = 2 * STACK_LIMIT if deterministic else STACK_LIMIT
     assert len(compiled("tree", target, *sizes, *variant[1:], deterministic, stack=stack)) == 1
     few = compiled("few", target, 8, *sizes, *variant, deterministic, True, stack=stack)
-    assert len(few) == (4 if deterministic else 3), (
-        "rows that nobody divides are merged where the mode says so"
-    )
+    assert len(few) == (4 if deterministic else 3), "unsplit rows are merged where the mode says so"

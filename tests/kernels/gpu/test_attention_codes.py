@@ -22,7 +22,7 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def cache_dtype(request, monkeypatch, interpreted) -> torch.dtype:
-    """Kernels read a cache as one of these GPUs; on a GPU as that one does."""
+    """The cache's dtype. Interpreted kernels read it as the given GPU does, others as the GPU at hand."""
     dtype, capability = KINDS[request.param]
     if interpreted:
         monkeypatch.setattr(attention_launch, "architecture", lambda: capability)

@@ -1,4 +1,4 @@
-"""Plans: who passes over what, in which order, and what does not fit."""
+"""Tests plans of attention: the programs of each step, their order, and plans that do not fit."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def test_only_a_plan_of_the_same_sizes_is_refilled() -> None:
 
 
 def test_a_plan_serves_longer_contexts_only_if_it_serves_all_on_the_way() -> None:
-    """Through such a window a row at fixed positions sees three segments at one place, and two before and behind it."""
+    """In this window a row with fixed segments sees three segments at one position, and two before and after
+    it."""
     shape = replace(SHAPE, deterministic=True)
     found = plan_attention([1], [2048], shape, "cpu", room=Room(4096), windows=[1026])
     assert [found.serves([context]) for context in (2048, 2049, 2050, 2051)] == [True, False, False, False]

@@ -148,4 +148,6 @@ def test_parts_take_what_contexts_need_not_what_their_bound_would() -> None:
     assert (splits.count, splits.whole) == (256, True)
     splits = split([512] * 255 + [16_384], deterministic=True, longest=131_072)
     assert (splits.count, splits.whole) == (512, False)
-    assert split([131_072] * 3, deterministic=True, longest=131_072).count == 3 * 128, "no more than can be"
+    assert split([131_072] * 3, deterministic=True, longest=131_072).count == 3 * 128, (
+        "at most the possible number"
+    )

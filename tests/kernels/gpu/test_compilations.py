@@ -1,4 +1,4 @@
-"""Compilations are announced: whoever watches the process learns that a launch may take long."""
+"""Tests that compilations are announced: the driver learns that a launch may take long."""
 
 from __future__ import annotations
 

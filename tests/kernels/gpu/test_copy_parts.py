@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 )
 @pytest.mark.parametrize("latent", [False, True])
 def test_equals_the_reference(device, shape, dtype, latent):
-    """Codes of any bits, those of NaN included."""
+    """Any bits of quantised values, including NaN."""
     generator = torch.Generator().manual_seed(7)
     values = (BLOCKS, *shape[:2], shape[2] * dtype.itemsize)
     bits = [torch.randint(256, values, generator=generator).to(torch.uint8) for _ in range(2)]

@@ -22,7 +22,7 @@ Lens = list[tuple[int, int]]  # queries, context
 
 
 def operands(chunks: Lens, heads: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and shared values, which lie within wider rows; behind the keys NaN."""
+    """Return q, k, v and shared values as slices of wider rows, with NaN after the keys."""
     torch.manual_seed(heads)
     plain, turned, value = sizes
     tokens, keys = (sum(one) for one in zip(*chunks, strict=True))
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused(device):
         items_of([(5, 5)], torch.float32).to(device),
     )
     decompressed_attention(q, k, v, shared, items[:0], SCALE, out)
-    assert out.isnan().all(), "rows of no item are left alone"
+    assert out.isnan().all(), "rows without an item are unchanged"
     for wrong in (
         (q[..., 1:], k, v, shared),
         (q, k, v[:, 1:], shared),

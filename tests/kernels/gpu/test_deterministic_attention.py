@@ -1,4 +1,5 @@
-"""Row-invariance: a query's bits are the same alone and in any batch, in any chunks, with its prefix shared or not."""
+"""Tests row-invariance: a query's bits are equal alone and in any batch, in any chunks, with or without a
+shared prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.kernels.cpu_steps import rules_of
 from tests.kernels.gpu.attention_cases import Case, assert_near, paged_case, sharing, splits_of
 
 BLOCK = 16
-SEGMENT = 128  # so that short sequences have several
+SEGMENT = 128  # short sequences have several
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def step(case: Case, chunks, rows, q, shared=(), window=None, room=None, **extra
 
 
 def whole(case: Case, row: int, window=None, **extras) -> Tensor:
-    """All queries of a sequence of which each is a row of q, in one chunk, alone."""
+    """Return the attention of all queries of a sequence in one chunk, in its own batch."""
     first = sum(case.queries[:row])
     q = case.q[first : first + case.queries[row]]
     return step(case, [(case.queries[row], case.contexts[row])], [row], q, window=window, **extras)
@@ -102,7 +103,7 @@ def test_prefixes_shared_or_not(dtype, cache_dtype, extras, device) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "cache_dtype", "extras"), VARIANTS)
 def test_a_few_queries_together(dtype, cache_dtype, extras, device) -> None:
-    """As a graph that verifies drafts runs them: beside others, over segments that only some of them see."""
+    """Like a graph that verifies drafts: next to other rows, over segments that only some queries see."""
     case = paged_case([(290, 290), (40, 300)], dtype=dtype, cache_dtype=cache_dtype, device=device)
     alone = whole(case, 0, **extras)
     other = whole(case, 1, **extras)

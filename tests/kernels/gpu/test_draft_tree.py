@@ -61,8 +61,8 @@ def test_right_nodes_are_found(count: int, places: int, device: str) -> None:
     assert torch.equal(order.cpu(), expected)
 
 
-def test_a_path_ends_where_nothing_that_follows_was_proposed(device: str) -> None:
-    """The last token of a path may be that of a node elsewhere; and no token, that of a place without a node."""
+def test_a_path_ends_at_the_first_token_without_a_node(device: str) -> None:
+    """A path may end with the token of another node, or with the token of a slot without a node."""
     drafts = torch.tensor([[4, 5, 6, -1], [4, 5, 6, -1]], device=device)
     parents = torch.tensor([[-1, -1, 1, NO_PARENT], [-1, 0, 1, NO_PARENT]], device=device)
     tokens = torch.tensor([5, 9, 6, 4, 4, 5, -1, -1], device=device)
@@ -71,8 +71,7 @@ def test_a_path_ends_where_nothing_that_follows_was_proposed(device: str) -> Non
 
 
 def path_moves(slots: Tensor, paths: Tensor) -> Tensor:
-    """Return the moves by which right nodes come to lie where those of a chain would: (n, 2), as `move_slots_reference`
-    takes them."""
+    """Return the moves that bring accepted nodes to the slots of a chain, [n, 2], for `move_slots_reference`."""
     moves = (paths >= 0) & (paths != torch.arange(paths.shape[1]))
     sources = slots.gather(1, paths.clamp_min(0).long())
     return torch.stack((sources[moves], slots[moves]), 1)

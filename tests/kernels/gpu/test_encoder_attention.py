@@ -57,7 +57,7 @@ def test_scores_depend_on_distances_in_any_dtype(device, dtype) -> None:
     assert_near(found[0], wanted[0], dtype)
     unlike = attended(case)[0]
     assert not torch.allclose(unlike[:130].float(), wanted[0][:130].float(), atol=0.05)
-    assert torch.equal(unlike[130], found[0][130]), "a token that sees itself alone"
+    assert torch.equal(unlike[130], found[0][130]), "a token that only sees itself"
 
 
 @pytest.mark.sample(2)

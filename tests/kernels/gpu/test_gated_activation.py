@@ -20,7 +20,7 @@ FACTOR = 2 * 2.0**-24
 
 
 def check(gate_up, activation) -> None:
-    """Against float64: torch's own float32 gelu, where it is vectorised, is off by 6 units, the kernel by 2."""
+    """Compare with float64: torch's vectorised float32 gelu is off by 6 units, the kernel by 2."""
     with poisoned():
         got = gated_activation(gate_up, activation)
     wanted = gated_activation_reference(gate_up.double(), activation)

@@ -53,8 +53,8 @@ def test_experts_with_any_number_of_rows(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scales_of_blocks(dtype: torch.dtype, activation: Activation | None) -> None:
-    """Of blocks that outputs and inputs are no multiples of; rows in any order, and the bits of one alone."""
+def test_scales_per_block(dtype: torch.dtype, activation: Activation | None) -> None:
+    """Numbers of outputs and inputs are no multiples of a block. Any order of rows gives equal bits."""
     counts, each = (0, 19, 1, 0, 4), [quantize_blocks_fp8(random(34, 300, seed=e), 16) for e in range(5)]
     codes = torch.stack([weight.codes.view(torch.uint8) for weight in each]).view(FP8)
     x, bias = random(7, 300, dtype=dtype), random(5, 34, dtype=dtype, seed=2)
@@ -138,7 +138,7 @@ def test_nothing_beside_the_operands_is_read() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
-    """Nor on how many rows its expert has, nor on those of other experts."""
+    """The number of its expert's rows and other experts' rows have no effect."""
     weight = weights_of(4, 70, 200, dtype)
     x = random(300, 200, dtype=dtype)
     whole = grouped_matmul(x, weight, starts_of((0, 150, 149, 1)), deterministic=True)

@@ -71,7 +71,7 @@ def test_products_copies_and_softmax_go_on_together(dtype, dim, group, size, win
     assert kernel.ptx.count("wgmma.wait_group.sync.aligned 1") == GROUPS
     exponentials = 64 * tile // 128  # a thread's
     for loop in loops(kernel.sass):
-        assert loop.count("MUFU.EX2") >= exponentials, "a softmax runs beside a product"
+        assert loop.count("MUFU.EX2") >= exponentials, "a softmax overlaps with a product"
         assert not re.search(r"HGMMA|\bSTL|\bLDL", loop)
     assert len(loops(kernel.sass)) == GROUPS
 

@@ -1,5 +1,7 @@
-"""Prompts' attention for compute capability 9.0 equals the reference: on such a GPU if there is one, and else where a
-stand-in for Gluon runs the kernel's own code. What the kernel does wrongly on purpose is found there, too."""
+"""Tests prefill attention for compute capability 9.0 against the reference.
+
+Without such a GPU, a fake Gluon runs the kernel's own code. Deliberate mistakes in the kernel are found, too.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from tests.kernels.gpu.gluon_stand_in import Launcher
 KERNEL = "_hopper_prefill_kernel"
 ON_GPU = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 WINDOWS = (None, 16, 40, 150)
-# Whole prompts, chunks behind a cached part, and a first row just before the end of a tile
+# Whole prompts, chunks after a cached part, and a first row just before the end of a tile
 CHUNKS = ((3, 5), (40, 620), (10, 136), (128, 300))
 
 
@@ -93,22 +95,22 @@ LIMITED: Kind = (2, None, {"window": 150, "sinks": torch.tensor([0.5, 3.0])})
 NARROW: Kind = (1, None, {"window": 20})  # some rows see nothing of an item's first tile
 CODED: Kind = (2, torch.int8, {"window": None})
 TOTAL_READ = "total, p = warpgroup_mma_wait(0, deps=(total, p))\n        _empty"
-# What a kernel could do wrongly: (the case that shows it, what it says, what it would say)
+# Possible mistakes of the kernel: (the case that reveals it, the right text, the wrong text)
 WRONG = {
     "keys are not waited for": (PLAIN, "    _await(k_ring, i, STAGES)\n    tiles", "    tiles"),
     "a place is not waited for": (PLAIN, "    mbarrier.wait(empty.index(stage), (slot // STAGES) & 1 ^ 1)\n", ""),
     "the total is read early": (PLAIN, TOTAL_READ, TOTAL_READ.replace("(0", "(1")),
     "registers are reused": (PLAIN, TOTAL_READ, "total = warpgroup_mma_wait(0, deps=(total,))\n        _empty"),
     "the reader's phase": (PLAIN, "full.index(i % STAGES), (i // STAGES) & 1)", "full.index(i % STAGES), i & 1)"),
-    "no keys are given back": (PLAIN, "        _empty(k_ring, i, STAGES)\n", ""),
+    "keys are not released": (PLAIN, "        _empty(k_ring, i, STAGES)\n", ""),
     "a barrier for one reader": (PLAIN, "count=READERS", "count=1"),
     "too few bytes are expected": (PLAIN, "desc.block_type.nbytes * PAGES", "desc.block_type.nbytes"),
     "queries without a fence": (PLAIN, "    fence_async_shared()", "    pass"),
     "the last page is not shifted": (PLAIN, "SIZE) - SIZE + gl.maximum", "0) + gl.maximum"),
     "a window of one more": (LIMITED, "key > row_at - window", "key >= row_at - window"),
     "no maximum": (NARROW, 'gl.where(higher == float("-inf"), 0.0, higher)', "higher"),
-    "no codes are given back": (CODED, "    mbarrier.arrive(code_empty.index(slot % STAGES))\n", ""),
-    "scales of what is no key": (CODED, "scale_at, mask=real, other=0.0", "scale_at"),
+    "codes are not released": (CODED, "    mbarrier.arrive(code_empty.index(slot % STAGES))\n", ""),
+    "scales past the last key": (CODED, "scale_at, mask=real, other=0.0", "scale_at"),
 }  # fmt: skip
 
 

@@ -26,7 +26,11 @@ pytestmark = pytest.mark.usefixtures("as_on_a_gpu")
 def stored(
     outputs: int, inputs: int, group: int, zeroed: bool, dtype: torch.dtype
 ) -> tuple[Int4Weight, Tensor]:
-    """A weight of a checkpoint, and what it stands for once its scales are of `dtype`. Zeros may be 8."""
+    """Return a stored weight and its dequantised values with scales in `dtype`.
+
+    Args:
+        zeroed: if True, groups have zero points, which may be 8.
+    """
     generator, groups = torch.Generator().manual_seed(inputs), -(-inputs // group)
     codes = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8, generator=generator)
     scales = 0.01 + torch.rand(outputs, groups, generator=generator)

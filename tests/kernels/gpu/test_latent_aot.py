@@ -33,7 +33,7 @@ def launch_latents(work: str, dtype: str, heads: int, rank: int, turned: int, de
 def compiled(work: str, target: str, dtype: str, *sizes: int, deterministic: bool = False) -> Compiled:
     function = "tests.kernels.gpu.test_latent_aot:launch_latents"
     found = compile_launch(function, (work, dtype, *sizes, deterministic), target)
-    assert len(found) == (1 if work == "prefill" else 2), "what is split is merged"
+    assert len(found) == (1 if work == "prefill" else 2), "split results are merged"
     for kernel in found:
         kernel.check()
     _, rank, turned = sizes

@@ -158,8 +158,8 @@ def test_the_result_goes_where_it_is_wanted(device):
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 20, 64, 100, 128])
 def test_a_tile_is_filled_with_heads_of_tokens(heads):
-    """Of a prompt, and of a token that has as many heads as that: 64 rows at the most, half of which are real at
-    least."""
+    """For a prompt, and for a token with that number of heads: a tile has at most 64 rows, at least half of
+    them real."""
     rows = chunk_tokens(heads) * heads
     tiles = latent_tiles(torch.bfloat16, 512, rows, False)
     assert tiles.rows == 64

@@ -37,7 +37,11 @@ def check(
     deterministic: bool = False,
     **options: Any,
 ) -> None:
-    """`sizes`: rows, inputs, outputs. What lies beside the rows of the operands is not read."""
+    """Compare a product with its reference; operands are surrounded by NaN.
+
+    Args:
+        sizes: rows, inputs, outputs.
+    """
     rows, inputs, outputs = sizes
     weight = random(outputs, inputs, dtype=dtype, seed=1)
     multiply = way(name, beside_nan(weight) if name == "plain" else weight)
@@ -139,7 +143,7 @@ def test_a_broken_row_breaks_no_other(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_int8_is_what_the_cpu_computes(dtype: torch.dtype, activation: Any) -> None:
-    """Bit by bit: sums of integers are exact, and what follows is rounded where the reference rounds."""
+    """Bit by bit: sums of integers are exact, and later steps round like the reference."""
     codes, scales = quantize_weight(random(130, 600, seed=1))
     x, bias = random(21, 600, dtype=dtype), random(130, dtype=dtype, seed=2)
     for rows in (1, 21):
@@ -165,8 +169,7 @@ def test_groups_are_quantised_as_the_reference_does(rows: int, inputs: int, dtyp
         assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_scales_of_blocks_are_those_of_transformers() -> None:
-    """The format: a float32 model's weight dequantised as transformers does it is what the codes stand for."""
+def test_block_scales_dequantise_as_in_transformers() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # slow to import
 
     weight = quantize_blocks_fp8(random(256, 384, seed=1))

@@ -39,8 +39,11 @@ MULTIPLIES = {
 
 
 def may_wait(way: str, rows: int) -> bool:
-    """Whether products on compute capability 9.0 are known to run one after the other: of codes that are widened in
-    registers, and of float8 in tiles of few rows, whose time is that of reading the weights."""
+    """Return True if products on compute capability 9.0 are known to run in sequence.
+
+    This concerns values that are converted in registers, and float8 in tiles of few rows, which are bound by
+    reading weights.
+    """
     return way in WIDENED or (way == "fp8" and rows <= 32)
 
 
@@ -89,7 +92,7 @@ def assert_reads_wide(kernel: Compiled, least: int) -> None:
 
 
 def assert_leaves_tiles_in_flight(kernel: Compiled) -> None:
-    """The loop waits for the oldest tile's two copies alone."""
+    """Assert that the loop waits only for the oldest tile's two copies."""
     waits = [int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)]
     assert waits, kernel.summary()
     assert waits[0] >= 2, f"{kernel.summary()}: {waits}"

@@ -1,5 +1,5 @@
-"""Experts in MXFP4, widened exactly, and in int4, against their references: experts without rows, odd sizes, NaN around
-what is read, and the bits of one row."""
+"""Tests MXFP4 and int4 experts against references: experts without rows, odd sizes, NaN around operands, bits
+of one row."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stored(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
 def test_experts_with_any_number_of_rows(
     counts: tuple[int, ...], dtype: torch.dtype, inputs: int, activation: Activation | None
 ) -> None:
-    """Rows are read where they stand, and nothing beside them."""
+    """Rows are read in place and surrounded by NaN."""
     parts, starts = stored(len(counts), 34, inputs), starts_of(counts)
     x, bias = random(sum(counts), inputs, dtype=dtype), random(len(counts), 34, dtype=dtype, seed=2)
     at = torch.arange(len(x), device=DEVICE).flip(0)
@@ -94,10 +94,10 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     ("counts", "dtype", "inputs", "group", "zeroed"),
     pairs_first(COUNTS, DTYPES, [50, 130, 288], [32, 128], [False, True]),
 )
-def test_int4_of_experts(
+def test_int4_experts_with_any_number_of_inputs(
     counts: tuple[int, ...], dtype: torch.dtype, inputs: int, group: int, zeroed: bool
 ) -> None:
-    """With any number of inputs; rows that are read where they stand, beside NaN, and a row alone."""
+    """Rows are read in place and surrounded by NaN. A single row has equal bits."""
     generator = torch.Generator().manual_seed(inputs)
     shape = (len(counts), 34, -(-inputs // group))
     codes = torch.randint(-8, 8, (*shape[:2], inputs), generator=generator, dtype=torch.int8)
@@ -172,7 +172,7 @@ def test_it_compiles_without_spills(
         for found in compile_launch("tests.kernels.gpu.test_mxfp4:launch_experts", arguments, target)
         if found.kernel == "grouped_coded_matmul_kernel"
     )
-    kernel.check(may_wait=True)  # products whose left factor is in registers run one after the other
+    kernel.check(may_wait=True)  # products whose left factor is in registers run in sequence
     if dtype != "float32":
         assert_multiplies(kernel, target, "plain")
     if target in NVIDIA:

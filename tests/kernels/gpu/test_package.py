@@ -1,4 +1,5 @@
-"""The package's rules: triton is imported here alone, launches do not wait, and all but the kernels is annotated."""
+"""Tests the package's rules: only it imports triton, launches do not wait, and all code except kernels is
+annotated."""
 
 from __future__ import annotations
 

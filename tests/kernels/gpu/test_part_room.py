@@ -1,4 +1,4 @@
-"""Memory of parts: no more than is set aside, whatever rows share, and none for rows that share nothing."""
+"""Tests memory for partial results: at most the reserved size for any sharing, and none without sharing."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[SharedPrefix]]:
 @settings(max_examples=examples(30, 120), deadline=None)
 @given(trees(), st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured, drafts, data) -> None:
-    """With drafts, rows are tokens, of which a sequence has up to eight; each token has its parts."""
+    """With drafts, rows are tokens, up to eight per sequence; each token has its own parts."""
     contexts, shared = tree
     rows, queries, most = len(contexts), None, 1
     if drafts:
         queries, most = data.draw(st.lists(st.integers(1, 8), min_size=rows, max_size=rows)), 8
-        # What is shared lies before all queries of a sequence
+        # Shared keys are before all queries of a sequence
         contexts, rows, captured = [context + 8 for context in contexts], sum(queries), True
     longest = max(contexts)
     plan = planned(contexts, shared, longest if captured else None, deterministic, queries)
@@ -117,7 +117,7 @@ def test_what_is_set_aside_is_little() -> None:
 
 
 def test_levels_beyond_the_room_are_read_by_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that begin first are kept; what is inside of one that is not kept is not either."""
+    """Earlier levels are kept. Levels inside of a skipped level are skipped, too."""
     monkeypatch.setattr(part_room, "LEVELS", 2)
     everyone = list(range(8))
     shared = [

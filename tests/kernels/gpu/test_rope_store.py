@@ -82,7 +82,7 @@ class Case:
                 self.check_cache(stored, theirs[name])
             with poisoned():
                 again = rope(self.tensors["q"], **given, norm=self.norms.get("q_norm"), **options)
-            assert torch.equal(again, got), "q alone has the same bits"
+            assert torch.equal(again, got), "q has the same bits without k and v"
 
     def check_cache(self, got: Tensor, wanted: Tensor) -> None:
         if self.cache_dtype is None or got.dim() == 3:

@@ -1,4 +1,4 @@
-"""What varies from step to step makes Triton compile nothing anew."""
+"""Tests that values which change per step do not make Triton compile again."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_penalties_with_any_number_of_bans() -> None:
     assert kernels(found) == ["_penalise_kernel"]
 
 
-def test_a_number_that_is_not_said_to_vary_is_told_apart() -> None:
-    """Else this file would find nothing: rows of 64 values have a stride that 16 divides, those of 72 have not."""
+def test_a_number_that_is_not_declared_variable_is_compiled_again() -> None:
+    """Guards this file: rows of 64 values have a stride divisible by 16, rows of 72 do not."""
     plan = plan_attention([1, 1], [3, 4], AttentionShape(torch.float32, 1, 1, 64), "cpu")
     cache, tables = torch.zeros(1, 1, BLOCK, 64), torch.zeros(2, 1, dtype=torch.int32)
     with recorded(runs=False) as found:

@@ -48,7 +48,7 @@ def test_tensors_hold_what_was_added_last_and_begin_at_16_bytes(lists, data) -> 
     arrays.refill(later)
     assert [one.tensor.tolist() for one in held] == wanted == [one.values.tolist() for one in held]
     assert all(one.tensor is was for one, was in zip(held, before, strict=True)), (
-        "a graph reads them where they are"
+        "a graph reads them in place"
     )
     assert [one.of(later).tensor.tolist() for one in held] == wanted
 
@@ -61,7 +61,7 @@ def test_what_differs_is_copied_at_once(copied) -> None:
     assert copied == [4 + 8 + 8], "with what aligns them"
     fourth = arrays.add(np.ones(2))
     assert fourth.tensor.tolist() == [1, 1]
-    assert copied[1:] == [4], "what was added later goes by itself"
+    assert copied[1:] == [4], "later arrays are copied separately"
     arrays.refill(arrays.again())
     later = arrays.again()
     later.put(second.number, np.zeros(8))
@@ -87,7 +87,7 @@ def test_a_step_is_one_copy(copied) -> None:
 
 
 def test_a_replayed_step_is_one_copy_for_all_its_plans(copied) -> None:
-    """Of the contexts alone, as long as the splits serve; of all else where another step is planned anew."""
+    """Only contexts are copied while the splits fit; all arrays are copied after a new plan."""
     contexts = [300, 20, 5, 0]
     room = Room(longest=2048)
     first = plan_attention([1] * 4, contexts, SHAPE, "cpu", (), room, {None})

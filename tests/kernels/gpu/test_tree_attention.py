@@ -1,5 +1,5 @@
-"""Attention of trees of drafts equals the reference, where they are verified in a graph and beside prompts; and what
-has none keeps its bits."""
+"""Tests attention of draft trees against the reference, in graphs and with prompts. Other rows keep their
+bits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.kernels.gpu.attention_cases import (
 )
 from tests.kernels.refused import assert_refused
 
-# (queries, context) → nodes of its tree: around the ends of blocks and tiles, where the text begins, behind a long
-# one, and chunks without
+# (queries, context) → nodes of the tree: near ends of blocks and tiles, at the start of the text, after a
+# long text, chunks without a tree
 FEW = {(8, 33): 7, (5, 5): 4, (1, 16): 0, (0, 9): 0, (7, 68): 6, (4, 66): 2, (8, 300): 7, (3, 17): 0}
 PADDING = [(1, 0), (1, 0), (0, 0)]
-# A tree as large as there may be, chunks of prompts, and a tree of a single node, which is what is left of another one
+# A tree of maximum size, chunks of prompts, and a tree of a single node, the rest of a cut tree
 MIXED = {(34, 110): 32, (40, 70): 0, (8, 200): 7, (1, 30): 0, (3, 129): 2, (20, 20): 5, (2, 2): 1}
 CONTEXTS = (300, 420, 321, 513, 400, 200, 260)
 SHARING = {(1 + at % 4, context): at % 4 for at, context in enumerate(CONTEXTS)}
@@ -98,7 +98,7 @@ def test_a_sequence_may_have_more_rows_than_a_program(monkeypatch, device: str) 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_without_trees_keep_their_bits(way: str, device: str) -> None:
-    """Beside those that have some: a chain, one token, a prompt."""
+    """They are next to sequences with trees: a chain, one token, a prompt."""
     case, tree = case_of(way, device=device)
     attend, nodes = WAYS[way][0], [*WAYS[way][1].values()]
     of_trees, plain = attend(case, tree=tree)[0], attend(case)[0]
@@ -113,7 +113,7 @@ def test_sequences_without_trees_keep_their_bits(way: str, device: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("cut", [33, 36, 79, 81, 105])
 def test_a_tree_may_be_run_in_parts(cut: int, device: str) -> None:
-    """As micro-batches cut it, of which one may have a single node."""
+    """As in micro-batches, which may have a single node."""
     case, tree = case_of("mixed", device=device)
     wanted, done, begun = case.reference(tree=tree)[0], 0, 0
     for first, end in ((0, cut), (cut, len(case.q))):

@@ -30,7 +30,7 @@ LONGEST = 320
 
 @dataclass(frozen=True)
 class Foreign:
-    """A tiny checkpoint, what transformers makes of it, and our source of it."""
+    """A tiny checkpoint, the model that transformers loads from it, and our source of it."""
 
     folder: Path
     theirs: Any
@@ -45,7 +45,7 @@ class Foreign:
         return self.source.load(ops, PLACE)(ops, LONGEST), ops
 
     def runner(self, limits: Limits) -> ModelRunner:
-        """In float32. What the cache never held is poisoned."""
+        """Return a runner in float32 with a poisoned cache."""
         model, ops = self.loaded()
         layout = self.layout(limits.block_size)
         caches = allocate_caches(ops, self.source.spec.caches, layout, limits.blocks, torch.float32, "cpu")

@@ -21,7 +21,7 @@ class CuSparseLt:
     _weights: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by address: it is kept, too
 
     def compress(self, weight: Tensor) -> Tensor:
-        """Of a weight whose zeros are not where they are said to be the library makes another one, without a word."""
+        """Check the pattern of zeros: the library silently changes a weight that is not 2:4 sparse."""
         outputs, inputs = weight.shape
         assert weight.dtype in self.dtypes
         assert weight.is_contiguous()
@@ -48,7 +48,7 @@ class CuSparseLt:
         assert dense_B.dtype == weight.dtype
         assert (columns % 8, columns > 0) == (0, True)
         assert compressed_A.numel() * 16 // 9 // inputs == len(weight)
-        # Read by rows if it is contiguous, else as the transpose of what is
+        # Read by rows if contiguous, otherwise as the transpose of a contiguous tensor
         assert dense_B.is_contiguous() or dense_B.t().is_contiguous()
         assert bias is None or (bias.dtype, bias.shape) == (weight.dtype, (len(weight),))
         self.products += 1

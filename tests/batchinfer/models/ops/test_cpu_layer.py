@@ -148,7 +148,7 @@ def test_equals_the_operators_one_by_one(
         spec = spec.quantized(quantization)
     parts = [layer_parts(ops, spec, dtype) for _ in range(3)]
     inputs, blocks = step_inputs(lengths)
-    if copied:  # of what the step stores, to a block that nobody has
+    if copied:  # copies of the stored tokens, to an unused block
         inputs = replace(inputs, parts=torch.tensor([[int(inputs.slots[0]) // BLOCK, blocks, 0, copied]]))
         blocks += 1
     x = torch.randn(len(inputs.positions), HIDDEN).to(dtype)

@@ -95,7 +95,7 @@ CASES = {name: (module, spec) for name, module, spec in modules()}
 
 
 def filled(module: nn.Module) -> dict[str, Tensor]:
-    """Random parameters; in return, those that a spec names otherwise."""
+    """Set random parameters; return the state with the names of the spec."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, values in (*module.named_parameters(), *module.named_buffers()):
@@ -153,7 +153,11 @@ def packed(
     held: tuple[HeldExpert, ...] | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> tuple[Ops, LayerSpec, LayerParts]:
-    """`held`: the experts that are there, of which other `ranks` have the others."""
+    """Return operators, a layer and its packed parts for a case.
+
+    Args:
+        held: the experts of this rank; None for all.
+    """
     module, spec = CASES[name]
     layer, model = layer_of(spec)
     device, rope = device_of(kind), RopeTable(torch.ones(1, 8), torch.ones(1, 8))
@@ -215,7 +219,7 @@ def test_loads_are_the_tokens_of_each_expert_but_for_padding(kind: str) -> None:
     assert torch.equal(parts.experts.loads, wanted)
 
 
-PLACED: Shares = ((0, 1, 4), (1, 2, 3), (1, 3, 5))  # of which two are on more than one rank
+PLACED: Shares = ((0, 1, 4), (1, 2, 3), (1, 3, 5))  # two experts are on several ranks
 
 
 @pytest.mark.sample(4)
@@ -223,11 +227,9 @@ PLACED: Shares = ((0, 1, 4), (1, 2, 3), (1, 3, 5))  # of which two are on more t
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_ranks_with_some_of_the_experts_give_what_one_gives(
-    kind: str, quantization: str, exact: bool
-) -> None:
-    """Ranges, and others, some repeated. To the bit where results are added in the order of the choice; of other
-    ranks' rows nothing is computed, and what stands in their place is read by nobody."""
+def test_ranks_with_shares_of_the_experts_equal_one_rank(kind: str, quantization: str, exact: bool) -> None:
+    """Results are bit-exact if sums follow the order of the choice. Placeholders of other ranks' rows are
+    never read."""
     if kind == "torch" and quantization != "none":
         return
     dtype = torch.bfloat16 if quantization == "int4" and kind not in ("torch", "cpu") else torch.float32
@@ -243,7 +245,7 @@ def test_ranks_with_some_of_the_experts_give_what_one_gives(
         asked = [(kind, dtype, quantization, exact, placement.held(0, rank), x, choice) for rank in range(3)]
         with poisoned():
             given = [computed(*each, Given())[1] for each in asked]
-            total = given[0] + given[1] + given[2]  # of bytes, where it is exact
+            total = given[0] + given[1] + given[2]  # of bytes, if it is exact
             for each in asked:
                 found, _ = computed(*each, Given(total))
                 assert (found - wanted).norm() < 0.01 * wanted.norm()
@@ -253,8 +255,10 @@ def test_ranks_with_some_of_the_experts_give_what_one_gives(
 
 @dataclass
 class Given(SingleRankGroup):
-    """Ranks one after the other, as the interpreter runs no two at once: notes what one gives to a sum, which is known
-    when it is asked for again."""
+    """A group of ranks that run in sequence, as the interpreter does not run in parallel.
+
+    It records a rank's part of a sum; the second call returns the total.
+    """
 
     total: Tensor | None = None
     x: Tensor | None = None
@@ -274,7 +278,7 @@ def computed(
     choice: Choice,
     group: Given,
 ) -> tuple[Tensor, Tensor]:
-    """What a rank with some of gpt-oss's experts finds, and what it gives to the sum."""
+    """Return the result of a rank with some of gpt-oss's experts, and its part of the sum."""
     ranks = Ranks(experts=group, exact=exact)
     _, _, parts = packed("gpt_oss", kind, dtype, quantization, held, ranks)
     assert parts.experts is not None

@@ -1,4 +1,4 @@
-"""Attention over latents by Triton's operators: whatever is decompressed, results are those of torch's operators."""
+"""Tests attention over latents by Triton operators against torch operators, with and without decompression."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def attended(ops: Ops, chunks: Chunks, out: Tensor | None = None) -> Tensor:
 )
 @settings(max_examples=examples(10, 100), deadline=None)
 def test_results_are_those_of_torch(lengths):
-    """Whole prompts, chunks behind a context and single tokens, in any order."""
+    """Whole prompts, chunks after a context and single tokens, in any order."""
     chunks = [(queries, queries + earlier) for queries, earlier in lengths]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_latents, "LEAST_TOKENS", 1)
@@ -87,7 +87,7 @@ def test_a_step_is_divided_between_both_ways(monkeypatch):
     work = plan.work(q, heads_of(ops))
     assert plan.work(q, heads_of(ops)) is work, "planned once a step"
     assert [len(group.slots) for group in work.decompressed] == [20, 41], (
-        "no more keys than the step has tokens"
+        "at most one key per token of the step"
     )
     assert work.rows is not None
     assert work.rows.tolist() == [0, 21, 22]
@@ -104,7 +104,7 @@ def test_few_tokens_are_not_worth_it():
 
 
 def test_a_long_context_is_left_latent():
-    """DeepSeek-V3: a chunk behind 2,000 tokens pays from 164 of its own on, if the step has as many as it has keys."""
+    """DeepSeek-V3: after 2,000 tokens, decompression is faster for chunks of 164 tokens or more."""
     contexts = np.array([2000, 2000])
     other = 2000
     found = [

@@ -1,4 +1,4 @@
-"""Logits: float32 on every path, so that greedy decoding tells near ones apart."""
+"""Tests that logits are float32 on every path, which separates close ones in greedy decoding."""
 
 from __future__ import annotations
 

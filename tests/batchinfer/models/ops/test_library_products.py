@@ -90,7 +90,7 @@ def layer(blocks: bool, outputs: int = 64, inputs: int = 48, activation=None, bi
 
 
 def clocked(*took: tuple[float, float]) -> Iterator[float]:
-    """A clock by which our kernel and the library take so long for each number of rows, one after the other."""
+    """Yield times of a clock for which our kernel and the library take these seconds per number of rows."""
     now = 0.0
     for pair in took:
         yield now
@@ -241,8 +241,8 @@ def test_a_library_that_works_in_another_engine_alone_is_not_taken(monkeypatch, 
     assert "NotImplementedError" in caplog.text
 
 
-def test_a_rank_without_such_layers_hears_the_choice_as_others_do(library) -> None:
-    """What the leading rank tells and nobody awaits would be taken for its next message."""
+def test_a_rank_without_such_layers_receives_the_choice_too(library) -> None:
+    """Otherwise the leading rank's broadcast would be taken for its next message."""
     ops, asked = triton_ops(), []
     said = json.dumps({"products": {"of another rank": 32}})
     assert fastest_operators(ops, SIZES, CPU, {}, lambda choose: asked.append(choose()) or said) is ops

@@ -1,5 +1,4 @@
-"""Whether a CPU's operators compute in matrix tiles: where they are granted, and where bits are promised, as was
-planned."""
+"""Tests whether a CPU's operators use matrix tiles: if the job allows it, and as planned with exact bits."""
 
 from __future__ import annotations
 

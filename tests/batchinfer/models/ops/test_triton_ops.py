@@ -1,4 +1,4 @@
-"""Which operators a GPU gets, and what they are made of. Runs on the GPU if there is one, else in the interpreter."""
+"""Tests which operators a GPU gets, and their parts. Uses the GPU if there is one, otherwise the interpreter."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def test_a_row_of_a_deterministic_layer_does_not_depend_on_others(form):
         assert torch.equal(layer(x)[33:34], layer(x[33:34].clone()))
 
 
-def test_a_plan_made_for_a_graph_takes_over_another_steps(monkeypatch):
-    """Attention with the plan of a first step, refilled, is that of the second step, planned alone."""
+def test_a_plan_made_for_a_graph_can_be_refilled_for_another_step(monkeypatch):
+    """Attention with the refilled plan equals attention with a new plan."""
     monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", 32)
     ops, size, width = TritonOps(SHAPE), 16, 8
     cache = ops.allocate_cache(CacheSpec(2, 16), 48, size, torch.float32, DEVICE)

@@ -26,7 +26,7 @@ from tests.batchinfer.models.paged import run_paged
 from tests.thread_ranks import ThreadGroup, groups_of, of_ranks
 
 Prompts = list[list[int]]
-LOADING = ("quantization", "dtype", "adapters")  # what is said of the loading, not of the run
+LOADING = ("quantization", "dtype", "adapters")  # options of loading, not of the run
 
 
 def load_part(
@@ -47,7 +47,7 @@ def load_part(
 
 @dataclass
 class Stages:
-    """The stages of a model one after the other, as one decoder."""
+    """The stages of a model in order, as one decoder."""
 
     spec: ModelSpec
     max_positions: int
@@ -85,8 +85,13 @@ def run_sharded(
     placement: ExpertPlacement | None = None,
     **how: Any,
 ) -> list[list[Tensor]]:
-    """Logits of all prompts on each of `size` ranks, which have shares of heads and columns, if `tensor`, and of
-    `experts`, or those that `placement` says."""
+    """Return the logits of all prompts on each of `size` ranks.
+
+    Args:
+        experts: if True, experts are sharded.
+        tensor: if True, heads and columns are sharded.
+        placement: the experts of each rank, or None for equal ranges.
+    """
     load = {key: how.pop(key) for key in LOADING if key in how}
     dtype = load.get("dtype", torch.float32)
 

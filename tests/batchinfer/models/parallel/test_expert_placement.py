@@ -1,4 +1,4 @@
-"""Placements of experts by their loads: what they promise, and how near they come to the best one."""
+"""Tests placements of experts by load: their guarantees, and their distance to the best placement."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def test_a_hot_expert_is_repeated_as_often_as_it_has_to_be() -> None:
 
 
 def test_the_fullest_rank_exchanges_experts() -> None:
-    """Dealt out one after the other, they would come to 9 and 11."""
+    """Round-robin placement would give loads of 9 and 11."""
     loads = [5.0, 5.0, 4.0, 3.0, 3.0, 0.0]
     assert rank_loads(balance_experts(costs_of(loads, 2), 2, 0), loads) == [10, 10]
 
 
-def test_what_is_no_less_costly_by_copies_is_not_repeated() -> None:
-    """Such as reading an expert's weights, where they take longer than what is computed with them."""
+def test_an_expert_is_not_repeated_if_copies_save_no_cost() -> None:
+    """For example if reading its weights takes longer than computing with them."""
     shares = balance_experts([[9.0, 9.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, 2)
     assert sorted(map(len, shares)) == [1, 3]
 

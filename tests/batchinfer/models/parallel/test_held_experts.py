@@ -1,4 +1,5 @@
-"""Experts that are placed by loads, hot ones on several ranks: the bits of one process, and what each rank reads."""
+"""Tests experts that are placed by load, hot ones on several ranks: bits equal one process's, and reads are
+minimal."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_a_rank_reads_the_experts_that_it_has_and_no_others(
             assert count == 4 * parameter_count(spec)
         assert count < every
         own += count
-    assert own > every  # what is repeated, and what all ranks have
+    assert own > every  # repeated experts, and weights that all ranks have
 
 
 def test_wherever_experts_are_ranks_send_the_same(tmp_path: Path) -> None:

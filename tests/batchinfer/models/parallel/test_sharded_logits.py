@@ -1,4 +1,4 @@
-"""Logits of a model that ranks compute together, against those of one that computes it alone."""
+"""Tests that logits of a sharded model equal the logits of one process."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ QUANTIZED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_
 def check_rounded(
     found: list[list[torch.Tensor]], wanted: list[torch.Tensor], exact: list[torch.Tensor]
 ) -> None:
-    """Activations are rounded by what each rank has of them: ranks are as near to the model in floats as one is."""
+    """Check that ranks are as close to the float model as one process: each rank rounds its activations."""
     missed = torch.cat(wanted) - torch.cat(exact)
     for rank in found:
         least = 1e-5 * torch.cat(exact).norm()  # where codes are widened, nothing is rounded
@@ -167,9 +167,11 @@ def outlying(file: Path) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_expert_ranks_of_rounded_weights(tmp_path: Path, family: str, quantization: Quantization) -> None:
-    """To the bit: each expert is rounded as a whole, and what all experts read is smoothed alike on all ranks, here
-    where the largest weights that read a large channel are one rank's."""
+def test_ranks_of_quantised_experts_give_the_same_bits(
+    tmp_path: Path, family: str, quantization: Quantization
+) -> None:
+    """Each expert is rounded as a whole, and inputs of experts are smoothed equally on all ranks. One rank
+    has the largest weights of a large channel."""
     make_checkpoint(tmp_path, family, **QUANTIZED)
     outlying(tmp_path / "model.safetensors")
     checkpoint = inspect_checkpoint(tmp_path)
@@ -211,10 +213,10 @@ def test_ranks_of_calibrated_experts(tmp_path: Path, family: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "deepseek_v2"])
-def test_adapters_are_divided_as_what_they_change(
+def test_adapters_are_sharded_like_the_layers_they_change(
     tmp_path: Path, family: str, quantization: Quantization
 ) -> None:
-    """Tensor ranks, and stages, each of which has the factors of its layers."""
+    """Tensor ranks and stages; each stage has the factors of its layers."""
     model = make_checkpoint(tmp_path / "base", family, num_hidden_layers=3)
     checkpoint = inspect_checkpoint(tmp_path / "base")
     ends = {"one": ENDS[family], "two": ["layers.1.mlp.down_proj", *ENDS[family][:1]]}
@@ -262,7 +264,7 @@ class StatedHead(Head):
 
 
 def test_the_head_of_ranks_finds_the_argmax_of_all() -> None:
-    """The lowest of equals, which stand on two ranks; and none where a logit is no number, or infinite."""
+    """The lowest of equal maxima on two ranks; no token if a logit is NaN or infinite."""
     inf, nan = float("inf"), float("nan")
     stated = [[1, 5, 5, 0, 5], [3, 3, 3, 3, 3], [0, 1, 2, nan, 9], [inf, 1, 1, 1, 1], [1, 2, 3, 4, -inf]]
     rows = torch.tensor(stated, dtype=torch.float32)

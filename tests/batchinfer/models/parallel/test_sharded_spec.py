@@ -1,4 +1,4 @@
-"""The parts of a model that ranks have are the model: no more and no less."""
+"""Tests that the shards of all ranks together are exactly the model."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def marked(cut: ParameterCut, shape: tuple[int, ...]) -> np.ndarray[tuple[int, .
 
 
 @given(layouts())
-def test_the_parts_are_the_model(layout: tuple[ModelSpec, list[ModelShard]]) -> None:
-    """Each value of a weight that is cut is on one rank, or on as many as share a KV head; all others are on all ranks
-    of their stage; and each rank has the shapes that its spec says."""
+def test_the_shards_together_are_the_model(layout: tuple[ModelSpec, list[ModelShard]]) -> None:
+    """A value of a sharded weight is on one rank, or on the ranks that share a KV head. Other weights are on
+    all ranks of their stage. Shapes match each rank's spec."""
     spec, places = layout
     try:
         parts = [shard_spec(spec, place) for place in places]
@@ -158,7 +158,7 @@ def check_totals(spec: ModelSpec, parts: list[ModelSpec], places: list[ModelShar
 
 
 def refusal(spec: ModelSpec, size: int) -> str | None:
-    """Why it cannot be divided among so many tensor ranks, of which each has the place that it has in an engine."""
+    """Return the reason why the model cannot be sharded on `size` tensor ranks, or None."""
     try:
         check_division(spec, Division(size))
     except CannotSplit as error:

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint: its part, which is that of the whole, and nothing else."""
+"""Tests that a rank reads exactly its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def store(folder: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Che
 
 
 def values(weights: LayerWeights, linear: LinearSpec) -> Tensor:
-    """The values that a product's weight stands for."""
+    """Return the dequantised values of a product's weight."""
     weight, scales = weights[linear.name], weights.get(linear.name + SCALES)
     if scales is None or linear.form is None:
         return weight
@@ -218,10 +218,10 @@ def test_a_part_of_a_stored_format_is_that_part_of_the_whole(
         assert whole[values_of] == packed.tensors[values_of].info.nbytes
 
 
-def test_a_group_that_lies_across_a_border_is_refused(
+def test_a_group_that_crosses_a_border_is_rejected_with_possible_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """48 of 96 inputs are no groups of 32; what could be is said."""
+    """48 of 96 inputs are no multiple of a group of 32."""
     make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
     packed = inspect_checkpoint(tmp_path / "packed")
     with pytest.raises(CannotSplit, match="0 to 48 of its inputs are no whole groups of 32"):

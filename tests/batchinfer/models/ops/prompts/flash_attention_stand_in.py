@@ -1,5 +1,7 @@
-"""A module in the place of flash-attn-4's interface: what our code uses of it, strict about arguments as version
-4.0.0b36 is on a GPU of compute capability 9, computed by torch in float32."""
+"""A fake flash-attn-4 with the part of its interface that our code uses, computed by torch in float32.
+
+It checks arguments as strictly as version 4.0.0b36 does on a GPU of compute capability 9.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE = 128  # keys that a tile of its kernels holds; what is masked in one is multiplied by 0
+TILE = 128  # keys per tile of its kernels; masked keys of a tile are multiplied by 0
 HEAD_MULTIPLE = 16
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -73,7 +75,7 @@ def _check_values(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     assert 8 <= dim <= 256
     assert q.dtype == k.dtype == v.dtype
     assert q.dtype in HALVES
-    for cache in (k, v):  # what is not aligned is copied: for a cache that is as good as refused
+    for cache in (k, v):  # an unaligned tensor would be copied, which is too slow for a cache
         assert cache.stride(3) == 1
         assert all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3])
         assert cache.data_ptr() % 16 == 0
@@ -96,7 +98,7 @@ def _check_lengths(q: Tensor, k: Tensor, starts: Tensor, used: Tensor, table: Te
     assert int(starts[0]) == 0
     assert int(starts[-1]) == len(q)
     assert bool((starts.diff() > 0).all())
-    assert bool((starts.diff() <= used).all()), "queries stand at the end of the keys"
+    assert bool((starts.diff() <= used).all()), "queries are at the end of the keys"
     assert int(used.max()) <= table.shape[1] * k.shape[1]
     assert 0 <= int(table.min()) <= int(table.max()) < len(k)
 

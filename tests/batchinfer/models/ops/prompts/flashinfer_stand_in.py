@@ -86,6 +86,10 @@ class PagedPrefill:
 
 
 def stand_in(**changed: Any) -> SimpleNamespace:
-    """The module, with a class whose attributes are `changed`; None for one: it lacks that."""
+    """Return the fake module.
+
+    Args:
+        changed: changed attributes of its class; None for a missing one.
+    """
     kind = type("Kind", (PagedPrefill,), {"made": [], **changed})
     return SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=kind, __version__="0.7.2")

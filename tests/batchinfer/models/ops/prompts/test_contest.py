@@ -1,5 +1,8 @@
-"""Who reads prompts: when a library is taken, which one, and what happens where one is missing or broken. No test
-machine has them: modules with their interfaces stand in. Runs on the GPU if there is one, else in the interpreter."""
+"""Tests which library or kernel reads prompts, and missing or broken libraries.
+
+Test machines have none of them: fake modules have their interfaces. Uses the GPU if there is one, otherwise
+the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ PLAIN, LOCAL = AttentionRules(), AttentionRules(6, 1.5, True)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, infer: Any = None, forward: Any = None) -> None:
-    """Put modules in the place of one or both packages."""
+    """Install fake modules of FlashInfer and FlashAttention-4."""
     versions = {FlashInferPrefill: infer and "0.7.2", FlashAttentionPrefill: forward and "4.0.0b36"}
     for library, version in versions.items():
         monkeypatch.setattr(library, "version", lambda version=version: version)
@@ -78,7 +81,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 
 class Speeds:
-    """A clock by which a call of attention takes so many seconds, by the name of the operators and its window."""
+    """A clock that gives each attention call a duration, by the name of its operators and its window."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.calls = 0.0, []  # type: float, list[str]
@@ -94,7 +97,7 @@ class Speeds:
                 made[place] = (
                     (ops, q),
                     attention(ops, q, *args),
-                )  # kept, so that nothing else gets their ids
+                )  # kept: a new object must not get a used id
             return made[place][1]
 
         monkeypatch.setattr(TritonOps, "attention", slowed)
@@ -107,7 +110,12 @@ class Speeds:
         agreed: Agreed = choose_alone,
         sizes: PromptSizes = SIZES,
     ) -> str:
-        """The name of the operators that are chosen for layers, plain ones where none are given."""
+        """Return the name of the operators that win the contest.
+
+        Args:
+            seconds: duration of a call, by name, or by name and window.
+            layers: number of layers by their rules; two plain layers if None.
+        """
         self.seconds = seconds if callable(seconds) else lambda name, _: seconds[name]
         ops, layers = ops or TritonOps(SHAPE), {PLAIN: 2} if layers is None else layers
         made = prefill_contest(ops, sizes, DEVICE, layers, lambda: self.now)
@@ -135,7 +143,9 @@ def test_the_fastest_is_chosen(both, speeds, caplog):
         assert f"{one} ms a layer" in caplog.text
     assert speeds.chosen({OURS: 2e-3, INFER: 1e-3, ATTENTION: 0.5e-3}) == ATTENTION
     assert speeds.chosen({OURS: 1e-3, INFER: 2e-3, ATTENTION: 3e-3}) == OURS
-    assert speeds.chosen({OURS: 1e-3, INFER: 2e-3, ATTENTION: 0.98e-3}) == OURS, "not for what may be noise"
+    assert speeds.chosen({OURS: 1e-3, INFER: 2e-3, ATTENTION: 0.98e-3}) == OURS, (
+        "not for a difference that may be noise"
+    )
 
 
 @pytest.mark.parametrize(("plain", "chosen"), [(1, OURS), (2, ATTENTION)])
@@ -300,7 +310,7 @@ def test_a_package_that_does_not_work_is_a_warning(monkeypatch, speeds, caplog, 
 WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor, int | None], bool]] = {
     "windows": lambda q, k, window: window is not None,
     "short prompts": lambda q, k, window: len(q) == 2,
-    "what lies behind the end": lambda q, k, window: bool(k.isnan().any()),
+    "NaN after the end": lambda q, k, window: bool(k.isnan().any()),
 }
 
 

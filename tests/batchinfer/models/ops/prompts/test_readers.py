@@ -1,6 +1,9 @@
-"""Prompts read by FlashInfer, FlashAttention-4 and our kernel in Gluon: their arguments, and the steps that our kernel
-in Triton reads. Test machines lack the packages: modules with the same interfaces check the arguments. Another stand-in
-runs Gluon. The rest runs on the GPU if there is one, else in the interpreter."""
+"""Tests FlashInfer, FlashAttention-4 and our Gluon kernel for prompts: their arguments, and steps that use
+our Triton kernel instead.
+
+Test machines have no such packages: fake modules check the arguments, and another one runs Gluon. Uses the
+GPU if there is one, otherwise the interpreter.
+"""
 
 from __future__ import annotations
 
