@@ -37,7 +37,7 @@ class ProposerMemory(Protocol):
         """
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes that are needed whatever the number of KV cache blocks is, without weights.
+        """Return the bytes that are needed independent of the number of KV cache blocks, without weights.
 
         Args:
             block_size: Tokens per block.

@@ -141,7 +141,7 @@ class LoadedHeads(ABC):
         """The bytes of the draft heads' weights."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes that the heads need per block of the target model's KV cache.
+        """Return the bytes that the heads need per block of the target model's KV cache; by default 0.
 
         Args:
             block_size: Tokens per block.
@@ -149,7 +149,9 @@ class LoadedHeads(ABC):
         return 0
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes that the heads need whatever the number of KV cache blocks is, without weights.
+        """Return the bytes that the heads need independent of the number of KV cache blocks, without weights.
+
+        The default is 0.
 
         Args:
             block_size: Tokens per block.

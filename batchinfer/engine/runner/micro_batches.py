@@ -73,10 +73,10 @@ class MicroBatches:
         )
 
     def succeeded(self, tokens: int) -> None:
-        """Count a step that ran in memory, and double the limit after enough of them.
+        """Count a forward pass that did not run out of memory, and double the limit after enough of them.
 
         Args:
-            tokens: The number of tokens of the step. A step of less than half the limit does not count.
+            tokens: The number of tokens of the forward pass. Less than half the limit does not count.
         """
         if not self._failed_tokens or tokens < (self.most_tokens or self._failed_tokens) // 2:
             return

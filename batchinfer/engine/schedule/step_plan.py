@@ -127,7 +127,7 @@ class PenalisedRows:
 
     @property
     def starts(self) -> Longs:
-        """The index of each row's first token in `tokens`, [n]."""
+        """The index of each row's first token in the concatenated tokens of all n rows, [n]."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def part(self, first: int, end: int) -> PenalisedRows | None:
