@@ -1,4 +1,4 @@
-"""Samples as an engine would send them."""
+"""Samples as an engine sends them."""
 
 from __future__ import annotations
 

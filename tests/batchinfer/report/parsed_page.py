@@ -1,4 +1,4 @@
-"""A page read with a parser, as a browser without scripts would read it."""
+"""A parsed page, as a browser without scripts would show it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOID = ("meta", "br", "hr", "img", "input", "link")
 
 @dataclass
 class ReadTable:
-    """Column names, and rows of cells: the number with all its digits, else the text."""
+    """Column names, and rows of cells: the number with all digits, or the text."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[list[Any]] = field(default_factory=list)
@@ -22,7 +22,7 @@ class ReadTable:
 
 
 class ParsedPage(HTMLParser):
-    """Everything of a page that tests ask for. Raises AssertionError where tags are not balanced."""
+    """All parts of a page that tests read. Raises AssertionError on unbalanced tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""Runs as the page gets them: tables that a meter wrote from samples that were made up."""
+"""Runs as input of the page: tables that a meter wrote from made-up samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MACHINE = Hardware("AMD EPYC", "cpu", 2, 24 << 30, {"bfloat16": FLOPS}, BANDWIDT
 
 
 def prompted(number: int, requests: int) -> Request:
-    """All share 64 tokens, and eight in a row 96."""
+    """Return a request. All of them share 64 tokens, and eight consecutive ones share 96."""
     shares = 0 if number == requests - 1 else 64 if number % 8 == 7 else 96
     return Request(number.to_bytes(32, "big"), np.ones(100 + number % 97, np.int32), SamplingParams(), shares)
 
@@ -42,7 +42,7 @@ def prompted(number: int, requests: int) -> Request:
 def write_samples(
     folder: Path, run_id: str, steps: int, requests: int, peaks: Peaks | None, gpu: bool = False
 ) -> Any:
-    """Steps of prefill, of decode and of both, and requests of many lengths; what the meter measured."""
+    """Write prefill, decode and mixed steps and requests of many lengths. Return the meter's results."""
     meter = Meter(folder, run_id, Machine(llama_cost(2, 64, 128, 4, 2, 16, 256, 2, 2), peaks))
     meter.share_prefixes()
     meter.record_order([prompted(number, requests) for number in range(requests)])
@@ -80,7 +80,7 @@ def write_tables(
     meaningless: Sequence[str] = (),
     **facts: Any,
 ) -> None:
-    """The tables of one run. `facts` by the run table's names; the `meaningless` ones are null."""
+    """Write the tables of one run. `facts`: columns of the run table; the `meaningless` ones become null."""
     known = {
         "job": "orders", "output": "/d/res", "exit_code": 0, "exit_status": "published", "dtype": "bfloat16",
         "rows": requests + 15, "rows_ok": requests, "rows_error": 15,
@@ -104,7 +104,7 @@ def write_tables(
 
 
 def read_run(folder: Path, results: pa.Table | None = None, notice: str = "") -> ReportedRun:
-    """The newest run of a report folder."""
+    """Return the newest run of a report folder."""
     database = duckdb.connect()
     for name, schema in SCHEMAS.items():
         if files := tables(folder, name):
@@ -120,7 +120,7 @@ def read_run(folder: Path, results: pa.Table | None = None, notice: str = "") ->
 
 
 def error_rows(names: dict[str, list[str | None]]) -> pa.Table:
-    """Results with error rows: ids by code."""
+    """Return results with error rows, given their ids by error code."""
     rows = [
         {"row_id": number, "custom_id": name, "error_code": code, "error_message": "secret prompt text"}
         for number, (code, name) in enumerate((code, name) for code, ids in names.items() for name in ids)

@@ -1,4 +1,4 @@
-"""Device time by request: the sum is that of the steps, and each gets what counting every chunk would give it."""
+"""Device time by request: the sum equals the time of all steps, and shares equal those of counting each chunk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COST = llama_cost(4, 64, 128, 4, 2, 16, 300, 2, 2)
 
 @dataclass
 class Watched:
-    """Stands before a runner and notes which rows each step runs."""
+    """Wraps a runner, and records the rows of each step."""
 
     runner: CountingRunner
     chunks: list[list[tuple[bytes, int, int]]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Watched:
 
 @dataclass
 class Simulated:
-    """A run, and what counting each chunk gives each request."""
+    """A run, and the share of each request by counting chunks."""
 
     steps: list[StepSample]
     requests: list[RequestSample]
@@ -112,8 +112,8 @@ def apportioned(ran: Simulated, parts: int = 1) -> dict[str, np.ndarray]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize(("budget", "blocks"), [(1024, 4000), (64, 4000), (256, 250)])
-def test_the_sum_is_the_steps_and_each_gets_its_own(budget: int, blocks: int, looks_ahead: bool) -> None:
-    """With room for all; with prompts cut into pieces; with a cache in which rows are preempted."""
+def test_shares_of_requests_add_up_to_the_steps(budget: int, blocks: int, looks_ahead: bool) -> None:
+    """With room for all rows, with chunked prompts, and with preemption."""
     ran = simulated(120, budget, blocks, looks_ahead, seed=budget)
     found = apportioned(ran)
     for name in ("model_s", "bytes", "roofline_s"):
@@ -135,8 +135,7 @@ def test_flops_of_requests_are_those_of_the_steps() -> None:
     assert found.sum() == sum(step.flops for step in ran.steps)
 
 
-def test_what_did_not_finish_takes_its_part() -> None:
-    """Of an interrupted run only the requests that finished have a row."""
+def test_unfinished_requests_have_a_share_and_no_row() -> None:
     ran = simulated(80, 256, 4000, False, seed=4)
     half = Simulated(ran.steps, ran.requests[:40], ran.exact)
     whole, some = apportioned(ran)["model_s"], apportioned(half)["model_s"]
@@ -144,8 +143,8 @@ def test_what_did_not_finish_takes_its_part() -> None:
     assert some.sum() == pytest.approx(whole[:40].sum(), rel=0.3)
 
 
-def test_attention_of_answers_is_split_by_the_tokens_before_them() -> None:
-    """Two rows answer in the steps 2 and 3, only the longer one in the steps 4 and 5."""
+def test_attention_of_answers_is_divided_by_the_preceding_tokens() -> None:
+    """Both rows decode in the steps 2 and 3, only the longer one in the steps 4 and 5."""
     steps = {
         "prompt_tokens": np.array([5.0, 30, 0, 0, 0, 0]),
         "decode_tokens": np.array([0.0, 0, 2, 2, 1, 1]),
@@ -176,8 +175,8 @@ def test_what_ended_before_any_step_took_nothing() -> None:
     assert found.sum() == pytest.approx(sum(step.model_s for step in ran.steps))
 
 
-def test_a_request_that_ran_nothing_gets_nothing_however_much_ran_before() -> None:
-    """The little that a step without prompts has is lost in a sum of millions; the others' shares must not be."""
+def test_a_request_without_steps_does_not_change_the_sum_of_shares() -> None:
+    """Its small share is lost to rounding in a sum of millions."""
     steps = {
         "prompt_tokens": np.array([3e7, 0.0, 0.0]),
         "decode_tokens": np.array([0.0, 1.0, 1.0]),

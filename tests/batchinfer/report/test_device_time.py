@@ -1,4 +1,4 @@
-"""Where the device's time went: sums are whole, and a machine that is slow at one kind of work is found out."""
+"""Device time by kind of work: sums are complete, and a kind of work that is slow on a machine is found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ shapes = st.builds(
 
 
 def columns(steps: list[StepShape]) -> dict[str, np.ndarray]:
-    """Of steps without padding and recomputation."""
+    """Return columns of steps without padding and recomputation."""
     numbers = np.array([(s.tokens, s.sampled, s.pairs, s.kv_tokens, s.copied) for s in steps], float).T
     zeros = np.zeros(len(steps))
     return {
@@ -45,7 +45,7 @@ def test_many_steps_at_once_cost_what_each_costs(cost, peaks, steps: list[StepSh
 
 
 def mixed_steps() -> list[StepShape]:
-    """Prompts, and decoding with growing contexts."""
+    """Return prefill steps, and decode steps with growing contexts."""
     reading = [StepShape(n, 4, 30 * n * n // 8, 30 * n) for n in range(256, 2048, 64)]
     decoding = [StepShape(b, b, 30 * b * c, 30 * b * c) for b in (8, 32, 64) for c in range(64, 1024, 64)]
     return reading + decoding

@@ -1,4 +1,4 @@
-"""Columns of the report are described, and the text of docs/report.md has the constants of the code."""
+"""Every column of the report is documented, and docs/report.md agrees with constants of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The meter: totals equal the sums, percentiles equal NumPy's, memory and files behave."""
+"""The meter: totals, percentiles (compared with NumPy), memory and files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ spans = st.floats(0.001, 100)
 
 @st.composite
 def step_lists(draw: Any) -> list[StepSample]:
-    """Steps of one engine, with idle time between them."""
+    """Draw the steps of one engine, with idle time between them."""
     clock, samples = 0.0, []
     for number in range(draw(st.integers(1, 12))):
         clock += draw(st.floats(0, 5))
@@ -95,7 +95,7 @@ def test_totals_are_the_sums_and_the_table_holds_every_step(
 
 
 def check_itl(steps: list[StepSample], found: list[float | None]) -> None:
-    """Each decoded token counts once."""
+    """Check percentiles of the time between tokens. Each decoded token counts once."""
     ends = [s.started_s + s.duration_s for s in steps]
     gaps = np.repeat(np.diff(ends), [s.decode_tokens for s in steps[1:]])
     if gaps.size:
@@ -128,8 +128,8 @@ def test_percentiles_are_those_of_numpy(requests: list[RequestSample]) -> None:
             assert found == [None] * 3
 
 
-def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any) -> None:
-    """The second one was started in place of the first."""
+def test_idle_time_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any) -> None:
+    """The second engine replaced the first."""
     steps = [step(0), step(1), step(2, started_s=5.0), step(0, started_s=0.5), step(1, started_s=2.0)]
     with Meter(tmp_path, "r") as meter:
         for number, one in enumerate(steps):
@@ -141,8 +141,8 @@ def test_idle_is_the_time_between_steps_of_one_engine(tmp_path: Path, step: Any)
     assert [row["interval_s"] for row in rows] == [None, 1.0, 4.0, None, 1.5]
 
 
-def test_times_of_engines_that_share_the_work_are_their_mean(tmp_path: Path, step: Any) -> None:
-    """The one works for 5.75 s, the other for 2.75 s, in places of their own: the rest is idle."""
+def test_times_of_parallel_engines_are_averaged(tmp_path: Path, step: Any) -> None:
+    """One engine works for 5.75 s, the other for 2.75 s, each on its own device. The rest is idle time."""
     first = [step(0), step(1), step(2, started_s=5.0)]
     second = [step(0), step(1, started_s=2.0)]
     with Meter(tmp_path, "r", Machine(None, Peaks(1000.0, 200.0), 2)) as meter:

@@ -1,4 +1,4 @@
-"""The page without a browser: its numbers, its size, what it leaves out, and that nobody's text steers it."""
+"""The page without a browser: numbers, size, omitted sections, and texts that try to inject markup."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a few steps; tests change copies of it only."""
+    """The report of a few steps. Tests change copies of it."""
     folder = tmp_path_factory.mktemp("short")
     write_tables(folder, steps=60, requests=50)
     return folder
@@ -98,8 +98,8 @@ def test_charts_name_tables_and_columns_that_are_there(parsed: ParsedPage) -> No
         assert parsed.tables[table].rows
 
 
-def test_output_tokens_are_the_same_number_in_every_table(whole: ReportedRun, parsed: ParsedPage) -> None:
-    """Decode steps run fewer, because the first token of an answer comes with its prompt: they were shown as these."""
+def test_output_tokens_are_equal_in_all_tables(whole: ReportedRun, parsed: ParsedPage) -> None:
+    """A regression: decode steps compute fewer tokens, since an answer's first token comes with its prompt."""
     counts = {"output_tokens": 13_458, "decode_tokens_run": 11_215}
     figures = work(replace(whole, row=whole.row | counts)).figures
     assert figures is not None
@@ -305,7 +305,7 @@ def test_the_page_says_what_it_is(text: str) -> None:
     assert "Apache ECharts" in text
 
 
-def test_tables_that_are_missing_are_left_out_with_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_missing_tables_are_replaced_by_a_sentence(folder: Path, tmp_path: Path) -> None:
     """Without a result, errors are counted."""
     (run,) = folder.glob("run-*.parquet")
     (tmp_path / run.name).write_bytes(run.read_bytes())

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing goes wrong, nothing is fetched, and charts show the numbers of their tables."""
+"""The page in a real browser: no errors, no network, and charts that show the numbers of their tables."""
 
 from __future__ import annotations
 

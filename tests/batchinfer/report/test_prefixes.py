@@ -1,4 +1,4 @@
-"""The tree of shared prefixes equals the one that a trie of all prompts has, and splitting their time loses none."""
+"""The tree of shared prefixes equals a trie of all prompts, and their times add up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_siz
 
 
 def requests_of(rows: list[list[int]]) -> list[Request]:
-    """Return requests in the order of these rows."""
     ids = [np.array(row, np.int32) for row in rows]
     shared = [common_prefix(row, after) for row, after in pairwise(ids)]
     return [
@@ -30,14 +29,14 @@ def requests_of(rows: list[list[int]]) -> list[Request]:
 
 
 def tree_of(requests: list[Request]) -> tuple[PrefixNodes, np.ndarray]:
-    """The tree, and the requests' places."""
+    """Return the tree, and the positions of the requests in it."""
     tree = PrefixTree()
     places = np.array([tree.add(request) for request in requests], float)
     return tree.close(), places
 
 
 def users_by_prefix(requests: list[Request]) -> dict[tuple[int, ...], int]:
-    """Of each prefix that a request may share, how many begin with it."""
+    """Return for each prefix that a request may share the number of requests that begin with it."""
     found: dict[tuple[int, ...], int] = defaultdict(int)
     for request in requests:
         for end in range(1, len(request.prompt)):
@@ -76,8 +75,8 @@ def test_in_any_order_requests_save_what_they_share_with_the_one_before(
 
 
 @given(rows=prompts)
-def test_splitting_the_time_of_prefixes_loses_none(rows: list[list[int]]) -> None:
-    """The first request of a prefix runs it, the others find it in the cache."""
+def test_times_of_prefixes_add_up(rows: list[list[int]]) -> None:
+    """The first request of a prefix computes it, later ones find it in the cache."""
     requests = requests_of(sorted(rows))
     nodes, places = tree_of(requests)
     seen: set[tuple[int, ...]] = set()

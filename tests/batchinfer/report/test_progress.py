@@ -1,4 +1,4 @@
-"""Progress with a clock that the test turns and a stream that the test reads."""
+"""Progress with a fake clock and a fake stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Screen(io.StringIO):
 
 
 class Gone(Screen):
-    """A terminal that was closed."""
+    """A closed terminal."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -100,7 +100,7 @@ def test_the_total_shrinks_as_outputs_end_early(clock: Clock, step: Any) -> None
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40), st.integers(0, 5000))
 def test_done_never_passes_the_total(outputs: list[tuple[int, int]], sampled: int) -> None:
-    """Whatever the outputs' lengths, even above what was expected."""
+    """For outputs of any length, even longer than expected."""
     clock, stream = Clock(), io.StringIO()
     progress = Progress(stream, clock=clock)
     progress.running(rows=len(outputs), prompt_tokens=10, expected_tokens=sum(e for e, _ in outputs))
@@ -244,7 +244,7 @@ def test_the_rate_is_that_of_the_last_seconds(clock: Clock) -> None:
 
 
 def test_layers_that_take_longer_than_the_window_have_a_time_left(clock: Clock) -> None:
-    """One takes 100 s, so that none ends in most of the windows."""
+    """A layer takes 100 s: most windows contain no finished layer."""
     log = io.StringIO()
     progress = Progress(log, clock=clock)
     progress.phase("calibrating", total_rows=24)
@@ -261,8 +261,8 @@ def test_layers_that_take_longer_than_the_window_have_a_time_left(clock: Clock) 
     assert progress.left_s() == 0
 
 
-def test_a_calibration_counts_its_layers_from_where_they_begin(clock: Clock) -> None:
-    """The model answers its prompts before."""
+def test_calibration_progress_counts_layers_from_the_first_one(clock: Clock) -> None:
+    """The model answers its prompts first."""
     progress = Progress(io.StringIO(), clock=clock)
     for at in (0, 0, 1, 2):
         clock.now += 10 if at else 500
@@ -297,9 +297,10 @@ def test_counting_before_a_phase_is_refused(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("kind", ["constant", "geometric"])
-def test_the_first_answers_tell_of_all(clock: Clock, step: Any, kind: str) -> None:
-    """2,000 answers that may have 96 tokens have 30; 64 at a time are in work. As soon as 64 have ended the total is
-    guessed, though those that end first are the shortest: 64 of a geometric distribution are off by an eighth."""
+def test_the_total_is_estimated_from_the_first_answers(clock: Clock, step: Any, kind: str) -> None:
+    """2,000 answers of up to 96 tokens have 30; 64 run at a time. The total is estimated after 64 answers. These are
+    the shortest ones; with 64 of a geometric distribution, the error is an eighth.
+    """
     rng = np.random.default_rng(2)
     lengths = {"constant": np.full(2000, 30), "geometric": np.minimum(96, rng.geometric(1 / 30, 2000))}[
         kind

@@ -1,4 +1,4 @@
-"""The table `rows`: keys as the requests have them, in bounded memory."""
+"""The table `rows`: work keys of the requests, in bounded memory."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished
     assert pq.read_table(path).equals(wanted)
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
-    """Damaged parts raise an error, in a thread only at the end. Other work may fail meanwhile, too."""
+def test_a_failure_leaves_no_files(tmp_path: Path) -> None:
+    """Damaged parts raise an error at the end of a thread. Other work may fail at the same time."""
     report, broken = tmp_path / "report", tmp_path / "broken"
     broken.write_bytes(b"PAR1 no")
     parts = [index_part(tmp_path / "a", 0, KEYS), broken]

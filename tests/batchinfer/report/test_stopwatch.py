@@ -44,8 +44,8 @@ class SetClock:
         return self.now
 
 
-def test_spans_follow_each_other_and_short_ones_are_not_told() -> None:
-    """As where an engine loads: ten times a second the phase is left for a moment."""
+def test_spans_follow_each_other_and_short_ones_are_not_reported() -> None:
+    """While an engine loads, the phase changes briefly ten times a second."""
     clock = SetClock()
     watch = Stopwatch(2.0, clock)
     with watch.timed("close_s"):

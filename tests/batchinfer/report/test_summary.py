@@ -1,4 +1,4 @@
-"""What the terminal shows at the end."""
+"""The summary at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run row and its table, and what is kept of older runs."""
+"""The run row, its table, and the retention of older runs."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def measured_by(tmp_path: Path, step: Any, request_sample: Any) -> Measured:
         return meter.finish()
 
 
-def test_the_definitions(
+def test_definitions_of_figures_by_hand(
     tmp_path: Path, facts: RunRow, machine: Hardware, step: Any, request_sample: Any
 ) -> None:
-    """By hand: four steps of 0.75 s with 0.25 s between them, 1000 FLOP and 100 bytes each."""
+    """Four steps of 0.75 s with 0.25 s between them, 1,000 FLOP and 100 bytes each."""
     row = run_row(facts, machine, measured_by(tmp_path, step, request_sample))
     wall = 4 * 0.75 + 3 * 0.25
     expected = {
@@ -90,10 +90,10 @@ def test_the_definitions(
     assert set(row) == set(SCHEMAS[RUN].names)
 
 
-def test_steps_are_counted_by_the_way_they_were_launched(
+def test_steps_are_counted_by_launch_mode(
     tmp_path: Path, facts: RunRow, machine: Hardware, step: Any
 ) -> None:
-    """Each runs 14 tokens; what a CPU runs, of which nothing is captured, is not known, and never zero."""
+    """Each mode computes 14 tokens. A CPU captures nothing: its counts are null, never zero."""
     modes: list[LaunchMode | None] = ["full_graph", "full_graph", "piecewise_graph", "full_graph", "eager"]
     with Meter(tmp_path, "r", Machine(None, None)) as meter:
         for number, mode in enumerate(modes):
@@ -164,10 +164,10 @@ def test_int8_linear_layers_are_measured_against_their_own_peak(facts: RunRow, m
     assert run_row(quantized, machine, None)["peak_flops_per_s"] is None
 
 
-def test_what_is_not_known_is_null_and_never_zero(
+def test_unknown_values_are_null_and_never_zero(
     tmp_path: Path, facts: RunRow, step: Any, request_sample: Any
 ) -> None:
-    """Of unknown hardware, and of a run without an engine."""
+    """With unknown hardware, and in a run without an engine."""
     bare = Hardware("Test CPU", "cpu", 2, None)
     row = run_row(facts, bare, measured_by(tmp_path, step, request_sample))
     unknown = ("mfu", "mbu", "peak_flops_per_s", "peak_bytes_per_s", "datasheet_flops_per_s")
@@ -251,7 +251,7 @@ def test_leftovers_of_a_killed_run_are_swept(tmp_path: Path) -> None:
     killed.abort()
 
 
-def test_who_writes_beside_another_run_sweeps_nothing(tmp_path: Path) -> None:
+def test_a_writer_alongside_another_run_removes_no_files(tmp_path: Path) -> None:
     """Runs of one job for two dates share the folder."""
     lock = tmp_path / "report.lock"
     with folder.lock_for_writing(tmp_path, lock):

@@ -1,4 +1,4 @@
-"""The summary and the page of runs that generate no tokens describe the answers, and leave out output."""
+"""The summary and the page of runs that generate no tokens describe the answers, and omit output."""
 
 from __future__ import annotations
 

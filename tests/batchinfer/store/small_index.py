@@ -1,4 +1,4 @@
-"""A small index on disk in the layout that ingest writes, and completions for it, without a tokenizer."""
+"""A small index on disk in the layout of ingest, and completions for it, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bad_row(row_id: int, retryable: bool = False) -> dict[str, Any]:
 
 
 def small_index(folder: Path, rows: int, passthrough: pa.Schema | None = None, **values: Any) -> Index:
-    """An index with these values, whose passthrough columns may be given without files."""
+    """Write an index with these values. Its passthrough columns may have no files."""
     index = Index(folder, "", rows, 0, 0, (), {}, **values)
     if passthrough is not None:
         vars(index)["passthrough_schema"] = passthrough
@@ -95,7 +95,7 @@ def write_index(
 
 
 def answer(key: bytes, length: int | None = None) -> Completion:
-    """Some tokens that depend on the key only."""
+    """Return a completion whose tokens depend only on the key."""
     count = 1 + key[0] % 9 if length is None else length
     tokens = np.frombuffer(key * (1 + count // 32), np.uint8)[:count].astype(np.int32)
     return Completion(key, Tokens(tokens), "stop")
@@ -107,7 +107,7 @@ def failure(key: bytes, retryable: bool = True) -> Completion:
 
 
 class Numbers:
-    """A detokenizer: ids as they are. Special tokens are those from 1,000 on."""
+    """A detokenizer that writes ids as numbers. Ids from 1,000 on are special tokens."""
 
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
         return [" ".join(str(token) for token in tokens if token < 1000) for tokens in rows]
@@ -130,7 +130,7 @@ decode = Numbers()
 
 
 def mixed_rows(count: int, *, bad_every: int = 7, distinct: int = 1 << 30) -> list[dict[str, Any]]:
-    """Good rows with some duplicates, and a bad row now and then."""
+    """Return valid rows with some duplicates, and every `bad_every`-th row invalid."""
 
     def one(row_id: int) -> dict[str, Any]:
         if row_id % bad_every == bad_every - 1:
@@ -153,7 +153,7 @@ def published(
     memory_limit: str | None = None,
     **more: Any,
 ) -> Manifest:
-    """Publish the rows of an index to `folder/res`, whose store gets a part for each commit before."""
+    """Publish the rows of an index to `folder/res`, after one commit to the store per item of `commits`."""
     state = state or StateFolder(folder / "res")
     with state.lock(), CompletionStore(state.completions) as store:
         for completions in commits:
@@ -166,5 +166,5 @@ def published(
 
 
 def published_files(folder: Path) -> dict[str, bytes]:
-    """Return what was published there, by the names of files."""
+    """Return the contents of the published files by name."""
     return {path.name: path.read_bytes() for path in sorted((folder / "res").iterdir())}

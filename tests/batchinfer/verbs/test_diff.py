@@ -1,4 +1,4 @@
-"""`batchinfer diff`: what differs between two results of the same rows."""
+"""`batchinfer diff`: differences between two results of the same rows."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_types_that_changed_and_columns_that_came(write: Any, tmp_path: Path) ->
     assert (diff.columns_only_a, diff.columns_only_b, diff.different) == ((), ("extra",), True)
 
 
-def test_ids_of_calls_are_no_difference(write: Write, tmp_path: Path) -> None:
-    """They say of what work a call is, which is another one as soon as the prompt is."""
+def test_ids_of_tool_calls_are_not_compared(write: Write, tmp_path: Path) -> None:
+    """They follow from the work key, which changes with the prompt."""
 
     def with_calls(name: str, *calls: list[tuple[str, str, str]] | None) -> Path:
         path, names = write(name, [row(n) for n in range(len(calls))]), ("id", "name", "arguments")
@@ -163,7 +163,7 @@ def test_examples_are_few_and_hold_no_text_unless_asked(write: Write) -> None:
 
 @pytest.fixture(scope="module")
 def nights(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Path]:
-    """Results of two nights: r0 has another text, r1 is gone, r77 is new. Nothing may change them."""
+    """Results of two nights: r0 has another text, r1 is gone, r77 is new. Read only."""
     place = run_once(make_place(tmp_path_factory.mktemp("nights") / "job", model))
     before = place.folder / "before"
     shutil.copytree(place.results, before)

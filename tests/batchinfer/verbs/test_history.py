@@ -1,4 +1,4 @@
-"""`batchinfer history`: which runs are compared, and when a run counts as slower."""
+"""`batchinfer history`: comparable runs, and the threshold for a slower run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START = datetime(2026, 3, 1, 22, 30, tzinfo=UTC)
 
 
 def past(speed: float = 1000.0, engine_s: float = 60.0, output_share: float = 0.5, **facts: Any) -> PastRun:
-    """A run that computed so many tokens a second for `engine_s` seconds."""
+    """Return a run that computed `speed` tokens per second for `engine_s` seconds."""
     tokens = round(speed * engine_s)
     output = round(tokens * output_share)
     known: dict[str, Any] = {
@@ -35,8 +35,8 @@ def past(speed: float = 1000.0, engine_s: float = 60.0, output_share: float = 0.
     return PastRun(**known | facts)
 
 
-def test_noise_does_not_fail_and_a_slowdown_does() -> None:
-    """±5 % from night to night; then a run that took its usual time, or 25 % longer."""
+def test_noise_passes_and_a_slowdown_fails() -> None:
+    """±5 % per night; then a run of the usual duration, or 25 % longer."""
     for seed in range(20):
         noise = random.Random(seed)
         nights = [past(1000 * noise.uniform(0.95, 1.05)) for _ in range(noise.randint(4, 13))]
@@ -79,20 +79,20 @@ def test_a_peak_that_was_measured_again_is_no_change_of_speed() -> None:
     assert compare([*[past()] * 4, past(peak_flops_per_s=1.3e12)]).change == pytest.approx(0)
 
 
-def test_speed_is_judged_by_the_last_runs() -> None:
-    """What was lost long ago does not fail every night from then on."""
+def test_speed_is_compared_with_the_last_runs() -> None:
+    """An old slowdown must not fail every later night."""
     assert not compare([*[past(2000)] * 12, *[past()] * 10, past(990)]).slower_than(0.1)
 
 
 class Runs:
-    """Writes run tables as runs do, one a night."""
+    """Writes run tables, one per night."""
 
     def __init__(self, report: Path) -> None:
         self.report = report
         self.nights = 0
 
     def add(self, *speeds: float) -> Path:
-        """Write runs of a minute at these speeds in tokens per second. Return the table of the last one."""
+        """Write runs of one minute at these speeds in tokens per second. Return the last table."""
         for speed in speeds:
             started = START + timedelta(days=self.nights)
             self.nights += 1

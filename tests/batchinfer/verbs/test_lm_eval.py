@@ -1,4 +1,4 @@
-"""lm-evaluation-harness gets the same numbers of a checkpoint by batchinfer as by its own transformers model."""
+"""lm-evaluation-harness gets the same numbers from batchinfer as from its own transformers model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_numbers_are_those_of_its_own_model(
 
 
 def _values(answers: Any) -> list[float]:
-    """All numbers in nested answers."""
+    """Return all numbers in nested answers."""
     if isinstance(answers, list | tuple):
         return [value for one in answers for value in _values(one)]
     return [] if isinstance(answers, str | bool) else [float(answers)]

@@ -1,4 +1,4 @@
-"""`doctor --measure` records nothing that was measured beside other work."""
+"""`doctor --measure` records no measurement made alongside other work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FOUND = MeasuredPeaks(
 
 
 def calibrated(dtype: str, quantization: str) -> Calibration:
-    """Steps that take twice the time of their parts, and 1 ms of the host each."""
+    """Return steps that take twice the time of their parts, and 1 ms of the host each."""
     if quantization == "int8":
         raise Unavailable("no compiler")
     slow = dict.fromkeys(PARTS, 2.0)
@@ -45,7 +45,7 @@ def calibrated(dtype: str, quantization: str) -> Calibration:
 
 
 class Load:
-    """What others use, look after look."""
+    """The load by other processes in successive measurements."""
 
     cores = 2
 
@@ -79,8 +79,8 @@ def test_a_busy_machine_is_not_measured(
     assert measure_hardware(although_busy=True).exists()
 
 
-def test_the_operators_are_compiled_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later the compiler would count as another user of the cores, and a new machine would be refused as busy."""
+def test_operators_are_compiled_before_the_load_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler would otherwise count as another user of the cores."""
     notices: list[str] = []
     looks: list[bool] = []
 
@@ -106,8 +106,8 @@ def test_a_quiet_machine_is(
     assert measure_hardware().exists()
 
 
-def test_what_steps_take_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And comes back as times of steps. Without a compiler there is no int8."""
+def test_measured_step_times_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read back as step times. Without a compiler, int8 is missing."""
     monkeypatch.setattr(measurement, "CoreLoad", lambda: Load(0.0, 0.0))
     measure_hardware()
     here = detect("cpu")

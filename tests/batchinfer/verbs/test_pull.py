@@ -1,4 +1,4 @@
-"""`batchinfer pull` from a hub on loopback: what it fetches, continues, refuses and says."""
+"""`batchinfer pull` from a local hub: downloads, resumed downloads, refusals and messages."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path, p
 
 
 def test_an_adapter_is_pulled_without_its_model(tmp_path: Path, model: Path, cache: Path, pull: Pull) -> None:
-    """And a job names it as it was pulled."""
+    """A job names it in the same way."""
     source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
     folder = make_adapter(tmp_path / "adapter", source, ["q_proj"])
     (folder / "README.md").write_text("an adapter")
@@ -136,10 +136,10 @@ def test_an_adapter_is_pulled_without_its_model(tmp_path: Path, model: Path, cac
         assert load_job(job, ()).model.adapters == {"mine": snapshot(cache)}
 
 
-def test_what_follows_a_first_pull(
+def test_repeated_pulls_fetch_only_new_files(
     hub: Hub, cache: Path, pull: Pull, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second one fetches nothing; a revision is pulled beside main, which moves once its new commit is whole."""
+    """A second pull fetches nothing. A pulled revision does not change main. Main moves when its commit is complete."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert pull("org/tiny")[0] == 0
     about_it = {path: token for path, token in hub.tokens.items() if "org/tiny" in path}
@@ -257,7 +257,7 @@ def test_pickle_is_refused_before_anything_is_fetched(hub: Hub, pull: Pull) -> N
 
 
 def gguf_hub(folder: Path, name: str) -> dict[str, bytes]:
-    """The files of a repository that has a model in GGUF, whole or in parts, and what others have beside it."""
+    """Return the files of a repository with a model in GGUF, whole or in parts, and other files."""
     keys = tokenizer_keys(make_tokenizer(folder / "plain"))
     shards = 2 if "parts" in name else 1
     make_gguf(folder / f"{name}.gguf", folder / "plain", "llama", metadata=keys, shards=shards)
@@ -266,10 +266,10 @@ def gguf_hub(folder: Path, name: str) -> dict[str, bytes]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("config", [True, False])
-def test_one_model_of_a_dozen_in_gguf_is_pulled(
+def test_one_gguf_model_of_a_dozen_is_pulled(
     hub: Hub, cache: Path, tmp_path: Path, config: bool, monkeypatch: pytest.MonkeyPatch, pull: Pull
 ) -> None:
-    """A config.json beside it says nothing of it, as in many repositories."""
+    """The repository also has a config.json, as many do."""
     hub.commits[FIRST] = {
         **gguf_hub(tmp_path, "tiny-Q4_K_M"), "tiny-Q8_0.gguf": b"GGUF", "mmproj-tiny.gguf": b"GGUF",
         "README.md": b"# a", **({"config.json": b"{}"} if config else {}),
@@ -292,8 +292,8 @@ def test_one_model_of_a_dozen_in_gguf_is_pulled(
     assert (code, f"{{path: {snapshot(cache)}/tiny-Q8_0.gguf}}" in out) == (0, True), err
 
 
-def test_all_parts_of_a_model_in_gguf_are_pulled(hub: Hub, cache: Path, tmp_path: Path, pull: Pull) -> None:
-    """Beside safetensors that nobody asked for."""
+def test_all_parts_of_a_gguf_model_are_pulled(hub: Hub, cache: Path, tmp_path: Path, pull: Pull) -> None:
+    """The repository also has unneeded safetensors."""
     hub.commits[FIRST] |= gguf_hub(tmp_path, "parts")
     code, out, err = pull("org/tiny", "--include", "*00002-of-00002*", "--json")
     assert (code, json.loads(out)["message"]) == (0, None), err

@@ -1,4 +1,4 @@
-"""`batchinfer query`: what it shows, what it refuses, and the report's tables beside the results."""
+"""`batchinfer query`: output, refused queries, and report tables alongside the results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
-    """A job that has run once. Tests that change it take a copy, those that run it again run one of their own."""
+    """A job that ran once. Tests that change it copy it. Tests that run it again create their own."""
     return run_once(make_place(tmp_path_factory.mktemp("finished") / "job", model))
 
 
@@ -326,8 +326,10 @@ def queries() -> list[str]:
     return re.findall(r"```sql\n(.*?)```", REPORT_PAGE.read_text("utf-8"), re.DOTALL)
 
 
-def test_the_queries_of_the_report_page(tmp_path: Path, model: Path, ask: Command, cli_of: CliOf) -> None:
-    """Also after a night in which a row went and one came: kept rows find the request of the run that computed them."""
+def test_documented_queries_of_the_report_work(
+    tmp_path: Path, model: Path, ask: Command, cli_of: CliOf
+) -> None:
+    """Also after a night that removed one row and added one: kept rows refer to the run that computed them."""
     place, night = make_place(tmp_path / "job", model), cli_of()
     assert night("run", place.folder / "job.yaml", "-q").code == 0
     runs, join, history = queries()

@@ -1,4 +1,4 @@
-"""`batchinfer report`: which run the page is about, where it is written, and what stands in its way."""
+"""`batchinfer report`: the choice of the run, the path of the page, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask(cli_of: CliOf) -> Command:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
-    """A job of 20 rows and three bad ones that has run once."""
+    """A job of 20 valid and three invalid rows that ran once."""
     place = make_place(tmp_path_factory.mktemp("finished") / "job", model)
     place.rows(*ROWS, b"{no json", b"[]", {"id": "</script><b>", "text": "tell"})
     place.job("on_error: {max_error_rate: 1}", sampling="sampling: {max_tokens: 8}")
@@ -129,8 +129,8 @@ def test_an_empty_input_has_a_page_where_the_job_allows_it(place: Place, cli_of:
     assert "the input has no rows" in (report_of(place) / "report.html").read_text("utf-8")
 
 
-def test_a_run_that_crashed_is_named(copy: Place, cli_of: CliOf) -> None:
-    """It has left no table: the page is about the run before it, and where there is none, the message says so."""
+def test_a_crashed_run_is_mentioned(copy: Place, cli_of: CliOf) -> None:
+    """It has no table. The page shows the previous run; without one, the message says so."""
     progress = copy.state / "progress.json"
     crashed = json.loads(progress.read_text()) | {"exit_status": None, "run_id": "20990101T000000Z-abcdef"}
     progress.write_text(json.dumps(crashed))

@@ -1,4 +1,4 @@
-"""`batchinfer init --from`: a schema becomes a job that is right, and whose answers follow it."""
+"""`batchinfer init --from`: a schema becomes a valid job whose answers follow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`batchinfer show`, and the answers in the summary of a run."""
+"""`batchinfer show`, and the sample answers in the summary of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = "many words " * 60
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
-    """Fifteen rows: one whose text steers terminals, one too long to run, one that is Japanese, and a bad one."""
+    """Fifteen rows: one with terminal escapes, one too long to run, one in Japanese, and an invalid one."""
     place = make_place(tmp_path_factory.mktemp("shown") / "job", model)
     texts = [EVIL, LONG, "日本語の文" * 30, *(f"word {number}" for number in range(11))]
     place.rows(*({"id": f"r{at}", "text": text} for at, text in enumerate(texts)), b"{bad")

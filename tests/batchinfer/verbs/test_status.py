@@ -1,4 +1,4 @@
-"""`batchinfer status` and last_run.json: what a run tells those who look from outside."""
+"""`batchinfer status` and last_run.json: the state of a run for other programs."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ SAMPLE = re.compile(r'([a-z_:][a-z0-9_:]*)\{((?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*"
 
 
 def samples(text: str) -> dict[str, float]:
-    """The exposition format, strictly: name → value, or name{code} → value where there is a code."""
+    """Parse the exposition format strictly. Return values by name, or by name{code} for error codes."""
     found, typed = {}, None
     assert text.endswith("\n")
     for line in text.splitlines():

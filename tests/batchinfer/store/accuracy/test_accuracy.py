@@ -1,4 +1,4 @@
-"""How near answers are to expected ones, and what a result is worth by that: against plain counting."""
+"""Agreement of answers with expected ones, and its confidence intervals, compared with plain counting."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_json_value_is_what_it_says(one: Any, other: Any) -> None:
 
 
 def _bare(value: Any) -> Any:
-    """A value without names that are null, and with truth values that are no numbers."""
+    """Return a value without null fields, and with booleans replaced so that they differ from numbers."""
     if isinstance(value, dict):
         return {name: _bare(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -107,7 +107,7 @@ def _bare(value: Any) -> Any:
 
 
 def result(folder: str, rows: list[dict[str, Any]], kind: pa.DataType, typed: bool) -> list[Path]:
-    """Write rows into two files of a result whose column `label` is marked."""
+    """Write rows into two files of a result. The column `label` is marked as typed if `typed`."""
     fields = [
         ("row_id", pa.int64()),
         ("status", pa.string()),
@@ -241,7 +241,7 @@ def test_mcnemars_test_is_the_binomial_one(b: int, c: int) -> None:
 
 
 def test_mcnemars_test_of_many_rows() -> None:
-    """Known figures (R: mcnemar.test, binom.test), and no step where the one form follows on the other."""
+    """Known figures of R (mcnemar.test, binom.test), and no jump between the exact and the asymptotic form."""
     assert mcnemar(2, 10) == pytest.approx(0.03857421875)
     assert mcnemar(33, 61) == pytest.approx(0.00507, abs=5e-5)
     below, above = MOST_EXACT // 2 - 400, MOST_EXACT // 2 + 400
@@ -257,7 +257,7 @@ ANSWERS = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_si
 @settings(max_examples=examples(100, 2000), deadline=None)
 @given(answers=ANSWERS)
 def test_reliability_is_that_of_all_answers_at_once(answers: list[tuple[float, bool]]) -> None:
-    """Computed by NumPy from all probabilities at once."""
+    """Compared with NumPy over all probabilities at once."""
     found = Reliability()
     for one in answers:
         found.add(*one)

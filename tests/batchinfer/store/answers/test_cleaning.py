@@ -1,4 +1,4 @@
-"""Cleaning a store: what stays, what is joined, what that costs, and what damage does."""
+"""Cleaning a store: kept parts, merged parts, their cost, and damaged parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ME = User("/d/res", "", 30)
 
 
 def filled(store: Path, *sizes: int, age: float = 100) -> list[Path]:
-    """Parts of so many rows each, committed `age` days ago."""
+    """Fill a store with parts of the given sizes, committed `age` days ago."""
     with CompletionStore(store) as opened:
         start = len(opened)
         for size in sizes:
@@ -84,8 +84,7 @@ def test_young_answers_stay_without_any_use(tmp_path: Path) -> None:
     assert clean(tmp_path, later=2).rows_dropped == 10
 
 
-def test_every_job_has_its_own_patience(tmp_path: Path) -> None:
-    """Those of other jobs stand with their uses, ours is the one of today."""
+def test_every_job_has_its_own_retention(tmp_path: Path) -> None:
     (part,) = filled(tmp_path, 6)
     use(tmp_path, part, [0], 50, User("/other", "", 60))
     use(tmp_path, part, [1], 50, User("/other", "", None))
@@ -113,8 +112,8 @@ def test_a_result_found_published_again_uses_its_last_rows_again(tmp_path: Path)
     assert clean(tmp_path / "c", later=31).rows_kept == 0
 
 
-def test_a_result_found_published_again_uses_no_rows_of_its_older_self(tmp_path: Path) -> None:
-    """`cache.keep` was another one then, which once made the older publish the newest one of somebody else."""
+def test_a_result_that_is_published_again_uses_no_rows_of_its_older_version(tmp_path: Path) -> None:
+    """Its older version had another `cache.keep`."""
     (part,) = filled(tmp_path / "c", 4, age=400)
     marker = tmp_path / "published.json"
     marker.touch()
@@ -137,8 +136,8 @@ def test_small_neighbours_become_one_in_their_order(tmp_path: Path) -> None:
     assert keys_of(tmp_path) == KEYS[:650]
 
 
-def test_of_two_answers_to_a_key_the_first_stays_the_first(tmp_path: Path) -> None:
-    """A part that is not worth joining stands between the two."""
+def test_the_first_of_two_answers_to_a_key_stays_first(tmp_path: Path) -> None:
+    """A part that is too large to merge is between the two."""
     with CompletionStore(tmp_path / "c") as store:
         for batch in (
             [answer(KEYS[0], 1)],

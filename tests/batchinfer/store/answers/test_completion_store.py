@@ -1,4 +1,4 @@
-"""Parts exist by their records alone, hold what was appended, and survive every kind of damage by being redone."""
+"""Parts: they exist through their records, contain the appended answers, and are recomputed after any damage."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_short_writes_are_carried_on(tmp_path: Path) -> None:
 
 
 def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
-    """`cache.path` may name a folder that somebody else writes to; Spark and DuckDB number their parts, too."""
+    """Other programs may write to the folder of `cache.path`, and Spark and DuckDB also number their parts."""
     names = ("part-00000.parquet", "part-00000-c000.json", "part-9f2c-00000.parquet", "part-x.tmp")
     for name in names:
         (tmp_path / name).write_text("theirs")
@@ -175,8 +175,8 @@ def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).read_text() for name in names} == dict.fromkeys(names, "theirs")
 
 
-def test_what_was_first_stays_first_whoever_commits_later(tmp_path: Path) -> None:
-    """Runs for several dates share a store: a slow one may answer what another has answered and published."""
+def test_the_first_answer_stays_first_after_later_commits(tmp_path: Path) -> None:
+    """Runs for several dates share a store. A slow run may repeat a published answer."""
     with CompletionStore(tmp_path) as slow, CompletionStore(tmp_path) as fast:
         for key in KEYS[:3]:
             fast.append([answer(key, 3)])
@@ -192,8 +192,8 @@ def test_what_was_first_stays_first_whoever_commits_later(tmp_path: Path) -> Non
         assert both.parts() == [*fast.parts(), later]
 
 
-def test_two_never_number_a_part_at_the_same_time(tmp_path: Path) -> None:
-    """The second waits until the first one's record is there, so that no number is given twice."""
+def test_two_processes_never_use_the_same_part_number(tmp_path: Path) -> None:
+    """The second one waits until the record of the first exists."""
     with CompletionStore(tmp_path) as one, CompletionStore(tmp_path) as other:
         other.append([answer(KEYS[0])])
         committed = threading.Thread(target=other.commit)
@@ -207,7 +207,7 @@ def test_two_never_number_a_part_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_parts_are_numbered_without_listing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless somebody has added one that did not note it: then it is found."""
+    """An unrecorded part of another process is found, too."""
     listed: list[Path] = []
     usual = completion_store._record_names
     monkeypatch.setattr(completion_store, "_record_names", lambda path: listed.append(path) or usual(path))

@@ -1,4 +1,4 @@
-"""What a store lacks is noticed from a part of a job's keys, as the plan would find it from all of them."""
+"""Missing keys are detected from a part of a job's keys, with the same result as the plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ some = st.lists(st.sampled_from(KEYS), max_size=30)
 def stored(
     path: Path, answered: Sequence[bytes], refused: Sequence[bytes], failed: Sequence[bytes]
 ) -> list[Path]:
-    """Two parts of a store, with answers and errors, and with errors that may be retried."""
+    """Write two parts of a store: one with answers and errors, one with errors that may be retried."""
     with CompletionStore(path) as store:
         store.append([*map(answer, answered), *(failure(key, retryable=False) for key in refused)])
         store.commit()

@@ -1,4 +1,4 @@
-"""Answers that their columns cannot hold become errors, whatever their JSON holds."""
+"""Answers that their columns cannot store become error rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ NUMBER = schema_columns({"type": "object", "properties": {"n": {"type": "number"
 
 
 class Utf8:
-    """A tokenizer whose tokens are bytes."""
-
     def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
         return [bytes(row).decode() for row in rows]
 
@@ -60,8 +58,8 @@ def test_others_stay_as_they_are() -> None:
     "text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "\\u0061": 1}}]', '{"": 1, "x": 2, "": 1}']
 )
 @pytest.mark.parametrize("columns", [NUMBER, None])
-def test_a_name_that_stands_twice_in_an_object_is_an_error(text: str, columns: SchemaColumns | None) -> None:
-    """Readers of JSON differ in which of them counts."""
+def test_a_duplicate_name_in_an_object_is_an_error(text: str, columns: SchemaColumns | None) -> None:
+    """JSON readers differ in which value counts."""
     (found,) = AnswerCheck(columns, Utf8()).check_all([answered(text)])
     assert found.error is not None
     assert "each name may occur once" in found.error.message

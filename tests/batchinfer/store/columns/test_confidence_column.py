@@ -1,4 +1,4 @@
-"""Which tokens of an answer count for a value: those from its beginning to where no other value was possible."""
+"""Tokens of an answer that count for a value: from its start to the point where it is the only possible value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 
 class Bytes:
-    """Tokens that are bytes of UTF-8, and one that ends an answer; a few stand for several bytes."""
+    """Tokens are bytes of UTF-8, an end token, and a few of several bytes."""
 
     pieces: Sequence[bytes] = [bytes([n]) for n in range(256)] + [b"", b"no", b" id", b'": "']
 
@@ -43,7 +43,7 @@ def tokens(*parts: str | int) -> list[int]:
 
 
 def confidence(ids: list[int], text: str, choices: list[str], counted: Sequence[int]) -> None:
-    """Each counted token has the logarithm -1 - its place, and the others one that would show."""
+    """Check that exactly the `counted` tokens contribute. Token i of them has log-probability -1 - i."""
     logprobs = [-1.0 - at if at in counted else -100.0 for at in range(len(ids))]
     answer = AnswerTokens.of(text, ids, logprobs, Bytes())
     found = confidence_array(iter([answer, None]), choices, None).to_pylist()
@@ -70,7 +70,7 @@ def test_tokens_count_up_to_the_one_that_decides(
 
 
 def schema_of(value: Any) -> dict[str, Any]:
-    """The schema of values with this shape, whose texts, numbers and nulls have one other value each."""
+    """Return the schema of values with this shape, in which each text, number and null has one alternative."""
     if isinstance(value, dict):
         return {"type": "object", "properties": {name: schema_of(one) for name, one in value.items()}}
     if isinstance(value, list):

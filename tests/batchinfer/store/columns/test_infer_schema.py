@@ -1,4 +1,4 @@
-"""`batchinfer schema infer`: from files to a schema, and what is said of files that have none."""
+"""`batchinfer schema infer`: from files to a schema, and messages about files without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lines(path: Path, *rows: Any) -> Path:
 
 
 def write(folder: Path, form: str) -> Path:
-    """Write the examples in a form, and a last row without one."""
+    """Write the examples in a format, plus a last row without an example."""
     path, texts = folder / form, [json.dumps(one) for one in ANSWERS]
     if form == "objects.jsonl":
         return lines(path, *({"x": 1, "a": one} for one in ANSWERS), {"a": None})
@@ -72,8 +72,7 @@ def test_rows_are_examples_without_a_column_and_only_the_first_are_read(tmp_path
     assert "looked at the first 2 rows" in done.err
 
 
-def test_rows_that_cannot_be_read_are_passed_over(tmp_path: Path, run: Command) -> None:
-    """As many as a job bears: one in a hundred."""
+def test_unreadable_rows_are_skipped_up_to_one_percent(tmp_path: Path, run: Command) -> None:
     rows: list[Any] = [{"a": one} for one in ANSWERS] * 100
     rows[7], rows[90] = '{"a": 1, "a": 2}', {"a": "{no JSON"}
     done = run("schema", "infer", lines(tmp_path / "a.jsonl", *rows), "--column", "a")

@@ -1,4 +1,4 @@
-"""Schemas from examples: every example is valid under its schema, and the schema gives typed columns."""
+"""Inferred schemas: every example is valid, and columns are typed."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_texts(texts: list[Any], schema: Any) -> None:
 
 
 def test_size_is_bounded() -> None:
-    """Many names, deep nesting and many parts leave an open schema that is valid and that a job takes."""
+    """Many names, deep nesting and many parts give an open schema that is valid and that a job accepts."""
     keys = [{f"k{n}": n} for n in range(MAX_PROPERTIES + 1)]
     assert inferred({"data": {}}, *({"data": one} for one in keys))["properties"]["data"] == {
         "type": "object"

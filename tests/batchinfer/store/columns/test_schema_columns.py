@@ -1,4 +1,4 @@
-"""The columns of a JSON Schema, and the values that they take."""
+"""Columns of a JSON Schema, and their values."""
 
 from __future__ import annotations
 
@@ -243,8 +243,8 @@ SCHEMAS = st.recursive(
 
 @given(data=st.data(), pair=SCHEMAS)
 @settings(max_examples=examples(20, 60), deadline=None)
-def test_values_come_back_from_parquet_and_duckdb(tmp_path_factory, data, pair):
-    """Any schema of these types, any values: what is read is what was written, null where there is no answer."""
+def test_values_survive_parquet_and_duckdb(tmp_path_factory, data, pair):
+    """For any schema of these types and any values. A missing answer is null."""
     schema, values = pair
     answers = data.draw(st.lists(st.none() | values, min_size=1, max_size=5))
     columns = schema_columns(schema, "answer")

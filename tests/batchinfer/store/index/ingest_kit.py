@@ -1,4 +1,4 @@
-"""A small checkpoint folder (tokenizer and chat template only) and jobs over it, for the ingest tests."""
+"""A small checkpoint folder (tokenizer and chat template) and jobs over it, for the ingest tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LINES = [
 
 
 def byte_bpe(vocab: int = 400, bos: bool = False) -> Tokenizer:
-    """A byte-level BPE: every text has tokens, multi-byte characters are split."""
+    """Return a byte-level BPE. Every text has tokens, and multi-byte characters are split."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,6 @@ def byte_bpe(vocab: int = 400, bos: bool = False) -> Tokenizer:
 
 
 def checkpoint(folder: Path, template: str | None = CHATML, bos: bool = False) -> Path:
-    """A folder with tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_bpe(bos=bos).save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
@@ -60,7 +59,7 @@ def checkpoint(folder: Path, template: str | None = CHATML, bos: bool = False) -
 
 
 def options(**changes: Any) -> IngestOptions:
-    """One worker, 512 positions, and a vocabulary of 1,000. Names of AskedAnswers set `asked`."""
+    """Return options: one worker, 512 positions, a vocabulary of 1,000. Fields of AskedAnswers set `asked`."""
     given: dict[str, Any] = {
         "context": b"c" * 32,
         "max_model_len": 512,
@@ -81,7 +80,7 @@ def make_job(
     on_invalid: tuple[dict[str, Any], ...] = (),
     **source: Any,
 ) -> Job:
-    """A job in `folder`, its checkpoint in `folder/model`."""
+    """Return a job in `folder` with its checkpoint in `folder/model`."""
     job = Job(
         name="test",
         model=ModelSection.model_construct(path=folder / "model", dtype="auto", max_model_len=None),
@@ -112,24 +111,21 @@ _INPUT = {
 
 
 def run(job: Job, **changes: Any) -> Index:
-    """Ingest into the job's folder."""
     return ingest(
         job, LoadedTokenizer.load(job.model.path), options(**changes), job.source.parent / "scratch"
     )
 
 
 def rows_of(index: Index) -> list[dict[str, Any]]:
-    """All index rows."""
     return [row for part in index.index_parts for row in pq.read_table(part).to_pylist()]
 
 
 def carried(index: Index) -> pa.Table:
-    """All passthrough rows."""
+    """Return all carried columns."""
     return pa.concat_tables([pq.read_table(part) for part in index.passthrough_parts])
 
 
 def prompts_of(index: Index) -> list[list[int] | None]:
-    """The token ids of every row."""
     return [
         None if r["key"] is None else index.tokens.read(r["token_offset"], r["token_count"]).tolist()
         for r in rows_of(index)
@@ -137,7 +133,7 @@ def prompts_of(index: Index) -> list[list[int] | None]:
 
 
 def write_lines(path: Path, rows: list[Any]) -> Path:
-    """JSONL from objects; bytes stand as they are."""
+    """Write JSONL from objects. Bytes are written unchanged."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path

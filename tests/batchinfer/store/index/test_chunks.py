@@ -1,6 +1,6 @@
-"""Wherever files are cut into chunks, and however many workers read them, the index is the same to the byte.
+"""The index is equal byte by byte for any input chunks and any number of workers.
 
-In most of these tests the workers are objects of this process, which answer in any order; one has real processes.
+Most tests use workers in this process that reply in any order. One test uses real processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class LocalWorker:
-    """A render worker in this process, which sees what another process would see, and is done at any time later."""
+    """A render worker in this process with the data of a separate process. Its reply comes at a random time."""
 
     order = random.Random(1)
 
@@ -68,7 +68,7 @@ class LocalWorker:
         os.write(self._write, b"w" * self.order.choice([1, 1, 2, 5]))
 
     def attend(self) -> PreparedRows | None:
-        """One more look costs a byte; with none left it is done."""
+        """Consume one byte per poll. Reply when none is left."""
         self._ready = True
         os.read(self._read, 1)
         if self._reply is None or selectors_ready(self._read):
@@ -79,7 +79,7 @@ class LocalWorker:
         )
 
     def look(self) -> None:
-        """It never hangs."""
+        pass
 
     def close(self) -> None:
         self._events.unregister(self._read)
@@ -94,7 +94,7 @@ def selectors_ready(file: int) -> bool:
 
 
 def read(path: Path, size: ChunkSize | None, text: TextOptions) -> tuple[list[Any], dict[str, str]]:
-    """All rows of a file through its chunks, each sent as to another process; every second one in two pieces."""
+    """Read all rows through chunks, each sent as to another process, every second one in two pieces."""
     reader = Reader.open(list_inputs(str(path), path.parent), text, chunk=size)
     rows: list[Any] = []
     for number, chunk in enumerate(reader.chunks()):
@@ -108,7 +108,7 @@ def read(path: Path, size: ChunkSize | None, text: TextOptions) -> tuple[list[An
 
 
 def jsonl(draw: st.DrawFn) -> bytes:
-    """Lines of any length, good, bad and blank, ended in any way."""
+    """Draw lines of any length, valid, invalid and blank, with any line ends."""
     good = [
         b'{"text": "a"}',
         b'{"text": "%b", "n": 1}' % (b"long " * 30),
@@ -123,7 +123,7 @@ def jsonl(draw: st.DrawFn) -> bytes:
 
 
 def quoted_csv(draw: st.DrawFn) -> bytes:
-    """Fields in quotes that span lines, and now and then a broken one."""
+    """Draw quoted fields that span lines, and sometimes a broken one."""
     field = st.sampled_from([b"a", b"", b'"b"', b'"c\nd"', b'"""e"""', b'"\r\n,"', b'"' + b"x\n" * 40 + b'"'])
     broken = st.sampled_from([b'"f"g', b'"open', b"h\ri", b"1,2,3", b"\xff,k"])
     record = st.one_of(st.tuples(field, field).map(b",".join), broken)
@@ -151,8 +151,8 @@ def test_rows_do_not_depend_on_where_a_file_is_cut(name: str, data: st.DataObjec
         assert [row for batch in batches for row in batch.rows] == whole[0]
 
 
-def test_any_csv_is_read_alike_wherever_it_is_cut(tmp_path: Path) -> None:
-    """The files that are compared with Python's csv module elsewhere."""
+def test_csv_rows_do_not_depend_on_chunks(tmp_path: Path) -> None:
+    """Uses the files that are compared with Python's csv module elsewhere."""
     for seed in range(100):
         content, dialect, cap = drawn(random.Random(seed))
         path = tmp_path / f"{seed}.csv"
@@ -164,7 +164,7 @@ def test_any_csv_is_read_alike_wherever_it_is_cut(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_cut_into_many_chunks(tmp_path: Path) -> None:
-    """Most of it without being read, also where quotes go over lines, and in spite of a broken record."""
+    """Without reading most of it, also if quotes span lines, and after a broken record."""
     record = b'1,"two\nlines, and ""quotes"""\n'
     (tmp_path / "x.csv").write_bytes(b"a,b\n" + record * 20_000 + b'3,"x"y\n' + record * 20_000)
     reader = Reader.open(list_inputs(str(tmp_path / "x.csv"), tmp_path))
@@ -177,7 +177,7 @@ def test_a_long_file_is_cut_into_many_chunks(tmp_path: Path) -> None:
 
 
 def digests(index: Index) -> dict[str, str]:
-    """The content of all files of an index but the times in its marker."""
+    """Return the digests of all index files, without the times in the marker."""
     files = sorted(path for path in index.folder.rglob("*") if path.is_file() and path.name != "index.json")
     return {str(f.relative_to(index.folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
@@ -224,7 +224,7 @@ def test_the_index_does_not_depend_on_chunks_and_workers(name: str, data: st.Dat
 
 
 def test_real_workers_give_the_same_index(tmp_path: Path) -> None:
-    """800 rows, which are more than one batch of the index, in one chunk and in a hundred."""
+    """800 rows, more than one batch of the index, in one chunk and in a hundred."""
     checkpoint(tmp_path / "model")
     rows = [{"text": f"row {n} " * (n % 9), "n": n if n % 5 else 'x"y'} for n in range(800)]
     rows[700] = {"text": None, "n": 1}
@@ -237,8 +237,8 @@ def test_real_workers_give_the_same_index(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_workers")
-def test_groups_of_rows_in_the_index_end_alike(tmp_path: Path) -> None:
-    """More rows than one group of a Parquet file has."""
+def test_row_groups_of_the_index_end_at_the_same_rows(tmp_path: Path) -> None:
+    """With more rows than one group of a Parquet file."""
     checkpoint(tmp_path / "model")
     path = tmp_path / "rows.csv"
     path.write_text("text,n\n" + "".join(f"r{n},{n}\n" for n in range(8600)))
@@ -267,8 +267,8 @@ def test_typed_rows_do_not_depend_on_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_workers")
-def test_text_that_is_not_utf8_in_a_carried_column_costs_its_row(tmp_path: Path) -> None:
-    """Also where the prompt does not read that column."""
+def test_invalid_utf8_in_a_carried_column_is_an_error_of_its_row(tmp_path: Path) -> None:
+    """Also if the prompt does not read that column."""
     checkpoint(tmp_path / "model")
     label = pa.array([b"a", b"\xff", None, b"d"], pa.binary()).view(pa.string())
     table = pa.table({"text": ["1", "2", "3", "4"], "label": label})

@@ -1,4 +1,4 @@
-"""Rows in batches whose sizes follow from the rows alone."""
+"""Batches whose sizes follow only from the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer.store.index.even_batches import BATCH_ROWS, MOST_ROWS, EvenBatch
 
 
 class _Noted(PartWriter):
-    """Notes how many rows came at once."""
+    """Records the size of each batch."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         super().__init__(folder, schema, FileOps())

@@ -1,4 +1,4 @@
-"""Ingest as a whole: every input row becomes one index row, good or bad, and a complete index is used again."""
+"""Ingest: every input row becomes one index row, and a complete index is reused."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_bad_row_is_an_error_row(folder: Path, prompt: str) -> None:
 
 
 def test_a_message_with_an_image_says_what_is_not_read(folder: Path) -> None:
-    """A part of an unknown type may hold anything: it is not quoted."""
+    """A part of an unknown type may contain anything and is not quoted."""
     parts = ({"type": "image_url", "image_url": "x"}, {"type": "my prompt"}, {"type": "text", "text": 3})
     rows = [{"m": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]} for part in parts]
     told = [row["error_message"] for row in rows_of(ingest_rows(folder, rows, {"messages": "m"}))]
@@ -239,8 +239,8 @@ def test_a_row_that_asks_for_logprobs_is_other_work(folder: Path) -> None:
     assert silent.logprobs == 0, "the job asks, whatever its rows do"
 
 
-def test_what_an_openai_request_leaves_out_is_as_openai_has_it(folder: Path) -> None:
-    """Temperature 1; a chat may fill the context, a text completion ends after 16 tokens. The job file goes first."""
+def test_openai_requests_have_the_defaults_of_openai(folder: Path) -> None:
+    """Temperature 1; a chat may fill the context, a text completion has 16 tokens. The job file overrides both."""
     rows = [request(CHAT), request({"prompt": "ab"}, "/v1/completions"), request({**CHAT, "temperature": 0})]
     chat, text, greedy = (
         SamplingParams.from_json(row["params"])
@@ -290,8 +290,8 @@ def params_of(index: Index) -> list[SamplingParams]:
     return [SamplingParams.from_json(r["params"]) for r in rows_of(index)]
 
 
-def test_a_column_is_no_parameter_by_its_name(folder: Path) -> None:
-    """A sensor's temperature of 23.5 made every answer a random one."""
+def test_a_column_with_the_name_of_a_parameter_is_no_parameter(folder: Path) -> None:
+    """A sensor's temperature of 23.5 would make every answer random."""
     rows = [{"text": "a", "temperature": 23.5, "stop": "bus", "seed": 3, "max_tokens": -1}, {"text": "b"}]
     plain = ingest_rows(folder, [{"text": "a"}, {"text": "b"}])
     index = ingest_rows(folder, rows)
@@ -299,8 +299,8 @@ def test_a_column_is_no_parameter_by_its_name(folder: Path) -> None:
     assert [r["key"] for r in rows_of(index)] == [r["key"] for r in rows_of(plain)]
 
 
-def test_declared_columns_override(folder: Path) -> None:
-    """Declared, a column may be carried along, be the id and stand in the prompt as well; null is the job's value."""
+def test_a_declared_column_overrides_the_job(folder: Path) -> None:
+    """It may also be carried, the id, and used in the prompt. Null means the job's value."""
     rows = [{"text": "a", "most": 5, "seed": 3, "stop": "x"}, {"text": "b", "most": None}, {"text": "c"}]
     index = ingest_rows(
         folder,
@@ -344,8 +344,8 @@ def test_truncation_leaves_room_for_the_answer(folder: Path, side: str, kept: li
     assert codes(index) == ["prompt_too_long"], "one token was kept, and the model answered that"
 
 
-def test_too_long_says_whose_limit_it_is(folder: Path) -> None:
-    """The model's positions were named where the job's own limit was meant."""
+def test_a_prompt_that_is_too_long_names_the_exceeded_limit(folder: Path) -> None:
+    """The job's own limit, or the model's positions."""
     rows = [{"t": [1] * 9}, {"t": [2]}]
     index = ingest_rows(folder, rows, {"token_ids": "t"}, max_model_len=7)
     assert rows_of(index)[0]["error_message"] == (
@@ -513,7 +513,7 @@ def limit_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 def test_a_worker_that_used_up_its_cpu_time_blames_no_row(
     folder: Path, limit_workers: Callable[[int], None]
 ) -> None:
-    """That time is the sum of all rows since it started. The row takes more than the limit, and less than its own."""
+    """CPU time adds up over all rows. The row takes more than the worker's rest, and less than its own limit."""
     limit_workers(1)
     rows = [{"text": t} for t in ("a", "slow", "b")]
     index = ingest_rows(folder, rows, {"user": SLOW}, row_timeout_s=100.0)
@@ -529,14 +529,14 @@ def test_a_worker_that_dies_in_the_middle_of_its_reply_is_replaced(
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, folder: Path, most: int, by: int = signal.SIGKILL) -> None:
-    """Have the first `most` render workers ended at the row "victim"."""
+    """Kill the first `most` render workers that reach the row "victim"."""
     monkeypatch.setattr(render_worker, "_ENTRY", "tests.batchinfer.child_tasks:render_and_be_ended")
     monkeypatch.setenv("LIMITED_STARTS", str(folder / f"starts-{most}-{by}"))
     monkeypatch.setenv("ENDED_MOST", str(most))
     monkeypatch.setenv("ENDED_BY", str(int(by)))
 
 
-def test_a_limit_on_cpu_time_that_no_batch_fits_into_is_named(
+def test_a_cpu_time_limit_below_that_of_any_batch_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel ends each worker by the signal of that limit."""
@@ -554,7 +554,7 @@ def test_a_limit_on_cpu_time_that_no_batch_fits_into_is_named(
 def test_one_kill_of_a_render_worker_costs_no_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals, place: int
 ) -> None:
-    """Anything may end a process, and the row that it was at is prepared again."""
+    """Anything may kill a process. The row is prepared again."""
     rows = [{"text": t, "max_tokens": n + 1} for n, t in enumerate("abcd")]
     rows[place] |= {"text": "victim"}
     undisturbed = ingest_rows(folder, rows)
@@ -579,7 +579,7 @@ def test_a_row_that_ends_workers_in_a_batch_and_by_itself_is_an_error_row(
 def test_kills_while_a_constraint_is_checked_cost_no_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker only waits then for the process that checks, which is itself asked twice."""
+    """The worker waits for the process that checks, which is retried once."""
     rows = [{"text": "a", "regex": None}, {"text": "b", "regex": "[0-9]+"}, {"text": "c", "regex": "("}]
     ended(monkeypatch, folder, 2)
     task = "tests.batchinfer.child_tasks:render_and_be_ended_at_a_check"
@@ -624,7 +624,7 @@ LIMIT_S, PAUSE_S = 3.0, 3.5
     ("who", "processes"), [("job", 1), pytest.param("worker", 2, marks=pytest.mark.slow)]
 )
 def test_a_stop_blames_no_row(folder: Path, who: str, processes: int) -> None:
-    """Ctrl-Z, a container or a virtual machine that pauses the whole job; or the worker alone, which is replaced."""
+    """Ctrl-Z, a container or a virtual machine pauses the whole job; or only the worker, which is replaced."""
     done = subprocess.run(
         [sys.executable, "-c", STOPPED, str(folder), who], env=environment(), text=True, capture_output=True,
         timeout=PATIENCE_S, check=False,
@@ -695,7 +695,7 @@ def test_a_missing_chat_template_is_a_mistake_in_the_job(folder: Path) -> None:
 @pytest.mark.usefixtures("cold_children")
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])
 def test_a_million_rows_in_bounded_memory(tmp_path: Path, form: str) -> None:
-    """The limit is far below what rows of a million would take in any process."""
+    """The limit is far below the memory of a million rows in any process."""
     checkpoint(tmp_path / "model")
     found = measure(tmp_path, 1_000_000, 300, form, workers=2)
     print(json.dumps(found))

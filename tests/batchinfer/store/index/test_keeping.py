@@ -1,5 +1,6 @@
-"""Files and chunks that did not change: ingest with what the last run kept gives the index of a fresh run, without
-their tokens."""
+"""Unchanged files and input chunks: ingest with the kept index gives the same index as a fresh run, without the
+tokens of kept rows.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def people(count: int, first: int = 0) -> list[Row]:
 
 
 class Nights:
-    """A job over one file, ingested again and again. `lacks`: keys that the store does not have."""
+    """A job over one file that is ingested repeatedly. `lacks`: keys missing in the store."""
 
     def __init__(self, folder: Path, **job: Any) -> None:
         self.folder = folder
@@ -110,13 +111,13 @@ class Nights:
         return ingest(job, tokenizer, options(**{"chunk": FEW} | more), scratch, ops=ops, keeping=known)
 
     def check(self, path: Path, ops: FileOps | None = None, **more: Any) -> int:
-        """Ingest with what was kept and without: both must say the same. Return how many rows have no tokens."""
+        """Ingest with the kept index and without, and compare. Return the number of rows without tokens."""
         found, fresh = self.ingest(path, ops=ops, **more), self.ingest(path, kept=False, **more)
         return compared(found, fresh)
 
 
 def compared(found: Index, fresh: Index) -> int:
-    """Hold two indexes of the same rows against each other; return how many rows of the first have no tokens."""
+    """Compare two indexes of the same rows. Return the number of rows of the first without tokens."""
     known = 0
     for one, other in zip(rows_of(found), rows_of(fresh), strict=True):
         place, offset = one.pop("token_offset"), other.pop("token_offset")
@@ -136,7 +137,7 @@ def compared(found: Index, fresh: Index) -> int:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How the chunks of an ingest came: as they were kept, or from workers."""
+    """The source of each chunk of an ingest: kept, or from a worker."""
     came: list[str] = []
     give = KeptIndex._give
 
@@ -150,7 +151,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read, where a file need not lie for a while to show that it was changed."""
+    """The names of the files that are read. Files count as unchanged immediately after they were written."""
     names: list[str] = []
     chunks = Reader.chunks
 
@@ -215,8 +216,8 @@ def test_files_and_chunks_that_did_not_change_are_not_read(
     assert set(read) == {"kept"}
 
 
-def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path: Path) -> None:
-    """It may be written once more within the tick of its times."""
+def test_a_file_that_was_just_written_is_read_again(tmp_path: Path) -> None:
+    """It may be written again within the resolution of its times."""
     nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
     nights.ingest(path)
     assert json.loads((tmp_path / "kept/kept.json").read_text())["stretches"][0]["files"] == []
@@ -269,7 +270,7 @@ def test_rows_of_another_job_are_not_known(
     "sampling", [{"temperature": 0.7}, {"temperature": 0.8, "n": 3, "from_columns": {"n": "several"}}]
 )
 def test_sampled_rows_are_prepared_again(tmp_path: Path, sampling: dict[str, Any]) -> None:
-    """The tokens of equal ones are needed to tell their answers apart."""
+    """Answers of duplicates are assigned by their tokens."""
     nights = Nights(tmp_path, sampling=sampling, id=None, columns=())
     rows = [{"text": f"person {n % 17}", "n": n} for n in range(20)]
     rows[5] |= {"several": 2}
@@ -335,8 +336,8 @@ def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path, sections: dic
 
 
 @pytest.mark.slow
-def test_changed_columns_that_are_carried_appear(tmp_path: Path) -> None:
-    """Their types are those of all rows, as they are now."""
+def test_changed_carried_columns_appear(tmp_path: Path) -> None:
+    """Their types are those of all current rows."""
     nights = Nights(tmp_path)
     rows = people(12)
     nights.ingest(jsonl(tmp_path, rows))
@@ -388,7 +389,7 @@ def test_a_failure_at_any_operation_changes_no_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_at_any_operation_changes_no_row(tmp_path: Path, step: int) -> None:
-    """In processes of their own: this one holds threads, and may not fork."""
+    """Runs in separate processes: this one has threads and must not fork."""
     nights, rows, counting = Nights(tmp_path), people(12), FailingOps()
     nights.ingest(jsonl(tmp_path, rows))
     nights.ingest(jsonl(tmp_path, rows), ops=counting)
@@ -439,7 +440,7 @@ def edited(rows: list[Any], edits: Sequence[tuple[str, int]]) -> list[Any]:
 def test_any_edits_of_a_table(
     tmp_path_factory: pytest.TempPathFactory, nights: list[list[tuple[str, int]]], samples: int, lost: int
 ) -> None:
-    """`samples`: of each row; 0: its answer is greedy."""
+    """`samples`: number per row; 0 means a greedy answer."""
     folder = tmp_path_factory.mktemp("edits")
     sampling = {"temperature": 0.5 if samples else 0.0, "n": max(1, samples)}
     job = Nights(folder, unique_ids=True, sampling=sampling)
@@ -453,7 +454,7 @@ def test_any_edits_of_a_table(
 
 
 def main(path: Path, number: int) -> None:
-    """Ingest the file, and die at this operation."""
+    """Ingest the file, and die at operation `number`."""
     Nights(path.parent).ingest(path, ops=FailingOps(number))
 
 

@@ -1,4 +1,4 @@
-"""The keys of a job's ladder stand in its index, and are those of the same work in a job without one."""
+"""Work keys of a job's ladder are in its index, and equal the keys of the same requests in a job without a ladder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def params_of(row: dict[str, Any], rung: dict[str, Any]) -> SamplingParams:
 
 
 def test_a_rung_has_the_key_of_the_row_with_its_parameters(folder: Path) -> None:
-    """A rung that asks for what an earlier attempt asks for has none, nor has one with too few tokens."""
+    """A rung has no key if it repeats an earlier attempt, or has too few tokens."""
     found = rows_of(made(folder, ROWS, LADDER))
     for given, row in zip(ROWS, found, strict=True):
         asked: set[str] = set()

@@ -1,4 +1,4 @@
-"""Rows that ask for several answers: the index is that of an input in which they stand so many times."""
+"""Rows with several answers: the index equals that of an input that repeats the row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LADDER = ({"seed": 1}, {"temperature": 0.2})
 
 
 def asking(seed: int, count: int) -> list[dict[str, Any]]:
-    """Rows of which many are equal but for their n, and some are error rows."""
+    """Return rows, many of them equal except for their n, and some of them error rows."""
     draw = random.Random(seed)
     numbers = [None, 1, 1, 2, 3, 7, BATCH_ROWS + 1]
     texts = [f"word {n}" for n in range(count // 5)] + [None]
@@ -33,7 +33,7 @@ def request(row: dict[str, Any], n: int | None) -> dict[str, Any]:
 
 
 def indexed(folder: Path, rows: list[dict[str, Any]], n: str | None, **source: Any) -> Index:
-    """n: the column with the number of answers, if there is one."""
+    """Ingest rows. `n`: the column with the number of answers, or None."""
     folder.mkdir()
     checkpoint(folder / "model")
     path = jsonl(folder, rows)
@@ -46,8 +46,8 @@ def indexed(folder: Path, rows: list[dict[str, Any]], n: str | None, **source: A
 
 
 @pytest.mark.parametrize("form", ["columns", "openai"])
-def test_a_row_with_n_is_as_a_row_that_stands_n_times(tmp_path: Path, form: str) -> None:
-    """Its work keys among them, in all attempts: occurrences are numbered in the order of all answers."""
+def test_a_row_with_n_equals_n_repeated_rows(tmp_path: Path, form: str) -> None:
+    """Including their work keys in all attempts. Occurrences are numbered in the order of all answers."""
     rows = asking(7, 40)
     times = [row["n"] or 1 if row["text"] is not None else 1 for row in rows]
     often = [row for row, n in zip(rows, times, strict=True) for _ in range(n)]
@@ -74,7 +74,7 @@ def test_a_row_with_n_is_as_a_row_that_stands_n_times(tmp_path: Path, form: str)
 
 @pytest.mark.slow
 def test_rows_with_several_answers_are_prepared_again(tmp_path: Path) -> None:
-    """Greedy rows, each of which is a chunk, are known the next night."""
+    """Greedy rows, each of them a chunk, are kept."""
     nights = Nights(tmp_path, prompt=None, format="openai", columns=(), id=None)
     texts = [{"id": f"r{at}", "text": f"word {at}"} for at in range(24)]
     alone = [request(row, None) for row in texts]

@@ -1,5 +1,3 @@
-"""The folder of a kept index."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +9,8 @@ from batchinfer.store.kept.facts import SegmentFacts
 from batchinfer.store.kept.files import MARKER, KeptMarker, KeptSegment, read_marker, replace_marker
 
 
-def test_runs_that_end_at_the_same_time_leave_one(tmp_path: Path) -> None:
-    """Runs of a job for several dates share what is kept, and may end at the same moment."""
+def test_runs_that_end_at_the_same_time_keep_one_index(tmp_path: Path) -> None:
+    """Runs of a job for several dates share the kept index."""
     kept = tmp_path / "kept"
 
     def commit(identity: str) -> None:

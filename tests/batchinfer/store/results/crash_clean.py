@@ -2,7 +2,7 @@
 
     python -m tests.batchinfer.store.results.crash_clean ROOT LAST STEP
 
-as crash_job.py does for a job.
+Like crash_job.py, but for `clean`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ME = User("/d/res", "", 30)
 
 
 def prepare(folder: Path) -> None:
-    """Two files of uses: what was used long ago, and what was used yesterday."""
+    """Write two files of uses: of long ago, and of yesterday."""
     for start in range(0, len(KEYS), 6):
         with CompletionStore(
             folder, numerics=1 + start // 30
@@ -65,14 +65,14 @@ def clean(folder: Path, ops: FileOps) -> None:
 
 
 def keys(folder: Path) -> list[bytes]:
-    """What the store holds, as its next reader sees it."""
+    """Return the keys of the store as its next reader sees them."""
     records, discarded = read_records(folder, verify=True)
     assert discarded == ()
     return [key for part in sorted(records) for key in pq.read_table(part)["key"].to_pylist()]
 
 
 def check(folder: Path) -> None:
-    """Every kept key is there once, in its old order, and no other one twice."""
+    """Check that every kept key exists once and in its old order, and no other key twice."""
     found = keys(folder)
     assert len(set(found)) == len(found)
     assert [key for key in found if key in KEPT] == KEPT

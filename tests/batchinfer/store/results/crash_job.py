@@ -3,10 +3,9 @@
     python -m tests.batchinfer.store.results.crash_job ROOT LAST STEP [THREADS]
 
 runs the job for every STEP-th operation number below LAST in a folder ROOT/<n>: a forked child dies at operation n,
-another one runs the job again undisturbed. Where several THREADS write files, their operations come in another order
-each time, and so the n-th is another one.
+another one runs the job again. If several THREADS write files, the order of operations varies between runs.
 
-Run as a script of its own: it forks, so it must not hold threads.
+Run it as a script: a process that forks must not have threads.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SPEC = PublishSpec("crash", "0" * 64, ({"path": "in.jsonl", "bytes": 1, "sha256"
 
 
 def prepare(folder: Path) -> Index:
-    """An index, and an older result in place, so that publishing has to exchange."""
+    """Write an index, and publish an older result, so publishing has to exchange folders."""
     older = write_index(folder / "older", mixed_rows(13))  # the first file of which the newer one has, too
     run_job(folder, older, FileOps())
     return write_index(folder / "newer", mixed_rows(ROWS))
@@ -64,7 +63,7 @@ def run_job(folder: Path, index: Index, ops: FileOps, threads: int = 1) -> Manif
 
 
 def in_child(work: object) -> int:
-    """Run `work()` in a forked child; its exit status as os.waitpid gives it."""
+    """Run `work()` in a forked child, and return its exit status as os.waitpid does."""
     pid = os.fork()
     if pid == 0:
         work()  # type: ignore[operator]
@@ -73,7 +72,7 @@ def in_child(work: object) -> int:
 
 
 def kill_each(numbers: range, root: Path, prepare: Prepare, run: Run, check: Prepare | None = None) -> None:
-    """For each operation number, in ROOT/<n>: prepare, run until it dies there, `check` what that left, run again."""
+    """For each operation number, in ROOT/<n>: prepare, run until the kill, `check` the files, run again."""
     for number in numbers:
         folder = root / str(number)
         if in_child(lambda: prepare(folder)):  # noqa: B023 — called at once

@@ -1,4 +1,4 @@
-"""Which attempt of a row counts, and which is next: as a plain reading of the store says, however rows share work."""
+"""The attempt of a row that counts, and its next one, compared with a plain reading of the store."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def completion(work: int, outcome: str) -> Completion:
 def walked(
     row: tuple[int, tuple[int | None, ...]], stored: Outcomes
 ) -> tuple[list[tuple[int, int]], int | None]:
-    """The attempts of a row that are made, with their work; and the work of the one that is to be made."""
+    """Return the finished attempts of a row with their work, and the work of its next attempt."""
     made: list[tuple[int, int]] = []
     for attempt, work in enumerate([row[0], *row[1]], 1):
         if work is None:
@@ -132,7 +132,7 @@ def check_plan(plan: Plan, given: list[Row], stored: Outcomes) -> None:
 
 
 def is_last(row: tuple[int, tuple[int | None, ...]], stored: Outcomes) -> bool:
-    """Whether no attempt follows the one that is to be made."""
+    """Return True if the next attempt of a row is its last one."""
     made, _ = walked(row, stored)
     works = [work for work in [row[0], *row[1]] if work is not None]
     return len(made) == len(works) - 1

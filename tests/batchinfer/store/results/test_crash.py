@@ -1,4 +1,4 @@
-"""Killed or failed at any file operation, the same command gives the bytes of an undisturbed run."""
+"""After a kill or failure at any file operation, the same command produces the bytes of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Undisturbed = tuple[dict[str, bytes], dict[str, bytes], int]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The older result, the newer one, and how many operations the job makes."""
+    """The older and the newer result, and the number of operations of the job."""
     folder = tmp_path_factory.mktemp("undisturbed")
     index = crash_job.prepare(folder)
     older = contents(folder)
@@ -80,7 +80,7 @@ def _killed_by(script: str, root: Path, numbers: range, threads: int | None = No
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """How many operations cleaning makes. It drops, rewrites and joins."""
+    """The number of operations of cleaning, which drops, rewrites and merges."""
     folder = tmp_path_factory.mktemp("cleaned")
     crash_clean.prepare(folder)
     before = len(list(folder.glob("part-*.json")))

@@ -1,4 +1,4 @@
-"""Files of the last result are copied where the next one has them, too; no byte says so."""
+"""Files of the last result are copied if the next result has them, too. The bytes are equal either way."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ Damage = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Night:
-    """`rows` has a number for the work of each row and the value that is carried for it; no work: the row is bad.
-    `errors` are work whose stored answer is an error so far."""
+    """`rows`: per row a number for its work and the value of its carried column; an invalid row has no work.
+    `errors`: work whose stored answer is an error so far.
+    """
 
     rows: tuple[tuple[int | None, str | None], ...]
     errors: frozenset[int] = frozenset()
@@ -46,7 +47,7 @@ class Night:
 def publish_night(
     root: Path, night: Night, results: Path, number: int, state: StateFolder | None = None
 ) -> dict[str, bytes]:
-    """Publish a night's rows to `results`; the answers are in a store that all nights have."""
+    """Publish a night's rows to `results`. All nights share a store."""
     work = [one for one, _ in night.rows]
     rows = [bad_row(i, True) if one is None else good_row(i, [one]) for i, one in enumerate(work)]
     carried = pa.table(
@@ -71,7 +72,7 @@ rows = st.tuples(st.none() | st.integers(0, MOST_WORK), st.sampled_from([None, "
 
 @st.composite
 def nights(draw: st.DrawFn) -> list[Night]:
-    """Some nights, each with a few edits of the rows of the one before."""
+    """Draw some nights, each with a few edits of the previous night's rows."""
     found = [Night(tuple(draw(st.lists(rows, max_size=14))), draw(st.frozensets(st.integers(0, MOST_WORK))))]
     for _ in range(draw(st.integers(1, 3))):
         now = [*found[-1].rows]
@@ -86,7 +87,7 @@ def nights(draw: st.DrawFn) -> list[Night]:
 
 
 def spoil(path: Path, how: str) -> None:
-    """Do to a published file what a user might do."""
+    """Damage a published file as a user might."""
     if how == "removed":
         path.unlink()
     elif how == "a folder":
@@ -108,8 +109,10 @@ HOW = ("removed", "a folder", "cut", "longer", "changed in place")
 
 @settings(max_examples=examples(3, 150), deadline=None)
 @given(nights(), st.sampled_from([None, None, *HOW[2:]]), st.integers(0, 3))
-def test_the_bytes_are_those_of_a_first_night(found: list[Night], how: str | None, which: int) -> None:
-    """Publish the nights one after the other, and each once more to an empty folder; one file is spoiled in between."""
+def test_the_bytes_equal_those_of_a_fresh_publication(
+    found: list[Night], how: str | None, which: int
+) -> None:
+    """Publish the nights in order, and each also to an empty folder. One file is damaged between two nights."""
     with TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
         for module in (result_rows, result_files, fingerprints):
             patch.setattr(module, "BATCH_ROWS", 3)
@@ -126,7 +129,7 @@ def test_the_bytes_are_those_of_a_first_night(found: list[Night], how: str | Non
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the files that were copied."""
+    """The numbers of the copied files."""
     found: list[int] = []
     copy = earlier_files.EarlierFiles.copied
 
@@ -209,8 +212,8 @@ def test_a_note_that_cannot_be_used_is_none(tmp_path: Path, copied: list[int], t
     assert (copied, note.read_text()) == ([], before)
 
 
-def test_a_note_that_says_wrong_rows_is_not_believed(tmp_path: Path, copied: list[int]) -> None:
-    """As if it were of another result."""
+def test_a_note_with_wrong_rows_is_ignored(tmp_path: Path, copied: list[int]) -> None:
+    """As if the note belonged to another result."""
     first = publish_night(tmp_path, BASE, tmp_path / "res", 0)
     note = StateFolder(tmp_path / "res").result_files
     note.write_text(note.read_text().replace("   4,\n", "   3,\n"))

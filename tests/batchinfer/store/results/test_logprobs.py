@@ -1,4 +1,4 @@
-"""Log-probabilities from the engine's completions to the result's column: stored, joined, published, cleaned."""
+"""Log-probabilities from completions to the column of the result: stored, joined, published, cleaned."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.batchinfer.store.small_index import (
 
 
 def with_logprobs(completion: Completion, most: int, text_length: int | None = None) -> Completion:
-    """Numbers that tell row, token and rank."""
+    """Add log-probabilities that encode row, token and rank."""
     ids = completion.tokens.token_ids
     ranks = np.arange(most, dtype=np.float32)
     chosen = (-ids / 4 - 1).astype(np.float32)
@@ -45,7 +45,7 @@ def with_logprobs(completion: Completion, most: int, text_length: int | None = N
 
 
 def shown(completion: Completion, kept: int | None = None) -> list[dict[str, Any]] | None:
-    """What the result's column should hold."""
+    """Return the expected value of the result's column."""
     found = completion.tokens.logprobs
     if found is None:
         return None
@@ -67,7 +67,7 @@ def shown(completion: Completion, kept: int | None = None) -> list[dict[str, Any
 
 
 def rows_and_answers(count: int = 30) -> tuple[list[dict[str, Any]], dict[bytes, Completion]]:
-    """Some rows ask, for 0 to 3 of the likeliest; some do not; some are errors; two are the same work."""
+    """Return rows and answers. Some rows request 0 to 3 alternatives, some are errors, two are duplicates."""
     rows = [bad_row(i) if i == 4 else good_row(i, [i, 1]) for i in range(count)]
     rows[9] = good_row(9, [8, 1])
     answers: dict[bytes, Completion] = {}
@@ -92,8 +92,8 @@ def column(results: Path) -> list[Any]:
     return [row for (row,) in found]
 
 
-def test_every_row_has_its_own(tmp_path: Path) -> None:
-    """Parts of the store from before log-probabilities, with some and with others, in any order."""
+def test_every_row_has_its_own_log_probabilities(tmp_path: Path) -> None:
+    """Parts of the store without, with some and with others, in any order."""
     rows, answers = rows_and_answers()
     plain = [one for one in answers.values() if one.tokens.logprobs is None]
     asked = [one for one in answers.values() if one.tokens.logprobs is not None]
@@ -118,8 +118,8 @@ def test_a_store_without_any_gives_a_column_of_nulls(tmp_path: Path) -> None:
     assert column(results) == [None, None]
 
 
-def test_a_job_that_does_not_ask_has_no_column_and_the_same_bytes(tmp_path: Path) -> None:
-    """Whatever else is in a store that several jobs share."""
+def test_a_job_without_log_probabilities_has_no_column_and_the_same_bytes(tmp_path: Path) -> None:
+    """Independent of other jobs' answers in a shared store."""
     rows, answers = rows_and_answers()
     silent = [answer(key) if one.error is None else one for key, one in answers.items()]
     others = [with_logprobs(answer(bytes([250, n] * 16)), 2) for n in range(5)]
@@ -147,8 +147,10 @@ def test_parts_without_any_are_as_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text_length", "kept"), [(None, 4), (12, 4), (9, 3), (7, 3), (6, 2), (3, 2), (2, 1), (1, 1), (0, 0)]
 )
-def test_a_stop_string_cuts_them_with_the_text(tmp_path: Path, text_length: int | None, kept: int) -> None:
-    """The text is "11 222 33 44"; of a token that is cut in the middle a part is left."""
+def test_a_stop_string_cuts_log_probabilities_with_the_text(
+    tmp_path: Path, text_length: int | None, kept: int
+) -> None:
+    """The text is "11 222 33 44". A token may be cut in its middle."""
     row = good_row(0, [1])
     whole = Completion(row["key"], Tokens(np.array([11, 222, 33, 44], np.int32)), "stop")
     completion = with_logprobs(whole, 2, text_length=text_length)
@@ -156,18 +158,16 @@ def test_a_stop_string_cuts_them_with_the_text(tmp_path: Path, text_length: int 
     assert column(results) == [shown(completion, kept)]
 
 
-def test_special_tokens_show(tmp_path: Path) -> None:
-    """The text leaves them out; that an answer ended has a probability, too."""
+def test_special_tokens_have_log_probabilities(tmp_path: Path) -> None:
+    """The text omits them, but the end of an answer has a probability, too."""
     row = good_row(0, [1])
     completion = with_logprobs(Completion(row["key"], Tokens(np.array([5, 1001], np.int32)), "stop"), 1)
     results = results_of(tmp_path, index_of(tmp_path / "x", [row]), [completion])
     assert [token["token"] for token in column(results)[0]] == [" 5", "<1001>"]
 
 
-def test_equal_rows_give_equal_bytes_however_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Row groups end where they have enough log-probabilities: by the rows, not by the batches they come in."""
+def test_equal_rows_give_equal_bytes_for_any_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups end by the number of log-probabilities of rows, not by batches."""
     rows, answers = rows_and_answers(60)
     spec = PublishSpec("job", "1" * 64, (), 1, 25)
     monkeypatch.setattr(result_files, "GROUP_ENTRIES", 60)
@@ -206,8 +206,8 @@ def test_many_bytes_are_committed_before_many_rows(tmp_path: Path, monkeypatch: 
     assert committed == [0, 0, 3, 0, 0, 3, 0]
 
 
-def test_cleaning_keeps_them(tmp_path: Path) -> None:
-    """Parts with and without them become one."""
+def test_cleaning_keeps_log_probabilities(tmp_path: Path) -> None:
+    """Parts with and without them are merged."""
     rows, answers = rows_and_answers()
     ordered = [*answers.values()]
     state = StateFolder(tmp_path / "res")

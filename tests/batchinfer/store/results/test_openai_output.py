@@ -1,4 +1,4 @@
-"""`--to-openai`: the lines that OpenAI's batch API would have written."""
+"""`--to-openai` writes the lines of OpenAI's batch API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def result_of(folder: Path, rows: list[dict[str, Any]]) -> Location:
 
 
 def write(result: Location, path: Path, *requests: RequestFields, created: int = 0) -> int:
-    """Write the lines of a result whose rows were asked for by these requests."""
+    """Write the lines of a result, given the requests of its rows."""
     state = StateFolder(path.parent / "res")
     out = OutputFile(Location.at(path), "--to-openai", ProtectedFiles((), (), (), ()), state)
     return write_openai(result, out, requests, decode, KINDS[DEFAULT_KIND], model="tiny", created=created)
@@ -48,7 +48,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
-    """Keys and fixed values as in the examples of OpenAI's API reference: batch output, chat and text completion."""
+    """Keys and constants follow the examples of OpenAI's API reference: batch output, chat and text completion."""
     result = result_of(tmp_path, [good_row(0, [1, 2]), bad_row(1), good_row(2, [3])])
     out = tmp_path / "out.jsonl"
     assert write(result, out, CHAT, UNREADABLE, COMPLETIONS) == 3

@@ -1,4 +1,4 @@
-"""Files that the command line names for writing: what may never be written over, and what a crash leaves."""
+"""Files that the command line writes: protected files, and the state after a crash."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from batchinfer.store.results.output_file import OutputFile, ProtectedFiles
 
 
 class Killed(BaseException):
-    """The machine stops here."""
+    """The simulated crash of the machine."""
 
 
 class StopsAt(FileOps):
-    """Raises in place of one operation."""
+    """Raises instead of executing one operation."""
 
     def __init__(self, name: str, error: BaseException) -> None:
         self._name, self._error = name, error
@@ -107,8 +107,8 @@ def test_a_file_is_replaced_only_by_who_wrote_it(place: Path) -> None:
 
 
 @pytest.mark.parametrize("stop", ["rename", "fsync_folder"])
-def test_a_crash_at_the_rename_leaves_a_file_that_is_known(place: Path, stop: str) -> None:
-    """Before it the older file stands there, after it the new one: the job wrote both."""
+def test_after_a_crash_at_the_rename_the_file_counts_as_our_own(place: Path, stop: str) -> None:
+    """The old file is in place before the rename, and the new file after it. The job wrote both."""
     write(out(place, "o.jsonl"), "older")
     file = out(place, "o.jsonl", ops=StopsAfter(1, stop))
     with pytest.raises(Killed):
@@ -118,7 +118,7 @@ def test_a_crash_at_the_rename_leaves_a_file_that_is_known(place: Path, stop: st
 
 
 class StopsAfter(FileOps):
-    """Everything stops at the n-th (from 0) call of an operation; the first ones write the job's own record."""
+    """Crashes at the n-th call (from 0) of an operation. The first calls write the job's own record."""
 
     def __init__(self, calls: int, name: str) -> None:
         self._left, self._stops = calls, name
@@ -144,7 +144,7 @@ def of_night(place: Path, night: str, name: str) -> OutputFile:
 
 
 def test_two_results_of_a_job_write_the_same_file_whole(place: Path) -> None:
-    """The second once took away the first one's temporary file, and the first put the second one's half in place."""
+    """A regression: the second run deleted the first one's temporary file, and the first renamed a partial file."""
     first, second = of_night(place, "monday", "o.jsonl"), of_night(place, "tuesday", "o.jsonl")
     with second.writing() as late:
         late.write(b"x" * (2 << 20))  # more than is held in memory
@@ -158,7 +158,7 @@ def test_two_results_of_a_job_write_the_same_file_whole(place: Path) -> None:
 
 
 class Meanwhile(FileOps):
-    """Calls something once, just before the ledger is put in place: by then it has been read."""
+    """Calls a function once, immediately before the ledger is replaced and after it was read."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call

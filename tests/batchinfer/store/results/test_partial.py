@@ -1,4 +1,4 @@
-"""Partial results: what is finished so far, in input order, without a lock."""
+"""Partial results: finished rows in input order, without a lock."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_finished_rows_while_a_run_holds_the_store(tmp_path: Path) -> None:
     assert table["row_id"].to_pylist() == wanted
 
 
-def test_of_several_answers_the_best_are_told_once_all_are_there(tmp_path: Path) -> None:
-    """Rows of 3 answers each, in batches whose usual size would cut some."""
+def test_the_best_of_several_answers_appears_when_all_are_finished(tmp_path: Path) -> None:
+    """Rows of 3 answers each, in batches whose usual size would divide some of them."""
     rows = [good_row(row, [row, 1]) for row in range(177)]
     rows += [bad_row(row) for row in range(177, 180)]
     index = replace(write_index(tmp_path / "x", rows, best=BestOf(1, 3)), logprobs=0)
@@ -71,7 +71,7 @@ def test_of_several_answers_the_best_are_told_once_all_are_there(tmp_path: Path)
 
 
 def test_a_signal_ends_the_join_of_a_users_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in a database of its own, which is watched together with the user's."""
+    """It runs in a separate database, which is interrupted together with the user's."""
     databases: list[Any] = []
     late: list[bool] = []
 

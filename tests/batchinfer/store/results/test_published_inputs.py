@@ -1,4 +1,4 @@
-"""Which edits of an input make a run read it again."""
+"""Edits of an input that make a run read it again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_an_edit_with_the_old_size_and_time_is_read(tmp_path: Path) -> None:
     assert file_identity(path) != weights
 
 
-def test_a_restored_file_is_read(tmp_path: Path) -> None:
-    """Its inode is another: content decides."""
+def test_a_restored_file_is_read_again(tmp_path: Path) -> None:
+    """Its inode changed, and its content must be compared."""
     path, memory = tmp_path / "x.jsonl", tmp_path / "published.json"
     path.write_bytes(b'{"a": 1}\n')
     remember_inputs(memory, list_inputs(str(path), tmp_path), [{"sha256": "5"}])

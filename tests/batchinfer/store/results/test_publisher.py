@@ -1,4 +1,4 @@
-"""The published table: one row per input row, in order, equal bytes for equal rows, never half seen."""
+"""The published table: one row per input row, in order, deterministic bytes, atomic replacement."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_answer_counts_more_than_an_error_and_the_first_answer_stays(tmp_path
 
 
 def test_answers_of_a_cluster_name_the_class_of_their_machine(tmp_path: Path) -> None:
-    """An answer of one machine has none, and an error row has the class of the engine that gave the error."""
+    """Answers of a single machine have no class. An error row has the class of the engine that failed."""
     rows = [good_row(0, [1]), bad_row(1), good_row(2, [2]), good_row(3, [3])]
     keys = keys_in(rows)
     given = [replace(answer(keys[1]), engine_class="H100"), replace(failure(keys[2]), engine_class="A100")]
@@ -147,8 +147,8 @@ def test_equal_rows_give_equal_bytes_however_they_were_computed(tmp_path: Path) 
     assert published_files(tmp_path / "a") == published_files(tmp_path / "b")
 
 
-def test_a_dictionary_holds_just_the_values_of_its_rows(tmp_path: Path) -> None:
-    """However the index cut them, and whatever else the input's own dictionary held."""
+def test_a_dictionary_contains_only_the_values_of_its_rows(tmp_path: Path) -> None:
+    """For any chunks of the index, and any dictionary of the input."""
     rows = mixed_rows(1800)
     texts = pa.array([None if n % 11 == 0 else f"kind {n * 7 % 13}" for n in range(1800)])
     wide = pa.array([f"kind {n}" for n in range(100)])
@@ -165,7 +165,7 @@ def test_a_dictionary_holds_just_the_values_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_a_path_with_glob_characters_is_only_a_path(tmp_path: Path) -> None:
-    """`a[1]` must not read from its neighbour `a1`."""
+    """`a[1]` must not read its neighbour `a1`."""
     for name, count in (("a1", 3), ("a[1]", 5), ("a*'", 7)):
         rows = [good_row(i, [count, i]) for i in range(count)]
         index = write_index(tmp_path / name / "x", rows)
@@ -299,7 +299,7 @@ def test_errors_are_counted_per_row(tmp_path: Path) -> None:
 
 
 def test_a_reader_never_sees_a_mixture(tmp_path: Path) -> None:
-    """A glob query across many exchanges gives one generation, or an error."""
+    """A glob query during many exchanges returns one generation, or raises an error."""
     indexes = [
         write_index(tmp_path / n, [{**bad_row(i), "file": n} for i in range(40)]) for n in ("old", "new")
     ]

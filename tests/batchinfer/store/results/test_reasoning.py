@@ -1,4 +1,4 @@
-"""Answers as the store has them become two texts, and a count of tokens."""
+"""Stored answers become two texts and a number of reasoning tokens."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_family_is_read(
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "gpt-oss"])
 def test_the_token_that_ends_an_answer_is_no_reasoning(name: str) -> None:
-    """It is counted if it is sampled and the answer goes on."""
+    """It counts if it is sampled and the answer continues."""
     tokenizer, reasoning = family(name)
     opening = OPEN if name == "deepseek-r1" else NO_MARKER
     begin = "" if opening == OPEN else reasoning.begin
@@ -125,8 +125,8 @@ texts = st.text(st.sampled_from("ab é\n漢<🙂"), max_size=12)
         st.tuples(texts, texts, st.sampled_from(["qwen3", "gpt-oss", "magistral", "granite"])), min_size=1
     )
 )
-def test_any_texts_are_told_apart(pairs: list[tuple[str, str, str]]) -> None:
-    """Whatever stands in a batch, the markers are where the two texts meet, and tokens are counted between them."""
+def test_reasoning_and_text_are_separated_in_any_texts(pairs: list[tuple[str, str, str]]) -> None:
+    """In any batch, markers separate the two texts, and the tokens between them are counted."""
     for name in {name for *_, name in pairs}:
         tokenizer, reasoning = family(name)
         ours = [(inside, behind) for inside, behind, other in pairs if other == name]
@@ -145,7 +145,7 @@ def test_any_texts_are_told_apart(pairs: list[tuple[str, str, str]]) -> None:
 
 @given(texts, texts, st.data())
 def test_a_stop_string_cuts_either_part(inside: str, behind: str, data: st.DataObject) -> None:
-    """The store counts characters of the whole answer, with the markers that its tokenizer calls text."""
+    """The store counts characters of the whole answer, including markers that are text."""
     whole = f"<think>{inside}</think>{behind}"
     limit = data.draw(st.integers(len("<think>"), len(whole)))
     found = split("qwen3", whole, limit=limit)

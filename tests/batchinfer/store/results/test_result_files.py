@@ -1,4 +1,4 @@
-"""The files of a result are written by several threads: no byte says so, and what fails in one fails the whole."""
+"""Result files are written by several threads: bytes do not depend on it, and a failure fails all of them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ Commits = Sequence[Sequence[Completion]]
 
 @dataclass(frozen=True)
 class Case:
-    """`work` has a number for each row, the same for equal rows; None: the row is bad. `commits` are what the store
-    got, one part each."""
+    """`work`: a number per row, equal for duplicates, or None for an invalid row. `commits`: the answers of each part
+    of the store.
+    """
 
     work: list[int | None]
     commits: list[list[Completion]]
@@ -55,7 +56,7 @@ class Case:
         return [bad_row(i) if one is None else good_row(i, [one]) for i, one in enumerate(self.work)]
 
     def expected(self) -> list[tuple[str, str | None, str | None]]:
-        """Status, text and error of each row: of all completions of its key the first of the best kind counts."""
+        """Return status, text and error of each row. The first completion of the best kind counts."""
         found: dict[bytes, Completion] = {}
         for one in (one for commit in self.commits for one in commit):
             if one.key not in found or _rank(one) < _rank(found[one.key]):
@@ -92,7 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def result_of(folder: Path, case: Case, threads: int, ops: FileOps | None = None) -> dict[str, bytes]:
-    """The result of a case; of its second run in a folder, all answers are stored."""
+    """Return the result of a case. In the second run in a folder, all answers are stored."""
     again = (folder / "x").exists()
     rows = case.rows
     index = (
@@ -118,8 +119,8 @@ ONE_PART = Case(
 @settings(max_examples=examples(3, 12), deadline=None)
 @example(ONE_PART)
 @given(cases())
-def test_the_bytes_are_those_of_one_thread(case: Case) -> None:
-    """For any rows and store, also where answers lie in many runs on the disk."""
+def test_the_bytes_equal_those_of_one_thread(case: Case) -> None:
+    """For any rows and store, also with answers spilled to disk in many runs."""
     with TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(result_rows, "BATCH_ROWS", 7)
         patch.setattr(result_files, "BATCH_ROWS", 7)
@@ -143,8 +144,7 @@ def test_the_bytes_are_those_of_one_thread(case: Case) -> None:
 
 
 class FailsIn(FileOps):
-    """The operation with this number fails, of those of one file by itself: it does not matter what other threads do
-    meanwhile."""
+    """Fails at the n-th operation of one file. Operations of other threads on other files do not count."""
 
     def __init__(self, name: str, number: int) -> None:
         self._name, self._left, self.failed = name, number, ""

@@ -1,4 +1,4 @@
-"""Stored answers become tool calls and the text around the calls."""
+"""Stored answers become tool calls, and the text around the calls."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def family(name: str) -> tuple[Tokenizer, CallStyle]:
 def told(
     name: str, text: str, tools: str | None = KNOWN, limit: int | None = None
 ) -> tuple[SplitAnswer, list[Call]]:
-    """Return an answer with this text as a result has it."""
+    """Return the text and the calls of an answer as a result has them."""
     tokenizer, style = family(name)
     ids = list(tokenizer.rust.encode(text, add_special_tokens=False).ids)
     reader = AnswerReader(find_reasoning("auto", tokenizer), style, tokenizer)
@@ -100,8 +100,10 @@ words = st.text(st.sampled_from("ab é.\n漢🙂"), max_size=10)
 @pytest.mark.parametrize("name", AS_TEXT)
 @settings(max_examples=examples(10, 100))
 @given(made=calls, before=words, behind=words)
-def test_what_is_written_is_read(name: str, made: list[tuple[str, str]], before: str, behind: str) -> None:
-    """All calls come back to the character, and so does the text around them, but for white space beside them."""
+def test_written_calls_are_read_back(
+    name: str, made: list[tuple[str, str]], before: str, behind: str
+) -> None:
+    """Calls are equal character by character, and so is the text, except for adjacent white space."""
     style = family(name)[1].name
     text = written_calls(name, made)
     if style == "llama3":
@@ -117,8 +119,8 @@ def test_what_is_written_is_read(name: str, made: list[tuple[str, str]], before:
 @pytest.mark.parametrize("name", AS_TEXT)
 @settings(max_examples=examples(10, 100))
 @given(made=calls, data=st.data())
-def test_what_is_cut_off_stays_text(name: str, made: list[tuple[str, str]], data: st.DataObject) -> None:
-    """Whatever an answer is cut to, whole calls are read, and nothing of the rest is lost."""
+def test_truncated_calls_stay_text(name: str, made: list[tuple[str, str]], data: st.DataObject) -> None:
+    """Complete calls are read, and the rest of the text is kept."""
     whole = written_calls(name, made)
     text = whole[: data.draw(st.integers(0, len(whole)))]
     split, found = told(name, text)
@@ -146,8 +148,8 @@ PIECES = [
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
 @settings(max_examples=examples(10, 100))
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=30), known=st.booleans())
-def test_nothing_raises(name: str, pieces: list[str], known: bool) -> None:
-    """Any text gives calls with names and JSON objects, and loses nothing where it gives none, but an empty list."""
+def test_any_text_is_read_without_error(name: str, pieces: list[str], known: bool) -> None:
+    """Calls have names and JSON objects. A text without calls is kept, except for an empty list."""
     text = "".join(pieces)
     split, found = told(name, text, KNOWN if known else None)
     for one in found:
@@ -187,7 +189,7 @@ def test_nothing_raises(name: str, pieces: list[str], known: bool) -> None:
     ],
 )  # fmt: skip
 def test_single_answers(name: str, text: str, left: str | None, made: list[tuple[str, str]] | None) -> None:
-    """`made` None: there are no calls, and the text is as it was."""
+    """`made` None: there are no calls, and the text is unchanged."""
     split, found = told(name, text)
     assert found == [Call(*one) for one in made or []]
     assert split.text == (plain(name, text) if made is None else left)
@@ -249,10 +251,10 @@ FENCED = f"```json\n{CALL_JSON}\n```"
         ("qwen3", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', None, [("f", "{}")]),
     ],
 )  # fmt: skip
-def test_calls_that_are_written_carelessly(
+def test_malformed_calls_are_read_as_in_vllm_and_sglang(
     name: str, text: str, left: str | None, made: list[tuple[str, str]] | None
 ) -> None:
-    """Calls are read as vLLM and SGLang read them. `made` None: there are no calls, and the text is as it was."""
+    """`made` None: there are no calls, and the text is unchanged."""
     test_single_answers(name, text, left, made)
 
 
@@ -284,7 +286,7 @@ def test_calls_that_are_written_carelessly(
         ("where", "{'a': " * 100 + "1" + "}" * 100, None),
     ],
 )  # fmt: skip
-def test_values_without_types_get_those_of_the_tool(parameter: str, value: str, read: str | None) -> None:
+def test_values_without_types_get_the_types_of_the_tool(parameter: str, value: str, read: str | None) -> None:
     """`read` None: the value is a text."""
     call = f"<tool_call>\n<function=get_weather>\n<parameter={parameter}>\n{value}\n{UNIT}"
     known = KnownTools.of(KNOWN)
@@ -333,7 +335,7 @@ def test_messages_to_functions(
 
 
 def test_a_stop_string_cuts_the_text_with_its_tokens() -> None:
-    """The store counts the characters of the text without special tokens."""
+    """The store counts characters without special tokens."""
     name, call = "mistral-v3", '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'
     text = f"Well {call} STOP"
     limit = len(plain(name, text)) - len(" STOP")
@@ -358,8 +360,8 @@ def test_rows_without_tools_call_none_and_ids_repeat() -> None:
         assert column == call_column(rows, made, CallStyle(style)).to_pylist()
 
 
-def test_a_long_text_of_nothing_but_beginnings_is_read() -> None:
-    """In the square of its length it would take minutes."""
+def test_a_long_text_of_call_starts_is_read_in_linear_time() -> None:
+    """Quadratic time would be minutes."""
     known = KnownTools.of(KNOWN)
     for read in FORMATS.values():
         for piece in PIECES:
