@@ -1,6 +1,6 @@
-"""The sections that a GPU is measured by, run by one command: `python -m tests.gpu_suite`.
+"""Sections that measure a GPU, run by `python -m tests.gpu_suite`.
 
-They need torch, triton, transformers and pyarrow, and pytest for the tests; no DuckDB, pydantic or numba, no network.
+They need torch, triton, transformers and pyarrow, and pytest for the tests; no DuckDB, pydantic, numba or network.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CALLS = ("tests", "kernels", "models")
 
 
 def main() -> int:
-    """Return 0 when all went well, 1 when anything failed or was not reached, 2 when it cannot run here."""
+    """Return 0 on success, 1 if a part failed or was not reached, 2 if nothing can run here."""
     given = _options()
     if not given.rehearse and (missing := _missing()) is not None:
         sys.stderr.write(f"gpu-suite: {missing}\n")

@@ -1,6 +1,6 @@
-"""The `mixed` workload beside transformers' continuous batching, in turns, with the same weights on the same device.
+"""The `mixed` workload compared with transformers' continuous batching, in turns, with equal weights on one device.
 
-Small enough that the other one ends in time; workloads.py has what is large enough for a steady state.
+The workload is small enough for the other engine; workloads.py has larger ones for a steady state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def mixed(section: BenchSection) -> Workload:
-    """In its own size, and two short rows in a rehearsal."""
+    """Return the workload in its usual size, or two short rows in a rehearsal."""
     vocab = shape_config(model_name(section)).vocab
     if not section.rehearsal:
         return make_workload(WORKLOAD, vocab)

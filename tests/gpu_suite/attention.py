@@ -68,7 +68,7 @@ def parts(section: BenchSection) -> list[Part]:
 def decode_case(
     section: BenchSection, heads: Heads, contexts: Sequence[int], codes: str | None = None
 ) -> Case:
-    """One query a sequence."""
+    """Return a case of one query per sequence."""
     step = AttentionStep.decode(section, heads, contexts, codes)
     case = _case("decode attention", _lengths(contexts), step, step.call(), step.reference)
     if min(contexts) >= 1024 and len(contexts) >= 64:
@@ -79,7 +79,10 @@ def decode_case(
 
 
 def prefill_case(section: BenchSection, heads: Heads, count: int, queries: int, context: int) -> Case:
-    """Chunks at the end of their sequences, held against SDPA: the reference would keep every score."""
+    """Return a case of chunks at the end of their sequences.
+
+    Compared with SDPA, since the reference stores all scores.
+    """
     step = AttentionStep.prefill(section, heads, count, queries, context)
     size = f"{count} × {queries}" + ("" if queries == context else f" of {context}")
     theirs = libraries.sdpa_prefill(step.paged, step.q, queries)
@@ -89,8 +92,10 @@ def prefill_case(section: BenchSection, heads: Heads, count: int, queries: int, 
 
 
 def prefix_case(section: BenchSection, heads: Heads, count: int, shared: int, own: int) -> Case:
-    """Sequences with a common prefix: read once for all, against the same blocks read by each sequence for itself,
-    which the device's cache serves in part, and against a copy of the prefix for each sequence.
+    """Return a case of sequences with a common prefix that is read once.
+
+    Compared with reading the same blocks for each sequence, partly from the device's cache, and with a copy of the
+    prefix per sequence.
     """
     step = AttentionStep.decode(section, heads, [shared + own] * count, shared=shared)
     private = Paged.random(step.paged.contexts, heads, DTYPE, section.device)
@@ -103,8 +108,9 @@ def prefix_case(section: BenchSection, heads: Heads, count: int, shared: int, ow
 
 
 def skewed_case(section: BenchSection, heads: Heads, contexts: Sequence[int]) -> Case:
-    """A long row among short ones, replayed as a graph that was captured when another row was the long one, compared
-    with the same launches without a graph."""
+    """Return a case of a long row among short ones. Replays a graph captured with another long row, compared with the
+    same launches without a graph.
+    """
     step = AttentionStep.decode(section, heads, contexts)
     room = Room(longest=max(contexts))
     held = planned(replace(step.paged, contexts=step.paged.contexts[::-1]), 1, room=room)
@@ -132,7 +138,7 @@ def fixed_decode_case(section: BenchSection, heads: Heads, contexts: Sequence[in
 
 
 def fixed_prefill_case(section: BenchSection, heads: Heads, queries: int, context: int) -> Case:
-    """The deterministic mode; the last chunk of a prompt has the same bits in a chunk half as long."""
+    """Return a case in deterministic mode that also checks a prompt's last chunk against a chunk half as long."""
     step = AttentionStep.prefill(section, heads, 1, queries, context, deterministic=True)
     half = queries // 2
     less = AttentionStep(step.paged, step.q[-half:], half, planned(step.paged, half, deterministic=True))
@@ -173,7 +179,7 @@ def _same_bits(rows: slice, alone: Call, message: str) -> Callable[[Tensor, Tens
 
 
 def _captured(section: BenchSection, call: Call) -> Call:
-    """Capture a CUDA graph; a rehearsal has none, and calls again what would be captured."""
+    """Capture a call in a CUDA graph. A rehearsal returns the call itself."""
     if section.device.type == "cpu":
         return call
     from batchinfer.engine.graphs.graph_capture import GpuRecorder

@@ -1,4 +1,4 @@
-"""One kernel at one size: checked first, then timed in turns with others that do the same."""
+"""One kernel at one size: checked, then timed in turns with other implementations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """How far the worst row and head is from right."""
+    """The largest relative error of a row and head."""
 
     error: float
     row: int
@@ -34,7 +34,7 @@ class Worst:
 
 
 def distance(ours: Any, right: Any) -> float:
-    """Return ‖ours - right‖ / ‖right‖ in float64, NaN where either has one; of several tensors the largest."""
+    """Return ‖ours - right‖ / ‖right‖ in float64, or NaN if either contains NaN. For several tensors, the maximum."""
     if not isinstance(ours, Tensor):
         return max(map(distance, ours, right))
     wide = right.double()
@@ -42,7 +42,10 @@ def distance(ours: Any, right: Any) -> float:
 
 
 def worst(ours: Tensor, right: Tensor) -> Worst:
-    """Return the row and head with the largest `distance`, of (rows, heads, dim); NaN where either has one."""
+    """Return the (row, head) with the largest `distance`, for tensors (rows, heads, dim).
+
+    NaN counts as the largest.
+    """
     wide = right.double()
     off = torch.linalg.vector_norm(ours.double() - wide, dim=2) / torch.linalg.vector_norm(wide, dim=2)
     at = int(off.nan_to_num(nan=torch.inf, posinf=torch.inf).argmax())
@@ -50,13 +53,13 @@ def worst(ours: Tensor, right: Tensor) -> Worst:
 
 
 def different(ours: Tensor, right: Tensor) -> float:
-    """Return the share of values that are not equal."""
+    """Return the share of values that differ."""
     return float((ours != right).double().mean())
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call of a kernel. `right` computes what it has to return, and `others` do the same work."""
+    """A call of a kernel. `right` computes the expected result, and `others` do the same work."""
 
     kernel: str
     size: str
@@ -75,12 +78,12 @@ class Case:
         return f"{self.kernel}, {self.size}"
 
     def error(self) -> float | Worst:
-        """Run it, and return how far it is from right."""
+        """Run the call and return its error."""
         return self.off(self.ours(), self.right())
 
 
 def part(section: BenchSection, make: Callable[..., Case], *sizes: object) -> Part:
-    """Return the part that makes, checks and times a case, named after its maker and its sizes."""
+    """Return a part that makes, checks and times a case, named after its maker and its sizes."""
     kernel = make.__name__.removesuffix("_case").replace("_", " ")
     name = " ".join([kernel, *(_told(size) for size in sizes if size is not None)])
     return name, lambda: measured(section, make(section, *sizes))
@@ -93,7 +96,10 @@ def _told(value: object) -> str:
 
 
 def measured(section: BenchSection, case: Case) -> Result:
-    """Check a case, then time it. Raises WrongResult. A comparison that raises is noted as a failure and left out."""
+    """Check a case, then time it.
+
+    Raises WrongResult. A comparison that raises is recorded as a failure and skipped.
+    """
     found = case.error()
     error = float(found)
     if not error <= case.tolerance:
@@ -110,7 +116,7 @@ def measured(section: BenchSection, case: Case) -> Result:
 
 
 def described(case: Case, error: float | None = None) -> Result:
-    """Return what is known of a case before it is timed."""
+    """Return the facts of a case before it is timed."""
     facts = {"error": error, "tolerance": case.tolerance}
     return Result(case.name, facts, costs={"": case.cost}, dtype=case.dtype, targets=case.targets)
 

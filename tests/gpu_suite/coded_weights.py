@@ -21,7 +21,7 @@ WIDEST = 6.0  # standard deviations; one value in a thousand million is cut
 
 
 def in_blocks(spec: ModelSpec) -> ModelSpec:
-    """The same model with codes in every linear layer that can have them, a scale for each 128 × 128."""
+    """Return the model with quantised weights in every linear layer that supports them, one scale per 128 × 128."""
     layers = (replace(layer, forms=tuple(_coded(layer))) for layer in spec.layers)
     return replace(spec, layers=tuple(layers))
 
@@ -35,7 +35,10 @@ def _coded(layer: LayerSpec) -> Iterator[tuple[str, WeightForm]]:
 
 
 class CodedWeights(Weights):
-    """DummyWeights in codes where `spec` says so. All scales are the same: a kernel reads each of them all the same."""
+    """Dummy weights, quantised if `spec` says so.
+
+    All scales are equal, which does not change the time of a kernel.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         plain = replace(spec, layers=tuple(replace(layer, forms=()) for layer in spec.layers))

@@ -21,9 +21,9 @@ POLL_S = 1.0
 
 
 class ContinuousPeer:
-    """A model of a named shape, with the weights that ours has, and a manager that batches continuously.
+    """A model of a known shape with our weights, and transformers' manager of continuous batching.
 
-    Its settings are transformers' own: it sizes its cache and batches by the memory that is free.
+    Cache and batch sizes are transformers' defaults, which follow from free memory.
     """
 
     name = "transformers"
@@ -36,9 +36,11 @@ class ContinuousPeer:
         dtype: str,
         cache: dict[str, int] | None = None,
     ) -> None:
-        """`place` has to have room for the weights and a cache; `cache`: its sizes, where what is free does not say.
+        """Load the model to `place`, which needs room for weights and cache.
 
-        Raises BatchInferError where the weights are of another model.
+        `cache`: its sizes, if not from free memory.
+
+        Raises BatchInferError if the weights belong to another model.
         """
         transformers_logging.set_verbosity_error()
         given = {name: value for name, value in config_json.items() if name != "architectures"}
@@ -61,7 +63,7 @@ class ContinuousPeer:
         return version("transformers")
 
     def run(self, rows: Sequence[Row]) -> PeerRun:
-        """Every row, duplicates too. Raises BatchInferError for a row that fails or has another length."""
+        """Run every row, duplicates too. Raises BatchInferError if a row fails or has another length."""
         self._turn += 1
         began = time.perf_counter()
         for number, row in enumerate(rows):
@@ -81,7 +83,7 @@ class ContinuousPeer:
         self._manager.stop(block=True)
 
     def _next(self) -> dict[str, tuple[int, ...]]:
-        """The next answer, by its name; nothing where none came for a while."""
+        """Return the next answer by its name, or an empty dict after a timeout."""
         result = self._manager.get_result(timeout=POLL_S)
         if result is None:
             if not self._manager.is_running():

@@ -39,7 +39,7 @@ TO_SUM_UP_S = 10.0  # for pytest to write what came of it when it is interrupted
 
 
 class TestsFailed(Exception):
-    """Some failed, or did not end; the message has pytest's last lines."""
+    """Tests failed or did not end. The message has pytest's last lines."""
 
 
 def parts(section: BenchSection) -> list[Part]:
@@ -48,7 +48,7 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def _tested(section: BenchSection) -> Result:
-    """Tell how many passed, failed and were skipped."""
+    """Run the tests, and return the numbers of passed, failed and skipped ones."""
     junit = section.place / "junit.xml"
     code, text = _pytest(section, junit)
     if code != 0:
@@ -58,7 +58,7 @@ def _tested(section: BenchSection) -> Result:
 
 
 def selected(rehearsal: bool) -> list[str]:
-    """Return what is given to pytest."""
+    """Return pytest's arguments."""
     if rehearsal:
         return [REHEARSED]
     # A file that cannot be imported is reported as an error, and the others run
@@ -96,7 +96,7 @@ def _interrupted(process: subprocess.Popen[str]) -> str:
 
 
 def counts(junit: Path) -> dict[str, Any]:
-    """Count what pytest wrote; zeros where it wrote nothing."""
+    """Return counts from pytest's report, or zeros without a report."""
     cases = list(ElementTree.parse(junit).getroot().iter("testcase")) if junit.exists() else []
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)

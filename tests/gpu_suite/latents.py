@@ -73,7 +73,7 @@ def latent_case(section: BenchSection, heads: int, rows: int, queries: int, cont
 
 
 def _inputs(section: BenchSection, rows: int, queries: int, context: int) -> tuple[AttentionInputs, int]:
-    """Return sequences in blocks of their own, and the number of blocks."""
+    """Return sequences with their own blocks, and the number of blocks."""
     each = -(-context // BLOCK)
     table = torch.arange(rows * each, device=section.device, dtype=torch.int32).view(rows, each)
     nowhere = torch.zeros(rows * queries, dtype=torch.int64, device=section.device)
@@ -81,7 +81,7 @@ def _inputs(section: BenchSection, rows: int, queries: int, context: int) -> tup
 
 
 def cost_of(sizes: LatentSizes, heads: int, rows: int, queries: int, context: int) -> Cost:
-    """Return the cost of the way that has fewer operations, with the products of heads."""
+    """Return the cost of the cheaper way to compute attention, including the products of heads."""
     tokens, keys = rows * queries, rows * context
     pairs = rows * (queries * (context - queries) + queries * (queries + 1) // 2)
     if sizes.is_decompressing_cheaper(queries, context):

@@ -32,14 +32,14 @@ ASSUMED_LAYER_S = {"piecewise_graph": REPLAY_LAYER_S, "eager": LAUNCH_LAYER_S}
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return a part each way."""
+    """Return a part for each way of launching."""
     ways = {"steps in pieces": True, "steps by operators": False}
     return [(name, partial(_measured, section, name, in_pieces)) for name, in_pieces in ways.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """What the host took for a step, in seconds."""
+    """The host's time for a step, in seconds."""
 
     schedule_s: float
     launch_s: float
@@ -50,7 +50,7 @@ Stepped = tuple[StepSample, HostStep]
 
 
 class TimedRunner:
-    """Stands before a runner and the scheduler of its engine, and keeps what the host took for each step."""
+    """Wraps a runner and the scheduler of its engine, and records the host's time for each step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -66,7 +66,7 @@ class TimedRunner:
         return self._runner.wants._replace(repeats=False)
 
     def watch(self, scheduler: Any) -> None:
-        """Time how a scheduler decides its steps."""
+        """Time the scheduling of steps."""
         schedule = scheduler.schedule
 
         def timed(drafted: bool = False) -> Step:
@@ -78,7 +78,6 @@ class TimedRunner:
         scheduler.schedule = timed
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Raises what the runner raises."""
         began = time.perf_counter()
         launched = self._runner.launch(plan)
         taken, (schedule_s, admitted) = time.perf_counter() - began, self._scheduled
@@ -87,7 +86,7 @@ class TimedRunner:
 
 
 def _measured(section: BenchSection, name: str, in_pieces: bool) -> Result:
-    """Raises WrongResult where nothing is left of the steady state."""
+    """Run the rows with one way of launching. Raises WrongResult if no steps of the steady state remain."""
     steady_steps = _stepped(section, in_pieces)
     if not steady_steps:
         raise WrongResult("no step was left once rows had begun to end")
@@ -147,7 +146,7 @@ def _way(mode: str, steps: Sequence[Stepped], layers: int) -> dict[str, float]:
 
 
 def _admission(which: str, steps: Sequence[HostStep]) -> dict[str, float]:
-    """Return the times of scheduling the steps that admit rows, or the others."""
+    """Return the scheduling times of steps that admit rows, or of the other steps."""
     if not steps:
         return {}
     return {

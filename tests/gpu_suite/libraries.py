@@ -26,7 +26,7 @@ LAYOUT = "HND"  # FlashInfer's name of (blocks, kv, block, dim)
 
 
 def decode(paged: Paged, q: Tensor) -> dict[str, Call]:
-    """One query a sequence. SDPA takes contexts of one length only."""
+    """Return calls for one query per sequence. SDPA needs contexts of equal lengths."""
     found = {SDPA: sdpa_decode(paged, q)} if len(set(paged.contexts)) == 1 else {}
     return found | _flashinfer(FLASHINFER, _flashinfer_decode, paged, q)
 
@@ -42,12 +42,12 @@ def prefill(paged: Paged, q: Tensor, queries: int) -> dict[str, Call]:
 
 
 def cascade(paged: Paged, q: Tensor, shared: int) -> dict[str, Call]:
-    """One query a sequence; the first `shared` keys, whole blocks, are the same for all and read once."""
+    """Return calls for one query per sequence. The first `shared` keys (whole blocks) are common and read once."""
     return _flashinfer(CASCADE, _flashinfer_cascade, paged, q, shared)
 
 
 def sdpa_decode(paged: Paged, q: Tensor) -> Call:
-    """Take the heads of a group as queries, as SDPA likes them best."""
+    """Return a call of SDPA with a group's heads as queries, its fastest form."""
     heads = paged.heads
     k, v = paged.contiguous()
     grouped = q.reshape(len(q), heads.kv, heads.q // heads.kv, heads.dim)
@@ -69,7 +69,7 @@ def sdpa_prefill(paged: Paged, q: Tensor, queries: int) -> Call:
 
 
 def _lower_right(queries: int, keys: int, device: torch.device) -> Any:
-    """Return the mask of queries at the end of their keys, on a GPU as a bias that fast kernels know."""
+    """Return the mask of queries at the end of their keys; on a GPU as a bias with fast kernels."""
     if device.type == "cpu":  # where the import below takes a second
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     from torch.nn.attention.bias import causal_lower_right
@@ -78,7 +78,7 @@ def _lower_right(queries: int, keys: int, device: torch.device) -> Any:
 
 
 def in_rows(result: Tensor) -> Tensor:
-    """Turn (count, heads, queries, dim) into (tokens, heads, dim)."""
+    """Reshape (count, heads, queries, dim) to (tokens, heads, dim)."""
     return result.transpose(1, 2).reshape(-1, result.shape[1], result.shape[3])
 
 
@@ -161,8 +161,9 @@ def _sizes(paged: Paged) -> tuple[int, int, int, int]:
 
 
 def _pages(paged: Paged, before: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where each sequence's blocks begin, the blocks, and how many keys are in each last one, without the first
-    `before` blocks of each; int32."""
+    """Return the start of each sequence's blocks, the blocks, and the number of keys in each last block, without the
+    first `before` blocks of each sequence; int32.
+    """
     block, table = paged.heads.block, paged.table.cpu()[:, before:]
     counts = torch.tensor([-(-context // block) - before for context in paged.contexts])
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The model that a section runs, on dummy weights: loaded once for all sections of a process that run it."""
+"""The model of a section on dummy weights, loaded once per process for all sections that use it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def name_of(section: BenchSection) -> str:
 
 
 def model_name(section: BenchSection) -> str:
-    """Raises ValueError for a section without a model."""
     if section.rehearsal:
         return TINY_MODEL
     if section.model is None:
@@ -64,17 +63,17 @@ def peaks(section: BenchSection) -> Peaks:
 
 
 def codes_dtype(section: BenchSection) -> str:
-    """The dtype whose peak products of codes are held against."""
+    """Return the dtype whose peak applies to products of quantised values."""
     return "int8" if _of(section).quantization in ("none", "int8") else "float8_e4m3fn"
 
 
 def loaded_model(section: BenchSection) -> LoadedModel:
-    """The same for all sections of a process that run it."""
+    """Return the section's model. Sections in one process share it."""
     return _loaded(section.rehearsal, _of(section), peaks(section)).model
 
 
 def source(section: BenchSection) -> ModelSource:
-    """Dummy weights by the model's name, with codes where the section's model has some."""
+    """Return dummy weights by the model's name, quantised if the section's model is."""
     plain, model = shape_config(model_name(section)), _of(section)
     if section.rehearsal and not model.is_plain:
         plain = replace(plain, layers=plain.layers[:1])  # the interpreter is slow, and layers are alike
@@ -103,7 +102,7 @@ def memory(section: BenchSection) -> Result:
 
 
 def _of(section: BenchSection) -> BenchModel:
-    """All models of a rehearsal that have the same arithmetic are one."""
+    """Return the section's model. In a rehearsal, models with the same arithmetic share one."""
     model = section.model or BenchModel(TINY_MODEL)
     if not section.rehearsal:
         return model

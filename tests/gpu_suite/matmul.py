@@ -1,4 +1,4 @@
-"""Linear layers at the 8B Llama shape, plain and quantised, and experts in MXFP4 of the shape of gpt-oss-20b."""
+"""Linear layers of the 8B Llama shape, plain and quantised, and MXFP4 experts of the shape of gpt-oss-20b."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FP8_TOLERANCE = 2e-2
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The name and the sizes of a weight (outputs, inputs)."""
+    """Name and sizes of a weight (outputs, inputs)."""
 
     name: str
     inputs: int
@@ -69,7 +69,7 @@ EXPERT_TOKENS = (16, 256, 4096)  # a tail, decode, prefill
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return each kind for one step of decode and of prefill, and the plain one on more layers."""
+    """Return each kind for a decode step and a prefill step, and the plain kind for further layers."""
     quantised: list[Callable[..., Case]] = [int8_case, weight_int4_case]
     quantised += [fp8_case, block_fp8_case] if why_not_fp8() is None else []
     if section.rehearsal:
@@ -126,7 +126,7 @@ def fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
 
 
 def block_fp8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
-    """The same with scales of blocks, as published weights have them; compared with scales of channels, too."""
+    """Return a case of fp8 with block scales, as in published weights. Also compared with channel scales."""
     x, weight = _operands(section, layer, tokens)
     coded = quantize_blocks_fp8(weight)
     cost = block_fp8_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
@@ -147,7 +147,7 @@ def weight_int4_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
 
 
 def _operands(section: BenchSection, layer: Layer, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return normal numbers, the weight's so small that results are about one."""
+    """Return normal numbers as activations and weight, scaled so that results are about 1."""
     weight = random(section, layer.outputs, layer.inputs) * float(layer.inputs) ** -0.5
     return random(section, tokens, layer.inputs), weight
 
@@ -170,7 +170,7 @@ def _case(
 
 
 def mxfp4_case(section: BenchSection, experts: int, inputs: int, outputs: int, tokens: int) -> Case:
-    """Rows are spread evenly. Products of weights that were widened before are right, and are compared with."""
+    """Return a case of evenly distributed rows. Checked against and compared with products of dequantised weights."""
     device, rows = section.device, tokens * CHOSEN
     codes = torch.randint(0, 256, (experts, outputs, inputs // 2), device=device, dtype=torch.uint8)
     shape = (experts, outputs, inputs // MXFP4_GROUP)
@@ -190,6 +190,6 @@ def mxfp4_case(section: BenchSection, experts: int, inputs: int, outputs: int, t
 
 
 def _widened(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Widen one expert after the other: float32 copies of all of them would take gigabytes."""
+    """Dequantise one expert at a time: float32 copies of all experts would take gigabytes."""
     each = (mxfp4_values(codes[e : e + 1], exponents[e : e + 1]).to(DTYPE) for e in range(len(codes)))
     return torch.cat(list(each))

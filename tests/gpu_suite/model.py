@@ -71,7 +71,7 @@ def decode(section: BenchSection, prompts: Sequence[int], size: str) -> Result:
 
 
 def prefill(section: BenchSection, tokens: int) -> Result:
-    """One prompt, in as many steps as its engine cuts it into."""
+    """Measure one prompt, chunked by its engine."""
     loaded = loaded_model(section)
     runs = [_run(section, _rows([tokens], 1)) for _ in range(2 if section.rehearsal else PREFILL_RUNS)]
     seconds = [sum(step.duration_s for step in ran.steps) for ran in runs[1:]]  # the first one compiles
@@ -84,13 +84,13 @@ def _run(section: BenchSection, rows: Sequence[Row]) -> Run:
 
 
 def _rows(prompts: Sequence[int], outputs: int) -> list[Row]:
-    """Rows that share nothing."""
+    """Return rows that share no prefix."""
     r = random.Random(sum(prompts))
     return [Row(tuple(r.randrange(300, 500) for _ in range(prompt)), outputs) for prompt in prompts]
 
 
 def _costs(model: ModelCost, steps: Sequence[StepShape]) -> dict[str, Cost]:
-    """Operator → its cost over these steps."""
+    """Return the cost of each operator over these steps."""
     total: dict[str, Cost] = {}
     for step in steps:
         for name, cost in model.step(step).items():

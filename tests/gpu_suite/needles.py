@@ -35,7 +35,7 @@ class Needle:
 
 
 def borders(context: int, cuts: Iterable[int] = ()) -> list[int]:
-    """The first key and the last, and those on both sides of each cut, and of the first and the last end of a unit."""
+    """Return the first and last key, and keys on both sides of each cut and of each unit's first and last end."""
     ends = {context, *cuts}
     for unit in UNITS:
         ends |= {unit, context // unit * unit}
@@ -60,7 +60,7 @@ def for_decode(paged: Paged, plan: LaunchPlan) -> list[Needle]:
 
 
 def _cuts(plan: LaunchPlan) -> dict[int, list[int]]:
-    """Where programs begin in each row."""
+    """Return for each row the positions at which programs start."""
     found: dict[int, list[int]] = {}
     for row, first, *_ in plan.splits_of(None).items.tolist():
         if row >= 0:

@@ -1,7 +1,6 @@
-"""The planner's order without DuckDB, which a machine that is only to be measured need not have.
+"""The planner's order without DuckDB, which a machine for measurements may lack.
 
-A benchmark's few rows are sorted in memory as `plan_job` sorts any number on disk; tests hold the two against each
-other.
+Sorts a benchmark's few rows in memory as `plan_job` sorts any number on disk. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
 
 
 class MemoryTokens:
-    """Prompts end to end in memory."""
+    """Concatenated prompts in memory."""
 
     def __init__(self, tokens: TokenIds) -> None:
         self._tokens = tokens
@@ -39,8 +38,9 @@ class MemoryTokens:
 def plan_in_memory(
     rows: Sequence[Row], folder: Path, threads: int, roots: ContentRoots, deduplicate: bool = True
 ) -> Planned:
-    """As `plan_rows`: each distinct key once, in the order in which the planner would have it. Raises ValueError for a
-    model whose requests have several content roots."""
+    """Plan each distinct key once, in the order of `plan_rows`. Raises ValueError if a model's requests have several
+    content roots.
+    """
     if not roots.is_single:
         raise ValueError("rows of several content roots are not planned in memory")
     prepared = prepared_rows(rows, deduplicate)
@@ -67,7 +67,7 @@ def plan_in_memory(
 
 
 def _ordered(prepared: Prepared, offsets: TokenIds, rows: Sequence[int]) -> list[int]:
-    """Rows that are given in their order, in the planner's."""
+    """Return these rows in the planner's order."""
     heads = [prepared.tokens[offsets[row] :][: prepared.counts[row] - 1] for row in rows]
     order = sorted(range(len(rows)), key=lambda at: heads[at].tolist())
     shared = [0, *(common_prefix(heads[a], heads[b]) for a, b in pairwise(order))]

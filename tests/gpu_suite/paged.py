@@ -13,8 +13,6 @@ CODE_SCALE = {"int8": 1 / 32, "float8_e4m3fn": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Sizes of an attention layer."""
-
     q: int
     kv: int
     dim: int
@@ -55,7 +53,10 @@ class Paged:
         codes: str | None = None,
         shared_keys: int = 0,
     ) -> Paged:
-        """Normal numbers, whole blocks filled. `shared_keys`: in whole blocks, of the first sequence for all."""
+        """Return normal numbers in whole blocks.
+
+        The first `shared_keys` keys of the first sequence are common to all.
+        """
         table, blocks = _table(contexts, heads.block, shared_keys // heads.block)
         shape = (blocks, heads.kv, heads.block, heads.dim)
         scale = None if codes is None else torch.full(shape[:3], CODE_SCALE[codes], device=device)
@@ -63,12 +64,12 @@ class Paged:
         return cls(heads, tuple(contexts), k, v, table.to(device), scale, dtype)
 
     def queries(self, count: int) -> Tensor:
-        """(count, q heads, dim)."""
+        """Return random queries (count, q heads, dim)."""
         shape = (count, self.heads.q, self.heads.dim)
         return torch.randn(shape, device=self.k.device).to(self.dtype)
 
     def contiguous(self) -> tuple[Tensor, Tensor]:
-        """k and v as (sequences, kv, context, dim), where all contexts are of one length."""
+        """Return k and v as (sequences, kv, context, dim). All contexts must have equal lengths."""
         return _gathered(self.k, self), _gathered(self.v, self)
 
 
@@ -78,7 +79,7 @@ def _gathered(cache: Tensor, paged: Paged) -> Tensor:
 
 
 def _table(contexts: Sequence[int], block: int, shared: int) -> tuple[Tensor, int]:
-    """Block tables, and how many blocks there are. The first `shared` blocks of all sequences are the same."""
+    """Return block tables and the number of blocks. All sequences share their first `shared` blocks."""
     counts = [-(-context // block) for context in contexts]
     own = sum(counts) - shared * (len(counts) - 1)
     order = torch.randperm(own, generator=torch.Generator().manual_seed(0), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The peaks of this GPU: large products in each dtype, large reads and copies. Every share is of these."""
+"""The peaks of this GPU: large products in each dtype, large reads and copies. Shares refer to these peaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP8_CAPABILITY = (8, 9)  # the first with such tensor cores
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return a part a dtype (FLOP/s; operations for int8), and one each for reading and copying (bytes/s)."""
+    """Return a part per dtype (FLOP/s; int8: operations/s), and one each for reading and copying (bytes/s)."""
     size = TINY if section.rehearsal else SIZE
     makers: dict[str, Callable[..., Call]] = {
         str(dtype).removeprefix("torch."): partial(float_product, dtype=dtype) for dtype in FLOATS
@@ -44,25 +44,25 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def _measured(section: BenchSection, name: str, make: Callable[[], Call], work: int) -> Result:
-    """Measure the FLOPs or bytes of a call. The fastest counts: other users of the machine only slow it down."""
+    """Measure the FLOPs or bytes per second of a call. The maximum counts: other users only slow the machine down."""
     seconds = the_clock(section.device).times({name: make()})[name].min_s
     return Result(f"peak of {name}", figures={name: work / seconds})
 
 
 def float_product(device: torch.device, size: int, dtype: torch.dtype) -> Call:
-    """x Wᵀ of normal numbers: zeros would let a GPU clock higher than it does in a run."""
+    """Return x Wᵀ of normal numbers. With zeros, a GPU would clock higher than in a run."""
     x, weight = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return lambda: torch.nn.functional.linear(x, weight)
 
 
 def int8_product(device: torch.device, size: int) -> Call:
-    """x Wᵀ of random codes, in int32."""
+    """Return x Wᵀ of random int8 values, in int32."""
     x, weight = (torch.randint(-127, 128, (size, size), dtype=torch.int8, device=device) for _ in range(2))
     return lambda: torch._int_mm(x, weight.T)
 
 
 def fp8_product(device: torch.device, size: int) -> Call:
-    """x Wᵀ of random values with one scale a tensor, in bfloat16: the fastest that cuBLAS has."""
+    """Return x Wᵀ of random values with one scale per tensor, in bfloat16: cuBLAS's fastest product."""
     x, weight = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

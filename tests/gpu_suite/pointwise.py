@@ -1,4 +1,4 @@
-"""RMSNorm with the residual, RoPE with the KV write, and the gate, at the 8B Llama shape: all bound by memory."""
+"""RMSNorm with residual, RoPE with KV write, and the gate at the 8B Llama shape: all memory-bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPS = 1e-5
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return a part a case."""
+    """Return a part per case."""
     sizes = (3,) if section.rehearsal else (TOKENS, FEW)
     makers = (rms_norm_case, rope_store_case, gated_activation_case)
     return [part(section, make, tokens) for tokens in sizes for make in makers]
@@ -47,7 +47,7 @@ def rms_norm_case(section: BenchSection, tokens: int) -> Case:
 
 
 def rope_store_case(section: BenchSection, tokens: int) -> Case:
-    """Slots in random order, q, k and v slices of one tensor, as after one product."""
+    """Return a case with slots in random order, and q, k and v as slices of one tensor."""
     device, width, blocks = section.device, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM, -(-tokens // BLOCK)
     qkv = random(section, tokens, width).view(tokens, -1, HEAD_DIM)
     angles = torch.rand(tokens, HEAD_DIM // 2, device=device) * 6.0

@@ -29,7 +29,7 @@ SHOWN = 8  # kernels that take most of the time
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the device did, from `start` to `end`, in microseconds."""
+    """Work of the device from `start` to `end`, in microseconds."""
 
     name: str
     start: float
@@ -37,12 +37,11 @@ class Work:
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return the one part."""
     return [("ten steady steps", partial(_profiled, section))]
 
 
 def _profiled(section: BenchSection) -> Result:
-    """Raises WrongResult where too few steps were left, or the profiler saw nothing."""
+    """Profile steps. Raises WrongResult if too few steps remain, or the profiler recorded no work."""
     engine = loaded_model(section).engine()
     engine.add(steady.requests(section))
     _reach(engine, 0 if section.rehearsal else ENDED)
@@ -94,7 +93,10 @@ def _device_work(seen: Any, kind: str) -> list[Work]:
 
 
 def summary(works: list[Work]) -> dict[str, Any]:
-    """Return times in seconds; `idle_share` is of `span_s`, a kernel's `work_share` of the sum of all works' times."""
+    """Return times in seconds.
+
+    `idle_share` refers to `span_s`, a kernel's `work_share` to the sum of all works' times.
+    """
     span = max(w.end for w in works) - min(w.start for w in works)
     busy, gaps = busy_time(works)
     times: dict[str, float] = defaultdict(float)
@@ -111,7 +113,7 @@ def summary(works: list[Work]) -> dict[str, Any]:
 
 
 def busy_time(works: list[Work]) -> tuple[float, list[float]]:
-    """How long anything ran, and how long each time was in which nothing did."""
+    """Return the total busy time, and the list of idle intervals."""
     busy, gaps = 0.0, []
     reached = min(work.start for work in works)
     for work in sorted(works, key=lambda w: w.start):

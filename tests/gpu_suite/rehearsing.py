@@ -6,7 +6,7 @@ from tests.kernels.gpu import interpreter
 
 
 def prepare() -> None:
-    """Switch the interpreter on before triton is imported; the engine is then built as for a GPU."""
+    """Enable Triton's interpreter before triton is imported. The engine is then built as for a GPU."""
     interpreter.switch_on()
     from tests.batchinfer.engine import interpreted_gpu
 

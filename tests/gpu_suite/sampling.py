@@ -33,7 +33,7 @@ FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top-k, t
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return a part a case."""
+    """Return a part per case."""
     filtered = [part(section, filtered_case, name) for name in FILTERS]
     others = [part(section, make) for make in (log_probabilities_case, penalties_case)]
     return [part(section, greedy_case), *filtered, *others]
@@ -57,7 +57,10 @@ def greedy_case(section: BenchSection) -> Case:
 
 
 def filtered_case(section: BenchSection, name: str) -> Case:
-    """Compared with torch, which sorts. Its draws are others, so the answer is held against the reference."""
+    """Return a case compared with torch, which sorts.
+
+    Torch draws other tokens; answers are checked with the reference.
+    """
     logits = _logits(section)
     (rows, vocab), sampling = logits.shape, _sampling(logits, *FILTERS[name])
     return Case(
@@ -95,7 +98,7 @@ def log_probabilities_case(section: BenchSection) -> Case:
 
 
 def penalties_case(section: BenchSection) -> Case:
-    """In place: repeated, logits only go further down, which costs the same."""
+    """Return an in-place case. Repetition lowers the logits further, at the same cost."""
     logits = _logits(section)
     rows, said = len(logits), min(SAID, logits.shape[1] // 4)
     penalties, right = _penalties(logits, said), logits.clone()
@@ -153,8 +156,9 @@ def _penalties(logits: Tensor, said: int) -> Penalties:
 
 
 def _sorted_sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Sample as it is usually written in torch: sort where a filter needs it, cumulate, mask, and draw without waiting
-    for the device (an exponential race)."""
+    """Sample as usual in torch: sort if a filter needs it, cumulate, mask, and draw with an exponential race, which
+    does not synchronise the device.
+    """
     probabilities = (logits / temperature).softmax(-1)
     if top_k > 0 or top_p < 1.0:
         ordered, order = probabilities.sort(-1, descending=True)

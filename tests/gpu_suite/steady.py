@@ -1,6 +1,6 @@
-"""Workloads in their steady state: whole jobs, planning included, against what the hardware must take.
+"""Workloads in their steady state: whole jobs including planning, compared with the roofline.
 
-Thousands of rows and short answers: rows come and go in nearly every step, as they do in most of a long job.
+Thousands of rows with short answers: rows start and end in nearly every step, as in most of a long job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def made(section: BenchSection) -> list[Workload]:
-    """Rows that share nothing, and rows that share most of their prompt."""
+    """Return rows that share no prefix, and rows that share most of their prompt."""
     vocab = shape_config(model_name(section)).vocab
     if section.rehearsal:
         return [Workload("steady", steady_rows(TINY_ROWS, vocab, TINY_PROMPT, TINY_OUTPUT, TINY_OUTPUT))]
@@ -58,7 +58,7 @@ def made(section: BenchSection) -> list[Workload]:
 
 
 def requests(section: BenchSection) -> list[Request]:
-    """The rows that share nothing, for an engine that is stepped by hand."""
+    """Return the requests that share no prefix, for an engine stepped by hand."""
     return [
         Request(
             number.to_bytes(32, "big"),
@@ -72,7 +72,7 @@ def requests(section: BenchSection) -> list[Request]:
 def steady_rows(
     rows: int, vocab: int, prompt: int, output: int, most: int, shared: int = 0
 ) -> tuple[Row, ...]:
-    """Answers' lengths are drawn from an exponential distribution, and cut at `most`: `output` on average at most."""
+    """Return rows whose answer lengths are exponential with mean `output`, cut at `most`."""
     r = random.Random(rows + shared)
     prefix = _ids(r, shared, vocab)
     lengths = [1 + min(int(r.expovariate(1 / output)), most - 1) for _ in range(rows)]
@@ -84,7 +84,7 @@ def _ids(r: random.Random, count: int, vocab: int) -> tuple[int, ...]:
 
 
 def _measured(section: BenchSection, workload: Workload, waiting: int) -> Result:
-    """Run a workload in turns. The time that is left is divided among `waiting` workloads."""
+    """Run a workload in turns. The remaining time is divided among `waiting` workloads."""
     loaded, ends = loaded_model(section), section.left_s * (1 - 1 / waiting)
     run = partial(timed_run, loaded, workload.rows, planner=plan_in_memory)
     run()  # compiles and captures
@@ -94,7 +94,7 @@ def _measured(section: BenchSection, workload: Workload, waiting: int) -> Result
 
 
 def told(section: BenchSection, workload: Workload, series: Series, peer: str | None = None) -> Result:
-    """Return the result with the figures of `batchinfer bench`; all of them are in its details."""
+    """Return the result with the figures of `batchinfer bench`, all of them in its details."""
     loaded = loaded_model(section)
     whole = WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.layout.windows), series)
     details = whole.to_json(loaded.runner.cost, peaks(section), peer)
@@ -108,11 +108,11 @@ def told(section: BenchSection, workload: Workload, series: Series, peer: str | 
 
 
 def launched(steps: Iterable[StepSample]) -> dict[str, float]:
-    """Return the share of the steps that the host launched in each way."""
+    """Return the share of steps per way of launching."""
     modes = Counter(step.launch for step in steps if step.launch)
     return {f"{mode}_share": modes[mode] / modes.total() for mode in LAUNCH_MODES if modes}
 
 
 def mean_output(rows: Sequence[Row]) -> float:
-    """Return the mean number of tokens that rows answer with."""
+    """Return the mean number of tokens per answer."""
     return sum(row.max_tokens for row in rows) / len(rows)

@@ -45,7 +45,7 @@ class AttentionStep:
         shared: int = 0,
         deterministic: bool = False,
     ) -> AttentionStep:
-        """One query a sequence; the first `shared` keys are the same for all."""
+        """Return a step of one query per sequence. The first `shared` keys are common to all."""
         paged = Paged.random(contexts, heads, DTYPE, section.device, codes, shared)
         q = paged.queries(len(contexts))
         prefixes = [SharedPrefix(range(len(contexts)), shared)] if shared else []
@@ -69,7 +69,7 @@ class AttentionStep:
         return cls(paged, q, queries, planned(paged, queries, (), deterministic))
 
     def call(self, plan: LaunchPlan | None = None) -> Call:
-        """By our kernels. `plan`: another than the step's own."""
+        """Return a call of our kernels. `plan`: replaces the step's own plan."""
         paged = self.paged
         return partial(
             paged_attention,
@@ -82,7 +82,7 @@ class AttentionStep:
         )
 
     def reference(self) -> Tensor:
-        """Keeps every score: not for long chunks."""
+        """Compute the expected result. Stores all scores: too large for long chunks."""
         paged = self.paged
         return paged_attention_reference(
             *(self.q, paged.k, paged.v, paged.table),
@@ -94,7 +94,7 @@ class AttentionStep:
         )
 
     def cost(self, shared: int = 0) -> Cost:
-        """`shared` keys are read once for all."""
+        """Return the cost. `shared` keys are read once for all sequences."""
         heads, contexts, queries = self.paged.heads, self.paged.contexts, self.queries
         pairs = sum(queries * (2 * context - queries + 1) // 2 for context in contexts)
         keys = sum(contexts) - shared * (len(contexts) - 1)
@@ -109,7 +109,7 @@ def planned(
     deterministic: bool = False,
     room: Room | None = None,
 ) -> LaunchPlan:
-    """Chunks of one length for all sequences."""
+    """Return a launch plan for chunks of one length in all sequences."""
     heads = paged.heads
     shape = AttentionShape(paged.dtype, heads.q, heads.kv, heads.dim, deterministic)
     lengths = [queries] * len(paged.contexts)

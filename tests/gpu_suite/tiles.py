@@ -34,8 +34,11 @@ TINY_CANDIDATES: Candidates = {
 
 
 def parts(section: BenchSection) -> list[Part]:
-    """Return a part for each kind of kernel, head size and candidate: first what large models have, then, with the most
-    promising candidates, what small ones have. A rehearsal has each kind once."""
+    """Return a part per kind of kernel, head size and candidate: first the sizes of large models, then small ones
+    with the most promising candidates.
+
+    A rehearsal has each kind once.
+    """
     if section.rehearsal:
         return list(_candidates(section, attention.TINY, TINY_CANDIDATES, 1))
     large = _candidates(section, attention.LLAMA_8B, CANDIDATES, None)
@@ -94,7 +97,7 @@ def _measured(
 
 @contextmanager
 def instead(work: Work, tiles: KVTiles) -> Iterator[None]:
-    """Cut plans and launches of this kind so; what launches remember of the usual ones is forgotten."""
+    """Replace the tiles of this kind of kernel in plans, and clear the launch cache."""
     usual = attention_launch._tiles
 
     def choose(arch: str, kind: Work, dtype: torch.dtype, padded: int, coded: bool) -> KVTiles:

@@ -1,4 +1,4 @@
-"""C sources of the tests, compiled against the operators' headers."""
+"""C sources of tests, compiled against the operators' headers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def compiler() -> str:
 
 
 def compiled_unit(source: str, folder: Path, *options: str) -> Path:
-    """A shared library of one source beside this file, built with the operators' flags and these options."""
+    """Compile one source next to this file with the operators' flags and `options`; return the shared library."""
     library = folder / f"{Path(source).stem}.so"
     _compile(source, *options, "-Wall", "-Wextra", "-Werror", "-shared", "-o", str(library), "-lm")
     return library

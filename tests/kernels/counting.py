@@ -1,4 +1,4 @@
-"""How many floating-point operations torch does in a reference."""
+"""Counts floating-point operations of torch in a reference."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _REDUCED = {"mean": 1, "max": 1, "amax": 1}
 
 
 class Count(TorchDispatchMode):
-    """Counts while it is entered. Values without dimensions are bookkeeping and not counted, nor is what moves, sorts
-    or selects; conversion to float8 rounds, and counts as that."""
+    """Counts operations inside a `with` block.
+
+    Ignores scalars, moves, sorts and selections. Conversion to float8 counts as rounding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,12 +63,12 @@ def _is_float(given: Tensor | None) -> bool:
 
 
 def counted(function: Callable[..., Any], *arguments: Any, **options: Any) -> int:
-    """Operations that a call does."""
+    """Return the number of operations of a call."""
     with Count() as count:
         function(*arguments, **options)
     return count.flops
 
 
 def bytes_of(*tensors: Tensor) -> int:
-    """Of all values, each tensor once."""
+    """Return the bytes of all values, each tensor once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

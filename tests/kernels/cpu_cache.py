@@ -1,4 +1,4 @@
-"""Between the plain layout of a KV cache, (blocks, kv_heads, block_size, D), and the compiled operators'."""
+"""Converts KV caches between the plain layout (blocks, kv_heads, block_size, D) and that of compiled operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer_kernels.cpu.compiled import WORD_BYTES, CompiledOperators
 
 
 def laid_out(compiled: CompiledOperators, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain K and V as the compiled operators want them; what rounding up adds is NaN."""
+    """Convert plain K and V for the compiled operators. Padding is NaN."""
     blocks, kv_heads, block_size, dim = k.shape
     _, rows, width = compiled.cache_shape(kv_heads, block_size, dim)
     pair = WORD_BYTES // k.element_size()
@@ -42,7 +42,10 @@ def codes_laid_out(
 def plain(
     k: Tensor, v: Tensor, block_size: int, dim: int, itemsize: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The way back, without what rounding up added; of codes, `itemsize`: of the run's values."""
+    """Convert back to the plain layout, without padding.
+
+    `itemsize`: bytes of a value of the run, for quantised caches.
+    """
     blocks, kv_heads, rows, width = k.shape
     pair = WORD_BYTES // (itemsize or k.element_size())
     k = k.view(blocks, kv_heads, width // pair, rows, pair).transpose(2, 3).reshape(k.shape)

@@ -1,4 +1,4 @@
-"""What the tests of the compiled operators share: the operators for each way to multiply, tolerances, threads."""
+"""Helpers of tests of compiled operators: the operators per instruction set, tolerances, threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def threads_of(count: int) -> Iterator[None]:
 
 
 def assert_goes_through(script: str, *arguments: str) -> None:
-    """Run a script that may crash in a process of its own, and see it reach its end."""
+    """Run a script that may crash in a separate process, and check that it reaches its end."""
     command = [sys.executable, "-c", script + '\nprint("went through")', *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "went through"), done.stderr

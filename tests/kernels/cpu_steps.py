@@ -1,4 +1,4 @@
-"""Steps of attention: caches in which nothing unused may be read, and how the compiled operators run a step."""
+"""Steps of attention: caches whose unused slots are poisoned, and their computation by compiled operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Chunks = list[tuple[int, int]]  # queries, and the context that they end
 
 
 def rules_of(scale: float, window: int | None, named: dict[str, Any]) -> ScoreRules:
-    """Take the rules of scores out of named arguments."""
+    """Remove the rules of scores from named arguments, and return them."""
     return ScoreRules(scale, window, *(named.pop(name, None) for name in ("soft_cap", "sinks", "bias")))
 
 
@@ -45,7 +45,7 @@ class Step:
         return [context for _, context in self.chunks]
 
     def to(self, dtype: torch.dtype, codes: bool = False, code_dtype: torch.dtype = torch.int8) -> Self:
-        """Return this step with values of a dtype; `codes`: with caches of codes of the values."""
+        """Return this step with values of a dtype. `codes`: with quantised caches."""
         if not codes:
             return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
         (k, k_scale), (v, v_scale) = coded(self.k, code_dtype), coded(self.v, code_dtype)
@@ -85,7 +85,7 @@ class Step:
         )
 
     def leave_behind(self, window: int | None) -> None:
-        """Poison the blocks that the window of each chunk's first query has left, and name another in the tables."""
+        """Poison blocks outside the window of each chunk's first query, and replace them in the tables."""
         for row, (queries, context) in enumerate(self.chunks):
             seen = 0 if window is None else max(0, context - queries - window + 1)
             left = self.table[row, : seen // self.k.shape[2]]
@@ -103,7 +103,7 @@ class Step:
     def groups(
         self, window: int | None = None, causal: bool = True, tree: TreeMask | None = None
     ) -> list[AttentionGroup]:
-        """Return the groups of sequences as torch's operators take them."""
+        """Return groups of sequences in the form of torch's operators."""
         shapes = [
             SequenceShape(row, sum(self.queries[:row]), queries, context)
             for row, (queries, context) in enumerate(self.chunks)
@@ -115,12 +115,12 @@ class Step:
 
 @dataclass(frozen=True)
 class LatentStep(Step):
-    """A step over a cache of latents, which is `k`. `rank`: the first values of a latent, which are its V."""
+    """A step over a cache of latents, which is `k`. `rank`: the first values of a latent, which are V."""
 
     rank: int = 0
 
     def attend(self, compiled: CompiledOperators, window=None, share=True, heads=None) -> Tensor:
-        """`heads`: how many heads an item has; by default all."""
+        """Compute the step. `heads`: heads per work item, by default all."""
         pages = (self.table.numpy(), compiled.latent_pages(self.k.shape[2], self.q.dtype)) if share else ()
         items = attention_items(self.queries, self.contexts, heads or self.q.shape[1], *pages)
         return compiled.latent_attention(self.q, self.k, self.table, items, 0.3, self.rank)
@@ -146,7 +146,7 @@ def coded(values: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tens
 def poisoned_step(
     seed: int, heads: int, kv_heads: int, dim: int, block_size: int, chunks: Chunks, pad: int = 0
 ) -> Step:
-    """Random values; places of the caches that no sequence uses are NaN. `pad`: what ends the tables."""
+    """Return a step of random values. Unused slots of the caches are NaN. `pad`: padding of the tables."""
     torch.manual_seed(seed)
     tables = [-(-context // block_size) for _, context in chunks]
     total = sum(tables) + 3

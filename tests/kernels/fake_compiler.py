@@ -1,4 +1,4 @@
-"""A compiler that only writes down what it was asked for, and can take its time."""
+"""A fake compiler that logs its calls and can be slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors behind whose last byte nothing may be read."""
+"""Tensors that end at the end of readable memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.kernels.tile_probe import guarded
 
 
 def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that ends where memory does."""
+    """Return a copy that ends at the end of readable memory."""
     flat = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
     room = guarded(flat.size)
     room[:] = flat

@@ -1,4 +1,4 @@
-"""Operators refuse what does not fit; they do not read or write beside their operands."""
+"""Operators refuse invalid operands, and do not access memory outside them."""
 
 from __future__ import annotations
 

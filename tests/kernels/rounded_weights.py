@@ -1,4 +1,4 @@
-"""Weights rounded to the nearest codes, for tests and measurements of products with quantised weights."""
+"""Weights rounded to the nearest quantised values, for tests and measurements."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def uniform(key: list[int], position: int) -> float:
 
 
 def sample(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """The token of each row, (rows,) int64."""
+    """Return the token of each row, (rows,) int64."""
     best, chosen = logits.max(-1)
     for row in range(logits.shape[0]):
         if sampling.temperature[row] > 0 and best[row].isfinite():
@@ -41,7 +41,7 @@ def sample(logits: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def kept(logits: Tensor, sampling: RowSampling, row: int) -> Tensor:
-    """Probabilities (vocab,) float64 of one row, 0 where filtered; not normalised."""
+    """Return probabilities (vocab,) float64 of one row, 0 if filtered; not normalised."""
     scale = max(float(sampling.temperature[row]), MIN_TEMPERATURE)
     probabilities = ((logits - logits.max()) / scale).softmax(-1).double()
     top_k, top_p, min_p = int(sampling.top_k[row]), float(sampling.top_p[row]), float(sampling.min_p[row])

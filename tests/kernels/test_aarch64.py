@@ -1,4 +1,4 @@
-"""The operators compiled for Arm CPUs, and run in software: against plain C, and to the bit where sums are exact."""
+"""Operators compiled for Arm CPUs and emulated: compared with plain C, bit by bit if sums are exact."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ needs_emulator = pytest.mark.skipif(
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="options for x86-64")
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["bfloat16", "codes_bfloat16"])
-def test_the_checks_pass_on_this_machine(unit, tmp_path):
-    """They are right about operators that other tests compare with torch."""
+def test_the_emulated_checks_pass_on_this_machine(unit, tmp_path):
+    """Other tests compare these operators with torch."""
     passes([str(build_driver("cc", unit, ("-march=native", "-DNO_TILES"), tmp_path))])
 
 

@@ -1,4 +1,4 @@
-"""Parts of KV blocks are copied as they are, bit by bit, and nothing else is touched, in every layout of the cache."""
+"""Parts of KV blocks are copied bit by bit in every layout of the cache, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(1, 1, 4), (3, 5, 12), (2, 16, 64), (1, 33, 10), (2, 64, 20)]  # heads
 
 
 def some_parts(block_size: int, seed: int) -> list[tuple[int, int, int, int]]:
-    """From the first blocks into the last ones, none of the places twice; some of no place at all."""
+    """Return copies from the first blocks into the last ones: no slot twice, and some copies of no slots."""
     rng = random.Random(seed)
     parts = []
     for target in range(BLOCKS // 2, BLOCKS):

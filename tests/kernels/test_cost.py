@@ -1,4 +1,4 @@
-"""Costs by hand, and which peak bounds which operation."""
+"""Costs calculated by hand, and the peak that bounds each operation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_the_linear_layers_of_a_quantised_model_change() -> None:
 
 
 def test_the_roofline_of_a_quantised_model_uses_the_int8_peak() -> None:
-    """With bandwidth no limit: the linear layers at four times the peak, the rest as before."""
+    """With unlimited bandwidth: the linear layers at four times the peak, the others unchanged."""
     free = Peaks(1e6, 1e30), Peaks(1e6, 1e30, 4e6)
     costs = QUANTIZED.step(STEP)
     integer = sum(cost.coded_ops for cost in costs.values())

@@ -45,14 +45,14 @@ from tests.kernels.rounded_weights import quantize_blocks_fp8, quantize_int4
 
 
 def assert_counted(found: cost.Cost, reference: Any, *arguments: Any, moved: Any, **options: Any) -> None:
-    """`moved`: the operands; the results are moved, too."""
+    """Compare a cost with operations of the reference and the bytes of its results and of `moved`, the operands."""
     assert found.flops == counted(reference, *arguments, **options)
     made = reference(*arguments, **options)
     assert found.bytes == bytes_of(*moved, *(made if isinstance(made, tuple) else (made,)))
 
 
 def operands(weight: Any) -> list[Tensor]:
-    """Return what of a weight is read: a tensor, codes with their scales, or the fields of a coded weight."""
+    """Return the tensors of a weight: itself, values with scales, or its fields."""
     if isinstance(weight, Tensor):
         return [weight]
     parts = weight if isinstance(weight, tuple) else (getattr(weight, n, None) for n in OPERANDS)
@@ -148,7 +148,7 @@ def test_grouped_linear_of_codes_with_scales_of_blocks():
 
 
 def spelled_layer_norm(x, weight, bias, eps, residual):
-    """What torch does in one call."""
+    """Compute in single operations what torch does in one call."""
     total = x if residual is None else x + residual
     centred = total - total.mean(-1, keepdim=True)
     scaled = centred * (centred.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
@@ -286,7 +286,7 @@ def test_routing_and_combination():
 
 
 def bytes_of_attention(step: Step) -> int:
-    """Queries, results, and each sequence's keys and values."""
+    """Return the bytes of queries, results, and each sequence's keys and values."""
     caches = (step.k, step.v, *(step.scales or ()))
     tables = zip(step.table, step.contexts, strict=True)
     cached = [gather_cached(cache, table, context) for table, context in tables for cache in caches]
@@ -303,8 +303,8 @@ def test_attention_of_single_queries(codes):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_chunks_attend_what_they_see(window):
-    """Query by query: the reference multiplies what a mask hides too, where a chunk is more than one."""
+def test_attention_of_chunks_counts_only_visible_keys(window):
+    """Query by query: in longer chunks, the reference also multiplies masked keys."""
     step = poisoned_step(0, 2, 1, 64, 16, [(6, 20), (3, 5)])
     ends = [at + 1 for queries, context in step.chunks for at in range(context - queries, context)]
     seen = [end if window is None else min(end, window) for end in ends]
@@ -335,8 +335,8 @@ def test_attention_with_what_is_made_of_latents():
 
 
 @given(queries=st.integers(1, 500), earlier=st.integers(0, 5000))
-def test_the_way_with_fewer_operations_is_taken(queries, earlier):
-    """As DeepSeek-V3's heads are; of many sequences at once, too."""
+def test_decompressing_latents_is_chosen_if_it_is_cheaper(queries, earlier):
+    """With heads as in DeepSeek-V3, also for many sequences at once."""
     sizes = cost.LatentSizes(512, 128, 64, 128)
     pairs = sum(earlier + n + 1 for n in range(queries))
     decompressed = sizes.pair * pairs + sizes.made * (earlier + queries)

@@ -1,5 +1,6 @@
-"""Compiled attention over caches of values and of int8 codes, in vectors and in emulated matrix tiles: equal to the
-reference, and equal bit by bit however a step is cut and shared."""
+"""Compiled attention over caches of values and int8, in vectors and in emulated matrix tiles: equal to the
+reference, and bit by bit independent of how a step is cut and shared.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +129,8 @@ def test_a_row_does_not_depend_on_its_step(way, dtype, codes):
 
 @pytest.mark.parametrize("what", ["query", "key", "value"])
 @pytest.mark.parametrize(("way", "dtype", "codes"), KINDS)
-def test_what_is_no_number_shows_where_it_is_seen_and_nowhere_else(way, dtype, codes, what):
-    """A query's in its own row and head, a key's and a value's in every row that sees it, in its heads."""
+def test_nan_and_infinity_appear_only_where_they_are_visible(way, dtype, codes, what):
+    """A query's in its own row and head, a key's or value's in all rows that attend to it, in its heads."""
     step = poisoned_step(6, 6, 2, 64, 16, [(20, 90)]).to(dtype, codes)
     whole = step.attend(operators(way, codes))
     if what == "query":
@@ -174,8 +175,8 @@ def test_large_scores_do_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_and_weights_of_any_size_are_as_exact_with_codes(dtype):
-    """Integers of 16 bits have a unit of their own for each row, and for the weights of each of its tiles."""
+def test_quantised_attention_is_precise_for_queries_and_weights_of_any_size(dtype):
+    """16-bit integers have a scale per row, and per tile for its weights."""
     step = poisoned_step(7, 6, 2, 64, 16, [(8, 300)])
     step = replace(step, q=step.q * torch.logspace(-36, 0, 8)[:, None, None])
     step.q[5], step.q[6, :, 1:] = 0, 0
@@ -232,8 +233,8 @@ def rows_to_store(tokens, kv_heads, dim, dtype, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("block_size", "dim", "normed"), [(16, 64, False), (5, 20, True), (40, 128, True)])
-def test_codes_and_scales_are_those_of_what_a_cache_of_values_holds(dtype, block_size, dim, normed):
-    """To the last bit, wherever tokens of a run and single ones go; nothing else is written."""
+def test_rope_store_quantises_exactly_the_values_that_it_would_cache(dtype, block_size, dim, normed):
+    """Bit by bit, for tokens of a run and single ones. Nothing else is written."""
     tokens, kv_heads = 37, 3
     q, k, v = rows_to_store(tokens, kv_heads, dim, dtype, seed=dim)
     angles, positions = torch.randn(100, dim // 2), torch.arange(40, 40 + tokens)

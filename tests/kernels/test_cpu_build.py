@@ -91,8 +91,8 @@ def test_a_build_that_fails_says_why(monkeypatch, tmp_path):
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_without_the_lock_each_builds_for_itself(monkeypatch, tmp_path):
-    """It may be another user's, or its holder may have been stopped."""
+def test_without_the_lock_each_process_builds_for_itself(monkeypatch, tmp_path):
+    """The lock may belong to another user, or its owner may be stopped."""
     compiler, log = fake_compiler(tmp_path)
     monkeypatch.setenv("CC", str(compiler))
     lock = build.library_path(tmp_path / "cache").with_suffix(".lock")

@@ -1,4 +1,4 @@
-"""Compiled experts: equal to the reference, and a row's bits equal whatever it is computed with."""
+"""Compiled experts: equal to the reference, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compiled(request) -> CompiledOperators:
 
 
 def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(E, N, K) → codes and scales of each output."""
+    """Quantise (E, N, K) to values and scales per output."""
     codes, scales = quantize_weight(weight.flatten(0, 1))
     return codes.view(weight.shape), scales.view(weight.shape[:2])
 
@@ -55,7 +55,7 @@ def choice_of(tokens: int, chosen: int = 2, count: int = COUNT, seed: int = 0) -
 
 
 def in_int4(weight: Tensor, zeroed: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(E, N, K) → codes, scales and maybe zeros of groups of 32."""
+    """Quantise (E, N, K) to values, scales and optional zero points of groups of 32."""
     codes, scales = quantize_groups(weight.flatten(0, 1), 32)
     zeros = torch.randint(-8, 9, scales.shape).float() if zeroed else None
     split = (None if part is None else part.view(*weight.shape[:2], -1) for part in (codes, scales, zeros))
@@ -64,8 +64,8 @@ def in_int4(weight: Tensor, zeroed: bool) -> tuple[Tensor, Tensor, Tensor | None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeroed", [False, True])
-def test_int4_rows_are_those_of_the_linear_layer(compiled, dtype, zeroed):
-    """Bit by bit, gated too; and experts are their products one by one."""
+def test_int4_rows_equal_those_of_the_linear_layer(compiled, dtype, zeroed):
+    """Bit by bit, also gated; and experts equal their products one by one."""
     torch.manual_seed(2)
     for inputs, kind in ((131, "gated"), (160, "plain")):
         counts = [0, 7, 1, 0, 12]
@@ -91,7 +91,7 @@ def test_int4_rows_are_those_of_the_linear_layer(compiled, dtype, zeroed):
 
 
 def packed_experts(compiled, weight, int8: bool, bias=None, kind="plain") -> PackedExperts:
-    """Return the experts' weights as the operators want them; `int8`: as codes."""
+    """Return the experts' weights, packed for the operators. `int8`: quantised."""
     if int8:
         return compiled.pack_expert_codes(*coded(weight), bias, kind)
     return compiled.pack_experts(weight, bias, kind)
@@ -124,7 +124,7 @@ def test_grouped_products_equal_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
-def test_each_row_is_that_of_the_linear_layer(compiled, dtype, int8):
+def test_each_row_equals_that_of_the_linear_layer(compiled, dtype, int8):
     """Bit by bit: the tiles are the same."""
     torch.manual_seed(2)
     counts = [0, 7, 1, 0, 12]
@@ -193,8 +193,7 @@ def test_a_token_does_not_depend_on_its_batch(compiled, dtype, int8):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_tokens_on_one_expert(compiled, dtype):
-    """The others may hold anything: they are not read."""
+def test_all_tokens_on_one_expert_read_no_other_expert(compiled, dtype):
     packed, (gate_up, down, _) = packed_pair(compiled, dtype)
     for weight in packed:
         kept = weight.panels[3].clone()
@@ -240,7 +239,7 @@ def test_mxfp4_has_the_bits_of_its_dequantised_values(
 @pytest.mark.parametrize("tiles", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "gated"])
-def test_a_linear_layer_in_mxfp4_has_the_bits_of_what_it_stands_for(tiles, dtype, kind):
+def test_a_linear_layer_in_mxfp4_has_the_bits_of_its_dequantised_weight(tiles, dtype, kind):
     """Without adapters and with some."""
     generator, compiled = torch.Generator().manual_seed(3), operators(tiles)
     codes = torch.randint(0, 256, (70, 48), generator=generator, dtype=torch.uint8)
@@ -261,7 +260,7 @@ def test_a_linear_layer_in_mxfp4_has_the_bits_of_what_it_stands_for(tiles, dtype
 
 
 def test_every_code_and_exponent_of_mxfp4_is_exact(compiled):
-    """A row with a single 1 gives a weight; AVX512_BF16 makes 0 of numbers below 2^-126."""
+    """A row with a single 1 returns a weight. AVX512_BF16 flushes numbers below 2^-126 to 0."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(253, 1)
     exponents = torch.arange(253, dtype=torch.uint8).repeat_interleave(16)
     stored, starts = (codes[None], exponents[None, :, None]), starts_of([32])

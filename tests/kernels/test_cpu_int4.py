@@ -1,4 +1,4 @@
-"""Products with int4 weights and int8 activations: against their reference, and row by row."""
+"""Products of int4 weights and int8 activations: compared with the reference, and row by row."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_wrong_shapes() -> None:
             compiled.pack_int4(codes, scales, None, group, None)
 
 
-def test_its_cost_counts_what_is_read() -> None:
-    """A weight is read once: a half of a byte a value, and a scale for each group."""
+def test_the_cost_of_int4_counts_each_weight_once() -> None:
+    """Half a byte per value, and a scale per group."""
     tokens, inputs, outputs, group = 5, 200, 128, 32
     codes, scales = quantize_groups(torch.randn(outputs, inputs), group)
     packed = operators(WAYS[0]).pack_int4(codes, scales, None, group, None)

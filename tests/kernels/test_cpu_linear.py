@@ -1,4 +1,4 @@
-"""Compiled linear layers: equal to torch's, and a row's bits equal whatever it is computed with."""
+"""Compiled linear layers: equal to torch's, and a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def compiled(request) -> CompiledOperators:
 
 
 def packed_of(compiled: CompiledOperators, weight, int8: bool, bias=None, kind="plain") -> PackedWeight:
-    """Return a weight as the operators want it; `int8`: as codes."""
+    """Return a weight, packed for the operators. `int8`: quantised."""
     if int8:
         return compiled.pack_codes(*quantize_weight(weight), bias, kind)
     return compiled.pack_linear(weight, bias, kind)
 
 
 def wide(x, weight, bias):
-    """In float64: what every path approximates."""
+    """Compute the product in float64, which every path approximates."""
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
 
@@ -73,7 +73,7 @@ def test_equals_torch(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
 
 
 def finished(product, kind, dtype):
-    """What follows a product, in the dtype of the result."""
+    """Apply the activation and gate of `kind`, and round to `dtype`."""
     if kind in GATES:
         return gated_activation_reference(product.to(dtype), GATES[kind])
     if kind in CURVES:
@@ -82,7 +82,7 @@ def finished(product, kind, dtype):
 
 
 def assert_near(got, product, kind, dtype, step=0.0):
-    """`step`: by how much a product may be off. A gate and its up are multiplied, and so are their errors."""
+    """Check a product. `step`: its absolute error before the gate. A gate multiplies the errors of its factors."""
     wanted, size = finished(product, kind, dtype), 1 + max(product.abs().flatten().tolist(), default=0.0)
     assert got.dtype == wanted.dtype
     error = {torch.float32: 2e-6, torch.bfloat16: 8e-3}[wanted.dtype] * size + step
@@ -246,7 +246,7 @@ def test_the_greatest_of_no_numbers_is_none(compiled, dtype, bad):
 
 
 def test_one_column_that_is_not_finite_is_enough(compiled):
-    """inf is no likely token; -inf is just unlikely."""
+    """inf is no probable token; -inf is just improbable."""
     weight = torch.tensor([[1.0], [0.5], [-1.0]]) * 3e38
     packed = compiled.pack_linear(weight, None, "float")
     assert compiled.linear(torch.tensor([[1.5]]), packed)[0].isinf().tolist() == [True, False, True]

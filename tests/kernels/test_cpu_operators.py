@@ -1,4 +1,4 @@
-"""The compiled CPU operators equal their references: odd shapes, both dtypes, poisoned caches, any block table."""
+"""Compiled CPU operators equal their references: odd shapes, both dtypes, poisoned caches, any block table."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_gate(compiled, dtype, activation, kind):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("activation", "kind"), ACTIVATIONS)
-def test_activation_without_an_up(compiled, dtype, activation, kind):
-    """Every value is the same wherever it stands: torch takes the last few of a tensor by other instructions."""
+def test_an_activation_does_not_depend_on_the_position(compiled, dtype, activation, kind):
+    """Torch uses other instructions for the last few values of a tensor."""
     torch.manual_seed(1)
     x = (torch.randn(5, 37) * 4).to(dtype)
     x[0, :5] = torch.tensor([0.0, -300.0, 300.0, -0.0, 1e-5])
@@ -154,7 +154,7 @@ def test_masked_logits(compiled, vocab):
 
 @pytest.mark.parametrize("vocab", [5, 64, 2101])
 def test_masked_argmax(compiled, vocab):
-    """As one operator after the other finds it: ties, no token allowed, infinities, numbers that are none."""
+    """Equals mask followed by argmax: ties, no allowed token, infinities, NaN."""
     generator = torch.Generator().manual_seed(vocab)
     for _ in range(50):
         logits = torch.randint(-9, 9, (9, vocab), generator=generator).float()
@@ -193,7 +193,7 @@ class MaskOps:
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_store(compiled, dtype, dim, norm, part, interleaved):
-    """`norm`: the offset of the heads' norms; None: no norms. One part of `part` of a head is rotated."""
+    """`norm`: the offset of the heads' norms, or None without norms. 1/`part` of a head is rotated."""
     torch.manual_seed(dim)
     tokens, heads, kv_heads, block_size = 9, 6, 2, 4
     fused = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
@@ -265,7 +265,7 @@ def test_structures_are_those_of_the_library():
 
 
 def test_nan_reaches_the_output(compiled):
-    """Broken weights must show: the flags may not let the compiler assume that there is no NaN."""
+    """The compiler's flags must not assume that there is no NaN."""
     x = torch.ones(4, 8)
     x[1, 3] = float("nan")
     assert compiled.rms_norm(x, torch.ones(8), 1e-5)[0][1].isnan().all()

@@ -36,7 +36,7 @@ def deepseek_v3(**options: Any) -> DeepseekV3Config:
 
 
 def routers() -> Any:
-    """transformers' router, and the same as a Routing."""
+    """transformers' router, and an equal Routing."""
     mixtral = MixtralConfig(hidden_size=HIDDEN, num_local_experts=7, num_experts_per_tok=2)
     yield "mixtral", MixtralTopKRouter(mixtral), Routing(7, 2, normalised=True)
     for norm in (False, True):

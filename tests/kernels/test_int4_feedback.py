@@ -19,7 +19,7 @@ def values(codes: Tensor, scales: Tensor, group: int) -> Tensor:
 
 
 def one_by_one(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """GPTQ as its paper has it: after each column the inverse loses its row and column (Gaussian elimination)."""
+    """GPTQ as published: after each column, its row and column are removed from the inverse."""
     wide = products.double()
     inverse = torch.linalg.inv(wide + 0.01 * wide.diagonal().mean() * torch.eye(len(wide)).double())
     left, codes = weight.double().clone(), torch.zeros_like(weight, dtype=torch.int8)
@@ -35,7 +35,7 @@ def one_by_one(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> 
 
 
 def drawn(outputs: int, inputs: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A weight, and inputs that depend on one another, some of them much larger than others."""
+    """Return a weight, and correlated inputs, some of them much larger than others."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(inputs, inputs, generator=generator) * torch.rand(inputs, generator=generator).exp()
     x = torch.randn(tokens, inputs, generator=generator) @ mix

@@ -1,5 +1,6 @@
-"""Attention over a cache of latents: the reference against K and V that are made, what torch and C make of it against
-the reference, and rows' bits whatever they are computed with."""
+"""Attention over a cache of latents: the reference compared with decompressed K and V, torch and C compared with the
+reference, and rows' bits independent of other rows.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ WAYS = (None, "emulated")  # as this machine does it, and in matrix tiles
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6)
 
 
-def test_the_reference_is_attention_of_heads_that_are_made():
-    """K and V of every head, made of the latent, give what queries and results multiplied with the same matrices do."""
+def test_the_reference_equals_attention_of_decompressed_heads():
+    """Decompressing K and V of every head gives the same results as multiplying queries and outputs."""
     torch.manual_seed(3)
     heads, rank, plain, turned, value, context = 3, 10, 6, 4, 5, 23
     latents, shared = torch.randn(context, rank), torch.randn(context, turned)
@@ -109,8 +110,8 @@ def test_no_number_reaches_the_output(tiles, dtype):
 
 
 @pytest.mark.parametrize("block_size", [16, 40])
-def test_latents_as_large_as_deepseeks(block_size):
-    """Whole vectors are turned where they lie; a block may be cut by a tile."""
+def test_latents_of_deepseeks_size(block_size):
+    """Whole vectors are rotated in place; a tile may end inside a block."""
     step = latent_step(9, 16, 512, 64, block_size, [(3, 100), (1, 33)]).to(torch.bfloat16)
     torch.testing.assert_close(
         step.attend(operators("emulated")), step.reference(), **TOLERANCE[torch.bfloat16]

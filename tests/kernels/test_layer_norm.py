@@ -58,7 +58,6 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, width: int) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 20, 33, 64, 129])
 def test_nor_do_the_heads_of_a_row(dtype: torch.dtype, width: int) -> None:
-    """Each with a weight of its own."""
     x, weight, bias, _ = drawn(width, dtype, heads=3)
     with threads_of(2):
         check(layer_norm_reference, x, weight, bias, None, range(0, ROWS, 7))

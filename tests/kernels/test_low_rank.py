@@ -1,4 +1,4 @@
-"""Products with the low-rank factors of adapters, against the reference."""
+"""Products with the low-rank factors of adapters, compared with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped attention equals the reference over odd shapes, random block tables and poisoned caches."""
+"""Grouped attention equals the reference for odd shapes, random block tables and poisoned caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which queries pass over leading blocks together, against groups found by comparing all pairs of sequences."""
+"""Groups of queries with common leading blocks, compared with all pairs of sequences."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ Found = tuple[tuple[int, ...], int, int, int]  # sequences in ascending order, f
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
-    """Query lengths, contexts and tables of sequences whose blocks come of a tree.
+    """Draw query lengths, contexts and tables of sequences whose blocks form a tree.
 
-    Few different blocks, the first one among them, which is also what tables are padded with; contexts that end
-    anywhere, within blocks that others share, too.
+    Few different blocks, including the padding block; contexts end anywhere, also within shared blocks.
     """
     width = draw(st.integers(1, 8))
     trunk = draw(st.lists(st.integers(0, 9), min_size=width, max_size=width))
@@ -51,7 +50,7 @@ def in_common(tables: np.ndarray, before: list[int], one: int, other: int) -> in
 def by_comparing(
     step: tuple[list[int], list[int], np.ndarray], units: int, worth: GroupMinimum, most_queries: int
 ) -> Iterator[Found]:
-    """`units`: blocks that make one."""
+    """Yield groups by comparing all pairs. `units`: blocks per unit."""
     lens, contexts, tables = step
     before = [context - queries for context, queries in zip(contexts, lens, strict=True)]
 
@@ -96,7 +95,7 @@ def test_groups_are_those_that_comparing_finds(step, units, least, sharers, most
 
 
 def turns(count: int) -> np.ndarray:
-    """Tables of as many rows: turn after turn of one long conversation."""
+    """Return tables of `count` rows: successive turns of one long conversation."""
     return np.tril(np.broadcast_to(np.arange(1, count + 1, dtype=np.int32), (count, count)))
 
 

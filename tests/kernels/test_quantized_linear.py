@@ -1,4 +1,4 @@
-"""Codes and scales, exact sums, and what zeros, ties and broken values become."""
+"""Quantised values and scales, exact sums, and results for zeros, ties and NaN."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_it_is_the_sum_over_codes(
     assert torch.equal(got, wanted.to(dtype))
 
 
-def test_sums_of_the_largest_codes_are_exact() -> None:
-    """Beyond 2^24, where float32 sums would be rounded."""
+def test_sums_of_the_largest_quantised_values_are_exact() -> None:
+    """Above 2^24, float32 sums would be rounded."""
     inputs = 20_001
     codes, scales = torch.full((2, inputs), 127, dtype=torch.int8), torch.ones(2)
     codes[1, 0] = 126

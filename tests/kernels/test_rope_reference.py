@@ -1,4 +1,4 @@
-"""The reference for RoPE against rotations of complex numbers, and its cache codes against their definition."""
+"""The reference for RoPE compared with complex rotations, and its quantised cache compared with the definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchinfer_kernels.rope_store import (
 
 
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """x: (T, heads, 2 × pairs), pairs beside one another; angles: (T, pairs)."""
+    """Rotate x: (T, heads, 2 × pairs) with adjacent pairs, by angles: (T, pairs)."""
     numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     turned = numbers * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.view_as_real(turned).flatten(-2)
@@ -43,7 +43,7 @@ def test_halves_turn_as_neighbours_do(pairs):
 
 @pytest.mark.parametrize("offset", [None, 0.0, 1.0])
 def test_q_alone_is_rotated_as_beside_k_and_v(offset):
-    """`offset`: of norms; None: there are none."""
+    """`offset`: of norms; None: no norms."""
     q, kv, angles = torch.randn(3, 4, 8), torch.randn(2, 3, 2, 8), torch.rand(3, 3) * 6
     caches, norms = torch.zeros(2, 1, 2, 4, 8), torch.randn(2, 8) if offset is not None else [None, None]
     places = (angles.cos(), angles.sin(), *caches, torch.arange(3))

@@ -1,4 +1,4 @@
-"""Weights are rounded to the codes and scales of the references, bit by bit."""
+"""Weights are rounded to the references' values and scales, bit by bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_same_bits(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]
 def assert_packed_alike(
     compiled: CompiledOperators, weight: Tensor, group: int, kind: Kind = "plain"
 ) -> None:
-    """Whether a weight is rounded and packed as the reference rounds it."""
+    """Check that a weight is rounded and packed like the reference."""
     wanted = compiled.pack_int4(*quantize_groups(weight, group), None, group, None, kind)
     found = compiled.pack_rounded_int4(weight, group, None, kind)
     for got, expected in zip(parts(found), parts(wanted), strict=True):
@@ -116,8 +116,8 @@ def test_groups_of_other_sizes(compiled: CompiledOperators, inputs: int, group: 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([1e-3, 0.05, 1.0, 30.0]), st.sampled_from(DTYPES))
-def test_few_different_values(seed: int, size: float, dtype: torch.dtype) -> None:
-    """Where weights are a few values, errors are often equal or nearly so."""
+def test_weights_of_few_different_values(seed: int, size: float, dtype: torch.dtype) -> None:
+    """Rounding errors are often equal or nearly so."""
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randint(-6, 7, (60, 64), generator=generator) * size).to(dtype)
     compiled = CompiledOperators()

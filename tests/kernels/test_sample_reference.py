@@ -1,4 +1,4 @@
-"""The batched operators of sampling choose what is chosen row by row."""
+"""Batched sampling chooses the same tokens as row by row."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tokens_are_those_chosen_row_by_row(seed, candidates, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_penalties_by_hand(dtype):
-    """Tokens 1 and 2 were in the prompt, 2 and 3 (twice) in the answer, 4 and 5 are banned; others do not exist."""
+    """Tokens 1 and 2 were in the prompt, 2 and 3 (twice) in the answer, 4 and 5 are banned. Other rows have none."""
     tokens = torch.tensor([5, 1, 2, -1, 99, 3, 2, 3, -1, 6, 5], dtype=torch.int32)
     integers = (torch.tensor([value], dtype=torch.int32) for value in (4, 9))
     floats = (torch.tensor([value]) for value in (2.0, 1.0, 0.25))

@@ -1,7 +1,7 @@
-"""The operators as they are compiled for a CPU with matrix tiles, with the bits of those in C.
+"""Operators compiled for a CPU with matrix tiles have the bits of those in C.
 
-Where the CPU has none, each instruction on a tile is executed in software when the CPU refuses it (tile_traps.c): so it
-is shown that the compiler made the right ones, with the right tiles and addresses, in the right order.
+Without such a CPU, each tile instruction traps and is executed in software (tile_traps.c). This tests the compiler's
+instructions, tiles, addresses and order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = ("configure", "release", "zero", "load", "store", "bfloat16", "int8")
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> CompiledOperators:
-    """Built for tiles, whatever this CPU has."""
+    """Operators built for tiles, for any CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "FLAGS", (*build.FLAGS, *TARGET))
         found = CompiledOperators(tiles="granted")
@@ -53,7 +53,7 @@ def traps(tmp_path_factory) -> ctypes.CDLL:
 
 @contextmanager
 def executed(traps: ctypes.CDLL) -> Iterator[dict[str, int]]:
-    """How many instructions of each kind were executed in software; none where the CPU has tiles of its own."""
+    """Yield the number of instructions by kind that were executed in software; empty on a CPU with tiles."""
     counts: dict[str, int] = {}
     if tiles.tile_grant().given:
         yield counts

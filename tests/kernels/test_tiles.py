@@ -48,7 +48,7 @@ def halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def wanted_bf16(x: np.ndarray, weight: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """Sums of even and of odd values apart, each step rounded once, nothing between 0 and a normal number."""
+    """Return sums of even and odd values, each step rounded once, subnormal numbers flushed to 0."""
     sums = []
     for left, right in zip(halves(x), halves(weight), strict=True):
         part = np.zeros(total.shape, np.float32)
@@ -59,7 +59,7 @@ def wanted_bf16(x: np.ndarray, weight: np.ndarray, total: np.ndarray) -> np.ndar
 
 
 def words_of(generator, shape, kind: str):
-    """Pairs of bfloat16 of some kind."""
+    """Return pairs of bfloat16 of a kind."""
     if kind == "any bits":
         return generator.integers(0, 2**32, shape, dtype=np.uint32)
     scale = {"usual": 1.0, "tiny": 1e-19, "denormal": 1e-38, "huge": 1e19}[kind]
@@ -93,8 +93,8 @@ def bf16(number: float) -> int:
 
 
 @pytest.mark.parametrize(("below", "wanted"), [(2.0**-150, 0.0), (2.0**-151, 2.0**-126), (2.0**-149, 0.0)])
-def test_what_rounds_to_a_normal_number_with_any_exponent_is_kept(probe, below, wanted):
-    """2^-126 less a little: with 24 bits and any exponent it is that number only from a 2^-151 on."""
+def test_a_sum_that_rounds_to_a_normal_number_is_kept(probe, below, wanted):
+    """Just below 2^-126: with 24 bits and any exponent it rounds to that number only from a 2^-151 on."""
     x = np.array([[bf16(2.0**-63), bf16(-below * 2.0**63)]], dtype=np.uint32)
     weight = np.array([[bf16(2.0**-63)], [bf16(2.0**-63)]], dtype=np.uint32)
     got = multiply(probe, x, weight, np.zeros((1, 1), np.uint32))
@@ -194,8 +194,8 @@ CONFIGURED = ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"
     ],
     ids=["probe", "products", "attention"],
 )
-def test_instructions_are_used_where_the_compiler_may(source, instructions):
-    """Compiled for a CPU that has them, on any; -O1, since it is not run."""
+def test_tile_instructions_are_used_if_the_compiler_may(source, instructions):
+    """Compiled on any CPU for one that has them. -O1, as it does not run."""
     for options in ((), ("-DNO_TILES",)):
         text = assembled(source, "-march=sapphirerapids", "-O1", *options)
         assert {instruction for instruction in instructions if instruction in text} == (
@@ -258,6 +258,6 @@ for size in (4, 16, 40):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["emulated", "emulated_mmla"])
-def test_operators_read_nothing_beside_their_operands(way):
-    """Operands of products and of attention end where memory does."""
+def test_operators_read_nothing_outside_their_operands(way):
+    """Operands of products and attention end at the end of memory."""
     assert_goes_through(OPERATORS, way)

@@ -1,4 +1,4 @@
-"""Attention of trees of drafts, and what moves their tokens behind one another: each path is a text of its own."""
+"""Attention of draft trees, and moving accepted tokens: each path equals a separate text."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_what_a_node_does_not_see_may_be_no_number():
 @given(
     st.integers(0, 2**16), st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=4)
 )
-def test_what_is_near_says_what_is_seen(seed: int, lengths: list[tuple[int, int]]) -> None:
-    """Of each query by how far keys are before it, in whatever part of a step it is."""
+def test_visible_keys_follow_from_the_distance(seed: int, lengths: list[tuple[int, int]]) -> None:
+    """For each query, by the distance of keys before it, in any part of a step."""
     step = poisoned_step(seed, 1, 1, 1, 4, [(n, n + before) for n, before in lengths])
     mask, first = mask_of(step, random_trees(step, seed)), 0
     for queries, context in step.chunks:

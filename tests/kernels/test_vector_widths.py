@@ -78,7 +78,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(operators, dtype, inpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [576, 577, 592])
 def test_results_of_many_rows_are_those_of_a_row_alone(operators, dtype, width):
-    """Many rows are stored past the caches where whole lines are written, one row never is."""
+    """Many rows bypass the caches when whole lines are stored, a single row never does."""
     torch.manual_seed(width)
     rows, more = 131, 3
     x, other = (torch.randn(rows, width).to(dtype) for _ in range(2))

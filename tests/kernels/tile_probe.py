@@ -1,4 +1,4 @@
-"""Single instructions on tiles, of tile_probe.c, for arrays. Imports little: processes that are to crash use it."""
+"""Single tile instructions of tile_probe.c on arrays. Imports little, for processes that must crash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUM, X, WEIGHT = 0, 1, 2
 
 
 def shapes_of(rows: int, words: int, columns: int) -> np.ndarray:
-    """Those of a product."""
+    """Return the tile shapes of a product."""
     shapes = np.zeros((), SHAPES)
     shapes["palette"] = 1
     for tile, (height, width) in {SUM: (rows, columns), X: (rows, words), WEIGHT: (words, columns)}.items():
@@ -23,7 +23,7 @@ def shapes_of(rows: int, words: int, columns: int) -> np.ndarray:
 
 
 def multiply(probe: ctypes.CDLL, x, weight, total, codes: bool = False, shapes: np.ndarray | None = None):
-    """total + x weight, of arrays of words: (rows, words), (words, columns), (rows, columns)."""
+    """Return total + x weight of arrays of words: (rows, words), (words, columns), (rows, columns)."""
     made = total.copy()
     shapes = shapes_of(*x.shape, weight.shape[1]) if shapes is None else shapes
     places = [
@@ -38,7 +38,7 @@ def address(array) -> ctypes.c_void_p:
 
 
 def at_the_end_of_memory(rows: int, stride: int):
-    """(rows, stride / 4) words, behind whose last no byte may be read."""
+    """Return (rows, stride / 4) words that end at the end of readable memory."""
     return guarded(rows * stride).view(np.uint32).reshape(rows, stride // 4)
 
 

@@ -1,4 +1,4 @@
-"""Trees of drafts as the tests of attention draw them."""
+"""Draft trees for tests of attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path(parents: Parents, node: int) -> list[int]:
 
 
 def mask_of(step: Step, trees: list[Parents]) -> TreeMask:
-    """Of chunks whose last tokens are the nodes of trees."""
+    """Return the mask of chunks whose last tokens are the nodes of trees."""
     last, bits = list[int](), list[int]()
     for (queries, context), parents in zip(step.chunks, trees, strict=True):
         root = context - len(parents) - 1

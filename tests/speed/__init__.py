@@ -15,7 +15,7 @@ PROMPTS = ("user", "template", "text", "messages", "schema", "openai")  # of `in
 
 
 def _option(*names: str, **settings: Any) -> Option:
-    """Return an option as argparse takes it. The type follows from the default, if not given."""
+    """Return an option of argparse. The default determines the type unless given."""
     default = settings.get("default")
     first = default[0] if isinstance(default, tuple) else default
     kind = {} if first is None else {"type": type(first), "help": "default: %(default)s"}

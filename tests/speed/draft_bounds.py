@@ -1,4 +1,4 @@
-"""What drafts can gain at best, by the roofline of steps, for rows whose drafts are right with a probability."""
+"""Upper bounds on the gain of drafts by the roofline, for rows whose drafts are accepted with a probability."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LLAMA_135M = llama_cost(30, 576, 1536, 9, 3, 64, 49152, 2, 2)
 
 
 def step_seconds(cost: ModelCost, peaks: Peaks, context: int, rows: int, drafts: int) -> float:
-    """Return the bound of a decode step of rows with a context each and `drafts` drafts in all."""
+    """Return the roofline in seconds of a decode step of rows with equal contexts, and `drafts` drafts in total."""
     tokens, kv_tokens = rows + drafts, rows * context * cost.layers
     shape = StepShape(tokens, tokens, tokens * context * cost.layers, kv_tokens)
     return roofline_seconds(cost.step(shape), peaks)
 
 
 def best_gain(seconds: Callable[[int, int], float], rows: int, rate: float) -> float:
-    """Return how many times as many tokens a second the best number of drafts gives."""
+    """Return the speedup in tokens per second by the best number of drafts."""
     rates, lengths = np.full(rows, rate), np.full(rows, MOST_DRAFTS, np.int64)
     counts = choose_draft_counts(
         rates, lengths, lambda drafts: seconds(rows, drafts), rows, rows * MOST_DRAFTS

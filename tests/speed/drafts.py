@@ -1,8 +1,8 @@
-"""Decode steps with drafts and without, in turns, on a random model as large as one of 135M.
+"""Decode steps with and without drafts, in turns, on a random model of 135M weights.
 
-A row's prompt is a text of 300 tokens, and its answer nearly the same text. All is computed; then each sampled token is
-replaced by the answer's. An engine with drafts has answered the same number of other rows before. `bound`: how many
-times as fast the roofline allows.
+A row's prompt is a text of 300 tokens, and its answer nearly the same text. The model runs, but its tokens are
+replaced by those of the answer. An engine with drafts has answered the same number of other rows before. `bound`:
+speedup that the roofline allows.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def loaded(folder: Path, dtype: str, rows: int) -> tuple[LoadedModel, Peaks]:
 
 
 def decoded(engine: Engine, requests: Iterable[Request]) -> Figures:
-    """Return the seconds of the decode steps, their number, the drafts verified and right, and the seconds of
-    proposals."""
+    """Return seconds and number of decode steps, verified and accepted drafts, and seconds of draft sources."""
     engine.add(list(requests))
     found = {"decode_s": 0.0, "steps": 0, "drafted": 0, "right": 0, "proposing_s": 0.0}
     while engine.unfinished:
@@ -81,7 +80,7 @@ def request(rng: random.Random) -> Request:
 
 
 class Scripted:
-    """A runner and its model, whose argmax is computed, and replaced by the next token of a row's answer."""
+    """A runner and its model. Its argmax is computed, and replaced by the next token of a row's answer."""
 
     def __init__(self, runner: Any, answers: Mapping[bytes, list[int]]) -> None:
         self._model, self._answers, self._tokens = runner.model, answers, list[int]()

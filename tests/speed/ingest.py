@@ -1,4 +1,4 @@
-"""Ingest: rows a second, and by how much the memory of all its processes together grows."""
+"""Ingest: rows per second, and the growth of memory of all processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def texts(rows: int, characters: int) -> Iterator[str]:
 
 
 def record(kind: str, row: int, text: str) -> dict[str, Any]:
-    """One row of the input, for this kind of prompt."""
+    """Return one input row for this kind of prompt."""
     if kind == "openai":
         body = {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 16}
         return {"custom_id": f"id-{row}", "method": "POST", "url": "/v1/chat/completions", "body": body}
@@ -74,7 +74,7 @@ SCHEMA = {"type": "object", "properties": {"answer": {"enum": ["a", "b"]}}, "req
 
 
 def write_rows(path: Path, kind: str, rows: int, characters: int) -> None:
-    """Write a file of the format that its name tells, some rows at a time."""
+    """Write a file in the format of its name, in batches of rows."""
     lines = enumerate(texts(rows, characters), FIRST_ID)
     records = (record(kind, row, text) for row, text in lines)
     if path.suffix == ".jsonl":
@@ -116,7 +116,7 @@ GPT4 = (
 
 
 def tokenizer_alone(folder: Path, rows: int, characters: int) -> float:
-    """CPU seconds that the tokenizer takes for the same texts, 512 at a time, in one thread."""
+    """Return the CPU seconds of the tokenizer for the same texts, 512 at a time, in one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rust = LoadedTokenizer.load(folder / "model").rust
     source, start = texts(rows, characters), 0.0
@@ -128,7 +128,7 @@ def tokenizer_alone(folder: Path, rows: int, characters: int) -> float:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process and of all that it started."""
+    """Return the memory of this process and its descendants."""
     me, found = psutil.Process(), 0
     for process in [me, *me.children(recursive=True)]:
         with suppress(psutil.Error):  # it has ended
@@ -145,8 +145,11 @@ def measure(
     workers: int | None = None,
     carry: bool = True,
 ) -> dict[str, Any]:
-    """Ingest such a file once; the checkpoint is there. `steady_rows_per_s`: from the first fifth to the last tenth,
-    as processes start before, and then run out of work."""
+    """Ingest a file once.
+
+    The checkpoint exists. `steady_rows_per_s`: from the first fifth to the last tenth, without start and end of the
+    processes.
+    """
     path = folder / f"rows.{form}"
     write_rows(path, kind, rows, characters)
     named = {"columns": ("id", "label") if carry else (), "id": "id"}

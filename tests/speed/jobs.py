@@ -94,7 +94,7 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def _whole(section: BenchSection, rows: int) -> Result:
-    """Return seconds by phase, CPU seconds, and the most memory that all processes held together."""
+    """Return seconds by phase, CPU seconds, and the peak memory of all processes together."""
     folder = section.place / str(rows)
     command, before = command_of(run, write_job(folder, rows, section.given.workers)), os.times()
     most = dict[str, int]()

@@ -107,7 +107,7 @@ MODELS = {"135m": Model(30, 576, 1536, 9, 3), "1b": Model(4, 2048, 8192, 32, 8)}
 
 
 class Timed:
-    """The operators of a folder, their clock, and layers of them."""
+    """The operators of a folder, their clock, and layers that use them."""
 
     def __init__(self, folder: Path, place: Path, model: Model, one_core: bool) -> None:
         with clocked(folder, one_core):
@@ -141,7 +141,7 @@ class Timed:
         return Step(self, self._layers, rows)
 
     def read(self, threads: int) -> Clocks:
-        """Return the clocks since they were read before."""
+        """Return the clocks since the previous call."""
         found, names = [], (BETWEEN, *OPERATORS)
         for thread in range(threads):
             passed, waited = ((ctypes.c_double * len(names))() for _ in range(2))
@@ -151,7 +151,7 @@ class Timed:
 
 
 class Step:
-    """A step of some rows through all layers, each with a cache of its own."""
+    """A step of some rows through all layers, each with its own cache."""
 
     def __init__(self, timed: Timed, layers: Sequence[PackedLayer], rows: int) -> None:
         m, self._compiled, self._layers = timed.model, timed.compiled, layers
@@ -184,7 +184,7 @@ class Step:
 
 @contextmanager
 def clocked(folder: Path, one_core: bool) -> Iterator[None]:
-    """While it lasts, operators are built from that folder, and with a clock."""
+    """Build operators from a folder with a clock while the block runs."""
     before = build.FLAGS, build.FOLDER, build.SOURCES
     clock = ("-include", str(HERE / "layer_clock.h"), "-Wl,--wrap=GOMP_barrier")
     counted = ("-DCLOCK=CLOCK_THREAD_CPUTIME_ID",) if one_core else ()
@@ -203,7 +203,7 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def _layers(section: BenchSection, rows: int) -> list[Result]:
-    """Time all sources in turns, ours first."""
+    """Time all sources in turns, our own first."""
     given = section.given
     reached = _peaks(given.dtype, given.one_core)
     model = replace(MODELS[given.model], dtype=getattr(torch, given.dtype), int8=given.int8)
@@ -229,7 +229,7 @@ def _timed(folder: Path, place: Path, model: Model, one_core: bool) -> Timed:
 
 @cache
 def _peaks(dtype: str, one_core: bool) -> Peaks:
-    """Return the peaks that are reached here; by one core's CPU time, from here on."""
+    """Return measured peaks; with one core, by CPU time from now on."""
     if one_core:
         torch.set_num_threads(1)
         peaks._timed = _cpu_timed
@@ -271,7 +271,7 @@ def _rounds(
 
 
 def _apart(found: Tensor, first: Tensor) -> str:
-    """Say in which rows results differ from the first operators', and by how much at most."""
+    """Return the rows whose results differ from the first operators' results, and the maximum difference."""
     differing = (found != first).any(1).nonzero().flatten().tolist()
     return f"differ in rows {differing} by up to {(found - first).abs().max():.3g}" if differing else "equal"
 
@@ -282,7 +282,7 @@ def _quartile(values: Iterable[float]) -> float:
 
 
 def _ratios(first: list[Clocks], other: list[Clocks]) -> dict[str, float]:
-    """Return the medians of the ratios of each round, for the whole layer and each operator."""
+    """Return the median ratio over all rounds, for the whole layer and each operator."""
     pairs = [(a[0], b[0]) for a, b in zip(first, other, strict=True)]
     run = [name for name in OPERATORS if all(b[name][0] for _, b in pairs)]
 
@@ -293,8 +293,10 @@ def _ratios(first: list[Clocks], other: list[Clocks]) -> dict[str, float]:
 
 
 def _times(name: str, model: Model, rows: int, found: list[Clocks], reached: Peaks) -> Result:
-    """Return what each operator takes in a layer, also as a multiple of its bound. `working`: without waiting for other
-    threads, of the thread that waits the least."""
+    """Return the time of each operator in a layer, also as a multiple of its roofline.
+
+    `working`: without waiting for other threads, of the thread that waits the least.
+    """
     bounds, took, least = model.bounds(rows), dict[str, float](), dict[str, float]()
     for operator in OPERATORS:
         passed = _quartile(each[0][operator][0] for each in found) / model.layers

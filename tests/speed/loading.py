@@ -38,7 +38,7 @@ WARMING_TRIES = 3
 
 
 def make(model: str, folder: Path, shards: int) -> list[Path]:
-    """Write the checkpoint, if it is not there, and return its files of weights."""
+    """Write the checkpoint if it does not exist, and return its weight files."""
     import torch
 
     from batchinfer.models.checkpoint.dummy import DummyWeights, write_checkpoint
@@ -54,7 +54,7 @@ def make(model: str, folder: Path, shards: int) -> list[Path]:
 
 
 def split(whole: Path, shards: int) -> None:
-    """Divide the one file of weights into about as many of the same size."""
+    """Divide the weight file into about `shards` files of equal size."""
     from huggingface_hub import save_torch_state_dict
     from safetensors.torch import load_file
 
@@ -65,7 +65,6 @@ def split(whole: Path, shards: int) -> None:
 
 
 def resident(files: Sequence[Path]) -> float:
-    """Return the share of the files' pages that are in memory."""
     libc, pages, found = ctypes.CDLL(None, use_errno=True), 0, 0
     for path in files:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapped:
@@ -82,7 +81,7 @@ def resident(files: Sequence[Path]) -> float:
 
 
 def forget(files: Sequence[Path]) -> None:
-    """Have no page of the files in memory."""
+    """Evict all pages of the files from memory."""
     while True:
         for path in files:
             with path.open("rb") as file:
@@ -93,7 +92,7 @@ def forget(files: Sequence[Path]) -> None:
 
 
 def warm(files: Sequence[Path]) -> None:
-    """Have all pages of the files in memory; other processes may make the system forget some at any time."""
+    """Read all pages of the files into memory. Other processes may evict some at any time."""
     for _ in range(WARMING_TRIES):
         read_by_dd(files)
         if resident(files) == 1:
@@ -114,7 +113,7 @@ def touch(size: int) -> None:
 
 
 def prepare(files: Sequence[Path], cold: bool) -> None:
-    """Have the files' pages in memory or not, and as much memory free at once as the fullest load takes."""
+    """Read or evict the files' pages, and free the memory that the largest load needs."""
     (forget if cold else warm)(files)
     touch(2 * sum(path.stat().st_size for path in files))
 
@@ -134,7 +133,7 @@ def own_bytes() -> int:
 
 
 def load_once(folder: str, kind: Any) -> None:
-    """Get ready, say so, wait for a line, load, and print the seconds and the most memory."""
+    """Prepare, report that, wait for a line, load, and print the seconds and peak memory."""
     import torch
 
     from batchinfer.models.ops.choose import Arithmetic
@@ -155,7 +154,7 @@ def load_once(folder: str, kind: Any) -> None:
 
 
 def load(folder: Path, kind: str, files: Sequence[Path], cold: bool) -> tuple[float, int]:
-    """Return the seconds of a load in a process of its own, and the most memory that it took."""
+    """Load in a separate process. Return the seconds and the peak memory."""
     order = command_of(load_once, folder, kind)
     with subprocess.Popen(order, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
@@ -198,10 +197,9 @@ def _loads(section: BenchSection, shards: int, pages: str) -> list[Result]:
 def memory(section: BenchSection) -> list[Part]:
     """Return a part for each published format of weights.
 
-    Some 50 million weights in layers are loaded in bfloat16, once with weights as they are stored, where operators for
-    them exist here, and once dequantised. Bytes: the files, the loaded weights, and the most memory that the process
-    had beyond what it had before, without pages of the files. `times_held`: that ÷ the loaded weights and the largest
-    file.
+    About 50 million weights in layers are loaded in bfloat16, once as stored if operators for them exist here, and
+    once dequantised. Bytes: files, loaded weights, and peak memory above the start without pages of the files.
+    `times_held`: that peak ÷ (loaded weights + largest file).
     """
     from tests.published_formats import PUBLISHED
 

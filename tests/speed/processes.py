@@ -1,4 +1,4 @@
-"""Commands of calls in processes of their own, and a watcher of sizes that grow."""
+"""Commands that call a function in a separate process, and a watcher of growing sizes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def command_of(call: Callable[..., Any], *given: Any) -> list[str]:
-    """Return the command of a process that makes a call of a module's function, whose arguments are JSON."""
+    """Return the command of a process that calls a module's function with JSON arguments."""
     code = f"import json, sys; from {call.__module__} import {call.__name__} as call; call(*json.loads(sys.argv[1]))"
     return [sys.executable, "-c", code, json.dumps(given, default=str)]
 
 
 class Growth:
-    """Watches by how much a size grows while a block runs."""
+    """Watches the growth of a size while a block runs."""
 
     def __init__(self, read: Callable[[], int], every_s: float) -> None:
         self.most = 0

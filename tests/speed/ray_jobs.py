@@ -62,7 +62,7 @@ def _quickstart(place: Path, options: Sequence[str], number: int) -> Figures:
 
 
 def _fast(place: Path, rows: int, options: Sequence[str], number: int) -> Figures:
-    """Return the driver's CPU time, and by how much memory grows in the engine phase."""
+    """Return the driver's CPU time, and the growth of memory in the engine phase."""
     folder = place / str(rows)
     shutil.rmtree(folder, ignore_errors=True)
     command = command_of(run, write_job(folder, rows, "auto"), options, folder / "cpu_s")
@@ -87,7 +87,7 @@ class Sizes:
         self._seen: dict[str, list[int]] = {}
 
     def sample(self, driver: psutil.Process) -> None:
-        """Note what each holds now."""
+        """Record the memory of each process."""
         actors = sum(map(own_bytes, engines()))
         services = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "gcs_server"]
         held = {"driver": own_bytes(driver), "actors": actors, "gcs": sum(map(own_bytes, services))}
@@ -97,9 +97,9 @@ class Sizes:
 
     @property
     def growth(self) -> Mapping[str, int]:
-        """By how many bytes each has grown, from the first to the last quarter of the samples.
+        """Return the growth of each process in bytes, from the first to the last quarter of the samples.
 
-        Medians leave out the short peaks in which a wave is planned.
+        Medians ignore the short peaks of planning a wave.
         """
         return {
             f"{name}_grown_bytes": _last(sizes) - _last(sizes[::-1]) for name, sizes in self._seen.items()

@@ -1,4 +1,4 @@
-"""The sections of speed that are declared are there."""
+"""Every declared section of speed exists."""
 
 from __future__ import annotations
 

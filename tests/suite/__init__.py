@@ -1,1 +1,1 @@
-"""The harness of all measurements: sections are declared, measured in a process of their own, recorded and printed."""
+"""The harness of all measurements: sections are declared, measured in separate processes, recorded and printed."""

@@ -36,7 +36,7 @@ class DeviceClock:
         self._cycles_per_s = SLEEP_CYCLES / cycles_s
 
     def times(self, calls: Mapping[str, Call]) -> dict[str, Times]:
-        """Return medians over turns in which each call runs once. The first runs, which compile, do not count."""
+        """Return median times over turns in which each call runs once. Warm-up runs, which compile, do not count."""
         hosts = {name: self._host_s(call) for name, call in calls.items()}
         timed = {name: partial(self._cold_s, call, hosts[name]) for name, call in calls.items()}
         longest = max(call(0) for call in timed.values())
@@ -84,11 +84,11 @@ class HostClock:
 
 @cache
 def the_clock(device: torch.device) -> DeviceClock | HostClock:
-    """Return the one clock of all parts: a GPU's holds a large buffer."""
+    """Return the clock that all parts share: a GPU's clock has a large buffer."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done what was queued; a CPU has done it when a call returns."""
+    """Wait until a GPU has executed its queue. Returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()

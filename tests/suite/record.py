@@ -60,7 +60,6 @@ class Keeper:
         self.path: Path | None = None
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Raises OSError."""
         if self.path is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self.path = self._folder / f"{record_name(record)}{self._suffix}.json"
@@ -71,14 +70,17 @@ class Keeper:
 
 
 def record_name(record: dict[str, Any]) -> str:
-    """Return date, time (UTC), and GPU or else CPU: `2026-11-21-1730-nvidia-h100-80gb-hbm3`."""
+    """Return date, time (UTC), and GPU or CPU: `2026-11-21-1730-nvidia-h100-80gb-hbm3`."""
     at = str(record["measured_at"])
     device = "rehearsal" if record["rehearsal"] else (record["gpu"] or record["cpu"])["name"]
     return f"{at[:10]}-{at[11:13]}{at[14:16]}-{re.sub('[^a-z0-9]+', '-', str(device).lower()).strip('-')}"
 
 
 def sources_digest(root: Path) -> str:
-    """Return the digest of all Python and C files of both packages and the suite, which names a source without git."""
+    """Return the digest of all Python and C files of both packages and the suite.
+
+    It identifies a source without git.
+    """
     digest = hashlib.sha256()
     files = (p for folder in _SOURCES for p in (root / folder).rglob("*") if p.suffix in (".py", ".c", ".h"))
     for path in sorted(files):

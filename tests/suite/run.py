@@ -1,4 +1,4 @@
-"""A run of a suite: each section has its share of the time that is left, and the record grows with each part."""
+"""A run of a suite: each section has its share of the remaining time, and the record grows with each part."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Suite:
     _began: float = field(default_factory=time.monotonic)
 
     def main(self) -> int:
-        """Run everything, print the table, and return the exit code of the command."""
+        """Run all sections, print the table, and return the exit code of the command."""
         record = self.run()
         print(f"{table(with_shares(record, peaks_of(record)))}\nrecord: {self.keeper.path}")
         return FAILED if record["failed"] else 0
 
     def run(self) -> dict[str, Any]:
-        """Return the record, whatever failed; `failed` in it says whether anything did."""
+        """Return the record, also after failures, which set `failed` in it."""
         record = {**described(ROOT, self.rehearsal), "minutes": self.minutes, "failed": True}
         sections: list[dict[str, Any]] = []
         record["sections"] = sections

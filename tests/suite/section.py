@@ -28,8 +28,6 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model of a known shape, on dummy weights."""
-
     name: str
     # Share of the memory that remains after the weights are loaded; None: a job's default
     kv_memory: float | None = None
@@ -40,7 +38,7 @@ class BenchModel:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if nothing of it is kept in codes."""
+        """Return True if the model has no quantised values."""
         return (self.quantization, self.kv_cache) == ("none", "auto")
 
     @property
@@ -52,8 +50,10 @@ class BenchModel:
 
 @dataclass(frozen=True, slots=True)
 class SuiteEntry:
-    """Declares a section. `source` names the module whose `parts(section)` returns the measurements, or
-    `module:function`."""
+    """Declares a section.
+
+    `source`: the module whose `parts(section)` returns the measurements, or `module:function`.
+    """
 
     name: str
     share: float  # of the time; unused time goes to later sections
@@ -109,7 +109,7 @@ Part = tuple[str, Callable[[], Result | list[Result]]]
 
 @dataclass
 class BenchSection:
-    """The setting of a section's parts. It travels to the process that measures."""
+    """The setting of a section's parts, sent to the measuring process."""
 
     rehearsal: bool  # tiny shapes on the CPU
     ends: float  # by the monotonic clock, which all processes of a machine share
@@ -131,7 +131,7 @@ class BenchSection:
         return self.ends - time.monotonic()
 
     def failed(self, what: str, error: Exception) -> None:
-        """Note a failure that does not end the part."""
+        """Record a failure that does not end the part."""
         text = "".join(traceback.format_exception(error))
         said = {"what": what, "message": f"{type(error).__name__}: {error}", "traceback": text}
         self.failures.append(said)

@@ -40,8 +40,11 @@ def stated_peaks(record: dict[str, Any]) -> dict[str, float]:
 
 
 def shares(result: Result, peaks: Mapping[str, float], stated: Mapping[str, float]) -> dict[str, Any]:
-    """Return `share`, the bound by measured peaks ÷ the time, and `datasheet_share`, that by stated ones; `mbu` and
-    `mfu`; and the times as fast as each of the others. The bound is the sum of the operators' bounds."""
+    """Return `share`, the roofline by measured peaks ÷ the time, and `datasheet_share`, by stated peaks; `mbu` and
+    `mfu`; and the speedup over each of the others.
+
+    The roofline is the sum over operators.
+    """
     ours, *others = result["times"]
     taken = result["times"][ours]["median_s"]
     told: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The record for people: short, a line a result, what failed last."""
+"""The record as a short table: one line per result, failures last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 58  # of the first column
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return lines without the last line break. A rehearsal's have neither times nor rates nor shares."""
+    """Return lines without a trailing newline. A rehearsal has no times, rates and shares."""
     lines = [*_head(record)]
     for section in record["sections"]:
         lines.append(f"{section['name']}: {section['status']}, {section['seconds']:.0f} s")
@@ -41,7 +41,7 @@ def _peak(name: str, value: float, stated: float | None) -> str:
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the result's line, and one for each of its figures that is a table of its own."""
+    """Yield the result's line, and one for each figure that is a nested table."""
     facts, figures = result["facts"], result.get("figures", {})
     is_timed = "figures" in result
     kinds = (int, str) if is_timed else (int, float, str)
@@ -58,7 +58,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _shares(result: dict[str, Any]) -> Iterator[str]:
-    """Yield what follows from a result's times."""
+    """Yield the figures that follow from a result's times."""
     if not result["times"]:
         return
     found, targets = result["shares"], result["targets"]
@@ -80,7 +80,7 @@ def _aim(target: float | None) -> str:
 
 
 def named(name: str, value: float | str) -> str:
-    """Return a figure with its unit, which is the end of its name: `launch_layer_s` is a time."""
+    """Return a figure with the unit of its name: `launch_layer_s` is a time."""
     what, _, unit = name.rpartition("_")
     spoken = what.replace("_", " ")
     if isinstance(value, str):
@@ -97,7 +97,7 @@ def named(name: str, value: float | str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the unit in which it is read: microseconds, milliseconds or seconds."""
+    """Return a time in microseconds, milliseconds or seconds."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e6:,.0f} µs" if seconds < 1e-2 else f"{seconds * 1e3:,.1f} ms"

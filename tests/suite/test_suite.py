@@ -52,7 +52,7 @@ PARTS = {
 
 
 class Noting(Keeper):
-    """Notes what it is to keep: the newest section, and its status."""
+    """Records what it would keep: the newest section, and its status."""
 
     def __init__(self) -> None:
         self.noted = list[str]()
@@ -134,7 +134,7 @@ def test_a_section_without_time_is_not_begun() -> None:
 
 
 def test_another_model_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is the device's, and half of it would be missing."""
+    """The first process would still use half of the device's memory."""
     done: list[str] = []
 
     class Recording:
@@ -170,7 +170,6 @@ PEAKS = {"bfloat16": 1e13, "int8": 2e13, "float8_e4m3fn": 4e13, "bytes_per_s": 9
 
 
 def kernel(cost: Cost = Cost(10**10, 10**9), **more: Any) -> Result:  # noqa: B008 - it is frozen
-    """10 GFLOP and 1 GB in 2 ms."""
     times = {"ours": TIMES, "peer": Times(3e-3, 3e-3, 5, 1e-5)}
     return Result("k, s", times=times, costs={"": cost}, targets={"share": 0.85, "peer": 10.0}, **more)
 

@@ -19,10 +19,10 @@ Figures = dict[str, Any]
 def in_turns(
     calls: Mapping[str, Callable[[int], Found]], rounds: int, left_s: Callable[[], float] = lambda: math.inf
 ) -> dict[str, list[Found]]:
-    """Make every call once in each round, with the round's number.
+    """Call every function once per round, with the round's number.
 
     Args:
-        left_s: Returns the seconds that are left. After the first round none begins that may take longer.
+        left_s: Returns the remaining seconds. After the first round, none starts that may take longer.
     """
     found: dict[str, list[Found]] = {name: [] for name in calls}
     longest_s = 0.0
@@ -37,7 +37,7 @@ def in_turns(
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Return the median of each figure; leave out what no run has."""
+    """Return the median of each figure over the runs that have it."""
     known = {name: [run[name] for run in runs if run[name] is not None] for name in runs[0]}
     return {name: statistics.median(values) for name, values in known.items() if values}
 

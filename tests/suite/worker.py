@@ -1,4 +1,4 @@
-"""The process that measures: a part that hangs, or spoils the device for whatever follows, ends with it."""
+"""The measuring process. A part that hangs or breaks the device ends with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ END_S = 5.0  # a process is killed this long after the request to leave
 
 
 class Lost(Exception):
-    """The process has ended, or was ended because it took too long."""
+    """The process died, or was killed after its time limit."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Reply:
 
 
 def serve(channel: Connection, prepare: str | None) -> None:
-    """Reply questions until there is None; the child runs this. `prepare`: a module that is asked to prepare it."""
+    """Answer questions until None arrives. Runs in the child process. `prepare`: a module to call first."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # do not fetch anything, nor wait for it
     if prepare is not None:
         importlib.import_module(prepare).prepare()
@@ -56,13 +56,12 @@ def _answer(source: str, section: BenchSection, part: int | None) -> Reply:
 
 
 def parts_of(source: str, section: BenchSection) -> list[Part]:
-    """Return the parts of the section whose declaration has this source."""
     module, _, function = source.partition(":")
     return list(getattr(importlib.import_module(module), function or "parts")(section))
 
 
 def _device_answers() -> bool:
-    """Return True if the device still runs anything for this process, or there is none: an error of a kernel stays."""
+    """Return True if the device still works for this process, or there is none. Kernel errors are permanent."""
     import torch
 
     if not torch.cuda.is_available():
@@ -75,7 +74,7 @@ def _device_answers() -> bool:
 
 
 class Worker:
-    """Starts a process when there is something to run, keeps it while all goes well, and replaces it otherwise."""
+    """Starts a process when needed, keeps it while parts succeed, and replaces it otherwise."""
 
     def __init__(self, prepare: str | None = None) -> None:
         self._prepare = prepare
@@ -103,7 +102,7 @@ class Worker:
         raise Lost(f"did not end, and was ended after {within_s:.0f} s")
 
     def close(self) -> None:
-        """Let the process leave, or end it."""
+        """Let the process exit, or kill it."""
         if self._process is not None:
             if self._process.is_alive():
                 self._channel.send(None)
@@ -117,7 +116,7 @@ class Worker:
         theirs.close()
 
     def _end(self) -> int | None:
-        """Wait for a process that ends, or end it; return its exit code."""
+        """Wait for a process that exits, or kill it. Return its exit code."""
         process, self._process = self._process, None
         process.join(END_S)
         process.kill()

@@ -67,7 +67,9 @@ def test_nothing_large_is_overlooked(
     size = path.stat().st_size
     for name in table.schema.names:
         held = unpacked.column_size(table.column(name).combine_chunks())
-        if unpacked.is_bomb(size, held - 16 * len(column)):  # but for offsets and marks of nulls
+        if unpacked.is_bomb(
+            size, held - 16 * len(column)
+        ):  # up to 16 bytes per row are offsets and null bitmaps
             assert any(one.split(".")[0] == name for one in found.shared)
 
 
@@ -80,13 +82,13 @@ def test_short_values_are_not_looked_for(tmp_path: Path) -> None:
     assert not found.shared
 
 
-@pytest.mark.parametrize("where", ["a page of data", "no page", "behind the file"])
+@pytest.mark.parametrize("where", ["a page of data", "no page", "after the file"])
 def test_a_chunk_that_does_not_begin_with_its_dictionary_is_doubtful(tmp_path: Path, where: str) -> None:
     path = tmp_path / "a.parquet"
     words = [f"word {number:06d}" for number in range(30_000)]
     pq.write_table(pa.table({"a": words * 2}), path)
     data = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
-    forged = {"a page of data": data, "no page": 1, "behind the file": 1 << 40}[where]
+    forged = {"a page of data": data, "no page": 1, "after the file": 1 << 40}[where]
     assert doubtful(path, forged).wide == {"a"}
 
 

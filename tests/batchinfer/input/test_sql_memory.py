@@ -32,7 +32,7 @@ def test_many_tiny_files_fit_by_default(tmp_path: Path, many: Path, monkeypatch:
     file = materialise(query, tmp_path / "job.yaml", tmp_path / "scratch" / "rows.parquet")
     assert pq.read_metadata(file.path).num_rows == 80
     monkeypatch.setattr(sql_input, "available_memory", lambda: 20 << 30)
-    assert sql_input.default_memory() == 10 << 30, "half of what is available"
+    assert sql_input.default_memory() == 10 << 30, "half of the available memory"
 
 
 def test_too_little_says_which_option(tmp_path: Path, many: Path) -> None:
@@ -45,7 +45,7 @@ def test_too_little_says_which_option(tmp_path: Path, many: Path) -> None:
     assert "128 MiB that input.sql_memory allows" in said
     assert "input.sql_memory: 1GiB" in said
     assert "are available here" in said
-    assert "SET " not in said  # DuckDB's advice is for those who hold the connection
+    assert "SET " not in said  # users cannot follow DuckDB's advice: they have no connection
     assert "\n" not in said
 
 

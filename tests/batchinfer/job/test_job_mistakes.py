@@ -163,7 +163,7 @@ CASES: dict[str, tuple[str | bytes, Expected]] = {
         ("from 1 to 1,024, or auto",)), (11, "engine.threads", ("nothing (null)", "or auto"))]),
     "no truth value": (GOOD + "engine: {deterministic: yes}\n", [(6, "engine.deterministic",
         ('"yes"', "true or false", "YAML 1.2"))]),
-    "what a CPU does not do in float16": (instead("model", "model: {path: m, quantization: int8, dtype: float16}")
+    "unsupported by a CPU in float16": (instead("model", "model: {path: m, quantization: int8, dtype: float16}")
         + "engine:\n  device: cpu\n  deterministic: true\n", [(2, "model.quantization",
         ("is int8", "not available in float16 on a CPU", "bfloat16 or float32")),
         (8, "engine.deterministic", ("is true", "not available in float16 on a CPU"))]),

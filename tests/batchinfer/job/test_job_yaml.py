@@ -166,7 +166,7 @@ def test_any_bytes(tmp_path: Path, data: bytes) -> None:
     only_job_file_errors(tmp_path, data, [])
 
 
-# Separated by blanks, but for those that hold one or are no plain characters.
+# Separated by spaces. BLANKS and ODD are items with white space or control characters.
 MARKS = "[ ] { } | ' \" # & * ? - : , % @ ` \\ << !x !!str &a *a >- ${ {{ }} {% %} ${A} $$ name model: path"
 SCALARS = "1 -1 1e999 .nan .inf true null ~ auto 0x --- ... é 😀"
 BLANKS = ["\n", "\n  ", "\n user: ", "\nprompt:", "---\n", "- ", ": ", "? ", "  ", "\t", "\r", "9" * 500]

@@ -22,7 +22,7 @@ class Machine:
         self.write()
 
     def write(self) -> None:
-        waits = int(self.now * TICKS)  # idle, for a disk, and for the hypervisor: no work of anybody's here
+        waits = int(self.now * TICKS)  # idle, I/O wait and steal: no process works
         first = f"cpu{CORES[0]} {int(self.busy * TICKS)} 0 0 {waits} {waits} 0 0 {waits} 0 0"
         foreign = f"cpu{CORES[-1] + 1} {int(self.foreign * TICKS)} 0 0 0 0 0 0 0 0 0"
         self.stat.write_text(f"cpu 1 2 3 4 5 6 7 8 9 10\n{first}\n{foreign}\nintr 1 2\n")

@@ -40,7 +40,7 @@ def test_a_job_is_run_and_its_result_read(
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     result = batchinfer.run(place.folder / "job.yaml")
-    assert tuple(capfd.readouterr()) == ("", "")  # nobody asked for progress
+    assert tuple(capfd.readouterr()) == ("", "")  # progress is off by default
     assert {name: signal.getsignal(name) for name in before} == before
     assert "HF_HUB_OFFLINE" not in os.environ
     assert (result.exit_code, result.status, result.message) == (0, "published", None)
@@ -81,7 +81,7 @@ def test_overrides_are_pythons_values(place: Place) -> None:
 
 
 def test_a_job_may_be_a_dict(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths start at the working directory. The result equals that of the same job as a file."""
+    """Relative paths start at the working directory. A job file gives the same result."""
     given: dict[str, Any] = {name: YAML(typ="safe").load(text)[name] for name, text in SECTIONS.items()}
     given["model"]["path"] = place.folder / "model"
     monkeypatch.chdir(place.folder)

@@ -24,7 +24,7 @@ from tests.patience import PATIENCE_S
 
 MARK = "BATCHINFER_TEST_MARK"
 TASKS = "tests.batchinfer.child_tasks"
-# A child is to be gone after 2 s, and one that nothing ends stays for 600: in between a busy machine has its time.
+# A child should end within 2 s, and an orphan would run for 600 s. The limit is between, for busy machines.
 GONE_S = 120.0
 PARENT = f"""
 import os, signal, sys, threading

@@ -110,14 +110,14 @@ def test_the_same_job_again_needs_no_engine_and_changes_no_byte(tmp_path, model)
     again = run(path, NO_ENGINE)
     assert again.exit_code == 0
     assert again.row["exit_status"] == "already published"
-    (tmp_path / "out/.batchinfer-res/published.json").unlink()  # and without the shortcut: joined anew
+    (tmp_path / "out/.batchinfer-res/published.json").unlink()  # without this marker, rows are joined again
     assert run(path, NO_ENGINE).row["reused_requests"] == 20
     assert {p.name: p.read_bytes() for p in (tmp_path / "out/res").iterdir()} == before
 
 
 @pytest.mark.slow
 def test_every_run_that_reads_its_input_checks_for_space_first(tmp_path, model, monkeypatch):
-    """A continued run whose input was read completely needs no more space."""
+    """A continued run whose input was read completely skips the check."""
     path = write_job(tmp_path, model, people(5))
     run(path)
     write_job(tmp_path, model, people(6))
@@ -168,7 +168,7 @@ def test_a_run_over_its_budget_loses_no_answer_and_the_next_run_needs_no_engine(
     assert len(computed) < 100, "the run stopped as soon as the budget could not hold"
     store = tmp_path / "out/.batchinfer-res/completions"
     codes = duckdb.sql(f"SELECT error_code FROM '{store}/*.parquet'").fetchall()
-    assert len(codes) == len(computed), "what was computed is stored"
+    assert len(codes) == len(computed), "all computed rows are stored"
     failed = sum(code is not None for (code,) in codes)
     with pytest.raises(
         ErrorBudgetExceeded, match=r"of 200 rows are errors, and on_error.* allows 2"
@@ -257,7 +257,7 @@ def test_an_interrupted_query_runs_again_and_answers_are_kept(tmp_path, model, m
     outcome = run(path, FAKE)
     assert outcome.row["rows"] == 12
     assert outcome.row["computed_requests"] + outcome.row["reused_requests"] == 12
-    assert 2 <= outcome.row["reused_requests"] <= 6, "two steps, as far as they were sent"
+    assert 2 <= outcome.row["reused_requests"] <= 6, "the answers of at most two steps arrived"
     assert not any(r["generated_text"] is None for r in table(path))
 
 
@@ -323,8 +323,8 @@ def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("error", "code", "status"), [
     (OSError(5, "Input/output error"), 74, "storage error"),
-    (MemoryError("no more of it"), 71, "out of memory"),
-    (ValueError("nobody expects it"), 70, "bug"),
+    (MemoryError("none left"), 71, "out of memory"),
+    (ValueError("unexpected"), 70, "bug"),
 ])  # fmt: skip
 def test_the_run_table_and_the_process_report_the_same_error(
     tmp_path, model, monkeypatch, capsys, error, code, status

@@ -94,4 +94,4 @@ def test_a_signal_ends_a_verb_that_works(
             process.kill()
     assert (process.returncode, out, err) == (128 + signum, "", "batchinfer: interrupted\n")
     wait_until(lambda: not alive(below))
-    assert not list(temporary.iterdir()), "what it wrote is left behind"
+    assert not list(temporary.iterdir()), "its temporary files are still there"

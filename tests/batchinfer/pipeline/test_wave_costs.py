@@ -162,8 +162,8 @@ def requests(plan: Plan, index: Made) -> Iterator[Request]:
 class Cost:
     plans: int
     waits: bool
-    tokens: float  # prompt tokens run, as a multiple of those with one plan
-    of_best: float  # of those that nothing but sharing whole blocks could spare
+    tokens: float  # computed prompt tokens, relative to one plan
+    of_best: float  # computed prompt tokens, relative to the optimum of sharing whole blocks
     seconds: float  # until the end, as a multiple of reading all rows first
 
 

@@ -1,4 +1,4 @@
-"""Device time by request: the sum equals the time of all steps, and shares equal those of counting each chunk."""
+"""Device time by request: the sum equals the time of all steps, and shares agree with counting each chunk."""
 
 from __future__ import annotations
 

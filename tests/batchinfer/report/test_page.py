@@ -263,7 +263,7 @@ def test_forecasts_and_all_columns_have_their_digits(row: RunRow, parsed: Parsed
         "steps",
         "output tokens",
         "MFU",
-    }  # what was forecast of this run
+    }  # figures with a forecast
     values = dict(zip(columns.column("column"), columns.column("value"), strict=True))
     numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
     assert {name: values[name] for name in numbers} == numbers

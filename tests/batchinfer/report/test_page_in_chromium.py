@@ -39,7 +39,7 @@ CELLS = """(() => {
   return found;
 })()"""
 
-# Of each text inside a coloured area: its colour, and that of the area
+# The colour of each text inside a coloured area, and the colour of the area
 INKS = """(() => {
   const found = [];
   const walk = (one) => {

@@ -52,7 +52,7 @@ def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished
     ]
     wanted = pq.read_table(write_rows(tmp_path / "wanted", "run-1", parts))
     with RowKeysWriter(tmp_path / "report", "run-1", parts, "row_id") as table:
-        assert not [*(tmp_path / "report").glob("*.parquet")], "nobody sees it yet"
+        assert not [*(tmp_path / "report").glob("*.parquet")], "the table is not visible yet"
         path = table.finish()
     assert pq.read_table(path).equals(wanted)
 

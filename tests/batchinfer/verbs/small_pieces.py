@@ -1,4 +1,4 @@
-"""The command line with a small download chunk, so that a small model's transfer can be interrupted:
+"""The command line with small download chunks, for interrupting the transfer of a small model:
 `python -m tests.batchinfer.verbs.small_pieces pull org/name`.
 """
 

@@ -20,7 +20,7 @@ from batchinfer.store.results.diff import DiffOptions, ResultDiff, diff_results
 from tests.batchinfer.wrong_jobs import NO_ENGINE, ROWS, CliOf, Command, make_place, run_once
 
 Row = dict[str, Any]
-SECRET = "a text that nobody asked for"
+SECRET = "a text that no option shows"
 
 
 def row(number: int, **changes: Any) -> Row:

@@ -184,7 +184,7 @@ def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(
     child = command(hub, cache, "org/tiny")
     assert hub.reached.wait(PATIENCE_S)
     partial = cache / f"models--org--tiny/blobs/{sha256(hub.commits[FIRST][WEIGHTS])}.incomplete"
-    arrived = whole // 2 - 3 * 4096  # what it buffers
+    arrived = whole // 2 - 3 * 4096  # the client buffers three blocks
     wait_until(lambda: child.poll() is not None or (partial.exists() and partial.stat().st_size >= arrived))
     assert child.poll() is None
     child.send_signal(signal.SIGINT)

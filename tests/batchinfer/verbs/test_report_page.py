@@ -93,7 +93,7 @@ def test_the_newest_run_of_this_result_is_shown_or_the_one_that_is_named(copy: P
     assert "20980101" in ask(copy.results).out
     page = ParsedPage((report / "report.html").read_text("utf-8"))
     assert "over budget, exit code 65" in page.text
-    assert "row 20" not in page.text  # these ids are those of another run's result
+    assert "row 20" not in page.text  # these ids belong to another run's result
     assert first_id in ask(copy.results, "--run", first_id).out
     ended = ask(copy.results, "--run", "20110101T000000Z-abcdef")
     assert ended.code == 66

@@ -222,7 +222,7 @@ def drawn(grammar: LLMatcher, rng: random.Random) -> str | None:
 
 
 def _weighed(allowed: list[int], rng: random.Random) -> list[int]:
-    """Return the allowed tokens, weighted towards those that end a value."""
+    """Return the allowed tokens, with a higher weight if they end a value."""
     ends = [one for one in allowed if one >= 256 or chr(one) in '"]}0195.\\-']
     return ends if ends and rng.random() < 0.7 else allowed
 

@@ -1,6 +1,6 @@
 """Tests that the driver survives any end of the process that compiles constraints.
 
-A constraint is rejected after it ended a second process, which compiled it alone.
+A constraint is refused after it ended a second process that compiled nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A continuation's tokens are those of the whole text, however they are computed."""
+"""A continuation has the same tokens as within the whole text, by each way to compute them."""
 
 from __future__ import annotations
 

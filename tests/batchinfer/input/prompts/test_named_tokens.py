@@ -1,4 +1,4 @@
-"""Tests tokens of banned texts: the tokens of the text alone, and those after a space."""
+"""Banned texts include each of their tokenizations: with and without a leading space."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(BPE.encode(text, add_special_tokens=False).ids)
 
 
-def test_a_word_is_barred_by_itself_and_behind_a_space() -> None:
+def test_a_word_is_banned_with_and_without_a_leading_space() -> None:
     assert found("the") == {ids("the"), ids(" the")}
     assert len(ids(" the")) == 1, "one token, which does not start with the token of the bare word"
     assert found(" the", "\n", "the") == {ids("the"), ids(" the"), ids("\n")}

@@ -111,5 +111,5 @@ def test_a_forged_reply_is_refused_or_consistent(changes: list[tuple[int, int]],
 
 
 def test_a_worker_that_cannot_work_says_why() -> None:
-    with pytest.raises(Unavailable, match="no more processes"):
-        unpack_reply(pack_failure("no more processes"), FIELDS, VOCAB)
+    with pytest.raises(Unavailable, match="too many processes"):
+        unpack_reply(pack_failure("too many processes"), FIELDS, VOCAB)

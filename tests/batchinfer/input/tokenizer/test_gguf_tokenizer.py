@@ -109,7 +109,7 @@ def test_bytes_are_merged_as_by_the_models_own_tokenizer(tmp_path: Path, pre: st
 
 
 def test_deepseeks_words_are_of_the_letters_that_its_tokenizer_lists(tmp_path: Path) -> None:
-    # Outside of the stretches that are cut in any case: Georgian, Cherokee and others stand among those of CJK
+    # Outside the ranges that are always cut: Georgian, Cherokee and others are within those of CJK
     listed = "µÀöøƺƼƿǄʓʕʯͰͿΆҊԯԱՖꙀꚀꜢꞇꞋꞎꭰꮿﬀﬗ𐐀𐑏𐒰𐳲𑢠𞥃"
     others = "ƻʔʰͺՠֈꞐꟺꬰꭨ𐕰𖹀𝐀𝟋𝼀東가1_"
     file = write(tmp_path / "x.gguf", tokenizer_keys(Wrapped(trained("gpt-2")), pre="deepseek-llm"))
@@ -137,7 +137,7 @@ def test_the_file_has_what_a_folder_would_have(tmp_path: Path) -> None:
     again = Tokenizer.load(write(tmp_path / "y.gguf", keys))
     other = Tokenizer.load(write(tmp_path / "z.gguf", {**keys, "tokenizer.chat_template": "x"}))
     assert found.fingerprint == again.fingerprint != other.fingerprint
-    (tmp_path / "folder/x.gguf").write_bytes(b"GGUF")  # is not asked where there is a tokenizer.json
+    (tmp_path / "folder/x.gguf").write_bytes(b"GGUF")  # ignored if there is a tokenizer.json
     assert Tokenizer.load(tmp_path / "folder").fingerprint == folder.fingerprint
 
 

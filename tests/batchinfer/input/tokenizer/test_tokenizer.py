@@ -108,7 +108,7 @@ def test_an_older_form_is_converted_without_torch_here(tmp_path: Path) -> None:
         "\n".join(["#version: 0.2", *(" ".join(m) for m in model["merges"])]) + "\n"
     )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    own = {"AutoConfig": "own.X", "AutoTokenizer": ["own.X", None]}  # which nobody may run
+    own = {"AutoConfig": "own.X", "AutoTokenizer": ["own.X", None]}  # must not run
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "auto_map": own}))
     (tmp_path / "own.py").write_text("raise SystemExit('code of the checkpoint was run')")
     before = "torch" in sys.modules

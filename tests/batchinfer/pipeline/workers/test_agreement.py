@@ -1,4 +1,4 @@
-"""All engines of a run use the choice that one of them made by timing, even if it dies."""
+"""All engines of a run use one choice by timing, even if the engine that made it dies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_all_engines_use_one_choice(count: int, events: list[tuple[str, int]]) -
         for one in engines:
             one.goes_on()
             agreement.answer_waiting(engines)
-    assert {one.uses for one in engines} == {agreement.chosen}, "nobody waits for ever"
+    assert {one.uses for one in engines} == {agreement.chosen}, "no engine waits for ever"
     assert not any(one.asks or one.decides for one in engines)
 
 

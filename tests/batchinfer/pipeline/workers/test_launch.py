@@ -26,7 +26,7 @@ class Ending:
 
     def hear(self, message: object) -> None:
         assert isinstance(message, Load)
-        assert not self._loads, "it is told once"
+        assert not self._loads, "Load is sent once"
         self._loads = True
 
     def turn(self) -> list[object]:

@@ -143,7 +143,7 @@ class Started:
 
     def turn(self) -> list[object]:
         self.heard += 1
-        if self.leaves:  # what runs may finish
+        if self.leaves:  # running rows may finish
             last, self.queue = self.queue[:AT_ONCE], []
             return [*([self._answered(last)] if last else []), Left(10, 0.5, {0: [1, 2]})]
         if not self.loaded:
@@ -414,7 +414,7 @@ def test_engines_end_together_whatever_their_speeds(speeds: tuple[int, ...]) -> 
     engines = Engines([Fate(speed) for speed in speeds])
     whole_run(engines, len(speeds), rows(*[(1, 0, 10)] * 600))
     heard = [-(-one.finished // one.fate.speed) for one in engines.workers]
-    # what one of them runs at the end, alone
+    # one engine may run one last step while the others are idle
     assert max(heard) <= 600 / sum(speeds) + AT_ONCE
 
 
@@ -449,7 +449,7 @@ def test_engines_hear_of_the_answers_of_others_where_drafts_come_from_them(
         return
     for learns, tells in ((one, other), (other, one)):
         said = [[int(r.prompt[0])] for piece in tells.pieces for r in piece]
-        assert 0.8 * len(said) <= len(learns.learned) <= len(said), "all but what comes at the end"
+        assert 0.8 * len(said) <= len(learns.learned) <= len(said), "only answers at the end may be missing"
         assert all(answer in said for answer in learns.learned)
 
 
@@ -608,7 +608,7 @@ def test_a_traceback_is_logged_or_the_run_says_why_not(tmp_path: Path) -> None:
 
 
 def test_no_row_is_submitted_before_all_engines_have_loaded() -> None:
-    """The first engine would compute a small job alone."""
+    """Otherwise the first engine would compute all rows of a small job."""
     engines = Engines([Fate(), Fate(loads_for=40)])
     whole_run(engines, 2, rows(*[(1, 0, 10)] * 10))
     assert [one.finished for one in engines.workers] == [5, 5]
@@ -632,7 +632,7 @@ def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
     class Scarce(Engines):
         def start(self, spec: WorkerSpec) -> Link:
             if len(self.started) == 2:
-                raise OSError("no more processes")
+                raise OSError("too many processes")
             return super().start(spec)
 
     engines = Scarce()

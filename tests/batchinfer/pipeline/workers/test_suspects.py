@@ -24,7 +24,7 @@ def deaths_until_found(count: int, killer: int) -> int:
     deaths, answered = 0, 0
     while (group := suspects.take()) is not None:
         assert all(request.shares_next == 0 for request in group.requests), (
-            "what follows is not what was planned"
+            "groups do not share prefixes with the next row"
         )
         if rows[killer].key not in {request.key for request in group.requests}:
             answered += len(group.requests)

@@ -31,7 +31,7 @@ class FailsInItsSecondStep(fake_engine.FakeEngine):
 
     def step(self) -> fake_engine.FakeOutput:
         if self._steps:
-            raise MemoryError("no more of it")
+            raise MemoryError("none left")
         return super().step()
 
 
@@ -82,7 +82,7 @@ def test_what_was_finished_before_a_failure_is_received_before_the_failure():
             host.receive(0.1)
         host.submit(requests)
         host.link.wait(PATIENCE_S)
-        host.submit(requests)  # nobody reads it, and nothing is lost by it
+        host.submit(requests)  # the dead process does not read it
         done: list[bytes] = []
         with pytest.raises(BatchInferError, match="out of memory") as caught:
             receive_for_ever(host, done)

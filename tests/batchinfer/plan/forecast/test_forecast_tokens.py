@@ -17,7 +17,7 @@ from batchinfer.pipeline.options import RunOptions
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 
 REAL = RunOptions()
-# A sampled token, and behind it a text that is forced
+# One sampled token, followed by a forced text
 FORCED = {"regex": "[ab] and so on until the very end of it"}
 
 

@@ -314,7 +314,9 @@ def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyP
     expected = StepTime(Peaks(1e12, 1e11)).device_s(StepShape(8, 8, 0, 0), cost)
     assert found.known == "runs"
     assert found.time.decode_efficiency == pytest.approx(expected / took.mean(), rel=0.01)
-    assert found.time.host_s(8) == pytest.approx(2e-3 - further_host_s(1, 8)), "a further step is told apart"
+    assert found.time.host_s(8) == pytest.approx(2e-3 - further_host_s(1, 8)), (
+        "the host time of later steps is subtracted"
+    )
 
 
 def test_rows_that_set_their_own_parameters_are_named(tmp_path: Path, model: Path) -> None:
@@ -349,7 +351,7 @@ def test_lengths_are_spread_as_those_of_prompts_of_about_the_same_length() -> No
 def test_steps_of_earlier_runs_count_only_on_the_same_machine_and_arithmetic(
     tmp_path: Path, cores: int | None
 ) -> None:
-    """GPUs have no number of cores. Older tables lack the number of steps launched together: it is one."""
+    """GPUs have no number of cores. Older tables have no number of steps launched together: it is one."""
     arithmetic = {"dtype": "float32", "quantization": "none", "deterministic": False}
     alike: dict[str, Any] = {"model": "m", "hardware": "a", "cores": cores, "device": "cpu", **arithmetic}
     steps = {name: pa.array([1.0, 2.0]) for name in STEP_COLUMNS}

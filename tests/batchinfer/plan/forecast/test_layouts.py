@@ -150,7 +150,7 @@ def test_ranks_on_several_machines_are_not_offered(tmp_path: Path) -> None:
     across = next(one for one in found.layouts if one.tensor == 8)
     assert across.not_run == "all ranks of an engine run on one machine as yet"
     within = next(one for one in found.layouts if (one.tensor, one.stages) == (4, 1))
-    assert across.seconds > (within.seconds or 0), "the network is slower than what is in a machine"
+    assert across.seconds > (within.seconds or 0), "the network is slower than links within a machine"
     first = found.layouts[0]
     assert (first.chosen, first.tensor * first.stages <= 4) == (True, True)
 

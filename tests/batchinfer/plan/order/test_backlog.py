@@ -48,7 +48,7 @@ def test_cuts_lose_no_row_and_are_cheap(
         assert len(taken) == len(requests) or len(piece) >= wanted
         assert piece[-1].shares_next == 0
         divided = requests[len(taken) - 1].shares_next
-        # of that, what the piece before it, cut off behind the same rows, may have paid for
+        # tokens of the divided prefix that the previous piece may have computed already
         shared = [request.shares_next for request in requests[end : len(taken)]]
         free_tokens = min([requests[end - 1].shares_next if end else 0, *shared])
         rest = range(len(taken), len(requests))

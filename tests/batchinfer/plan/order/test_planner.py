@@ -122,7 +122,7 @@ def test_an_output_token_weighs_more_than_a_prompt_token(tmp_path: Path) -> None
 
 
 def test_windows_are_the_plan_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_ROWS_PER_GROUP", 16)  # windows lie in one group and across two
+    monkeypatch.setattr(planner, "_ROWS_PER_GROUP", 16)  # windows are within one row group or cross two
     plan = plan_rows(tmp_path, mixed_rows(100))
     batches = list(plan.batches(9))
     assert [len(w) for w in batches[:-1]] == [9] * (len(batches) - 1)

@@ -84,7 +84,9 @@ def test_layers_behind_the_pooling(tmp_path: Path) -> None:
     layers = [(one.inputs, one.outputs, one.activation) for one in made.dense]
     assert layers == [(HIDDEN, 20, "Tanh"), (20, 30, "Identity")]
     assert (made.dimensions, Embedding.from_json(json.loads(json.dumps(made.to_json())))) == (30, made)
-    assert "dense" not in Embedding("mean", True, HIDDEN).to_json(), "or results would be made anew"
+    assert "dense" not in Embedding("mean", True, HIDDEN).to_json(), (
+        "otherwise stored results would be invalid"
+    )
     with pytest.raises(JobFileError, match=r"is 31, and the model's vectors have 30 dimensions"):
         found(tmp_path, dimensions=31)
     with pytest.raises(JobFileError, match=r"takes vectors of 48 numbers, but its input vectors have 64"):

@@ -83,7 +83,7 @@ def test_the_options_reach_the_engine(tmp_path: Path, checkpoint: Checkpoint) ->
         setting = resolve(job, checkpoint, GPU_HERE)
         config = setting.load_config(job)
         assert (config.device, config.quantization, config.deterministic) == ("cuda", "int8", True)
-        assert setting.model_cost(checkpoint).weight_itemsize == 1, "what the plan forecasts is int8's, too"
+        assert setting.model_cost(checkpoint).weight_itemsize == 1, "the forecast also assumes int8"
 
 
 def test_quantised_linear_layers_have_their_own_peak(checkpoint: Checkpoint) -> None:

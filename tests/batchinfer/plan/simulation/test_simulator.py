@@ -182,7 +182,7 @@ def test_steps_launch_as_in_the_engine(work: list[Request], limits: Limits, most
     found = [output.sample.launch for output in simulated_steps(made, work, outputs) if output.sample]
     pairs = Counter(zip((step.launch for step in real.steps), found, strict=True))
     event(f"launched in both ways: {len(pairs) > 1}")
-    # of rows that share blocks the simulation takes the first two of a kind not to be captured
+    # with shared blocks, the simulation assumes that the first two steps of each batch size are not captured
     spared = pairs.pop(("full_graph", "eager"), 0)
     assert set(pairs) <= {("full_graph", "full_graph"), ("eager", "eager")}
     assert spared <= (2 * len(batch_sizes(most)) if limits.caching else 0)
@@ -219,7 +219,7 @@ def test_time_is_the_devices_and_the_hosts() -> None:
     assert total.seconds == pytest.approx(expected)
     assert total.sampled_tokens == 48
     assert total.roofline_s == pytest.approx(sum(step.roofline_s or 0.0 for step in steps))
-    # a device that is launched ahead hides the host, but for the first and the last step
+    # with look-ahead, the device hides the host time except in the first and the last step
     ahead = simulate(replace(made, looks_ahead=True), work, outputs)
     device = expected - 12 * 0.014
     assert ahead.seconds < total.seconds
@@ -241,11 +241,11 @@ def test_steps_launched_together_take_the_host_time_once(penalty: float) -> None
         took = simulate(made, work, outputs).seconds
         device_alone_s = simulate(replace(made, time=StepTime(PEAKS)), work, outputs).seconds
     device_s = sum(step.roofline_s or 0.0 for step in steps)
-    assert device_alone_s == pytest.approx(device_s), "each step takes the device what it takes alone"
+    assert device_alone_s == pytest.approx(device_s), "each step takes its own device time"
     launches = 1 + (40 if penalty else 10)
     further_s = 0.0 if penalty else 3 * (0.01 + 4 * 0.001)
     assert sum(1 / step.launched_steps for step in steps) == pytest.approx(launches)
-    # the device is so much faster that it waits for the host, all but in the last launch
+    # the device is faster and waits for the host, except in the last launch
     last_s = device_s / len(steps) * steps[-1].launched_steps
     assert took == pytest.approx(launches * 1.4 + (launches - 1) * further_s + last_s, rel=1e-6)
 

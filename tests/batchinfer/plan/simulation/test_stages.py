@@ -172,7 +172,7 @@ def test_stages_take_at_least_what_the_slowest_one_takes(stages: int) -> None:
     division = Division(1, stages)
     found, alone = run(machine(SPEC, division)), run(machine(SPEC))
     assert found.sampled_tokens == alone.sampled_tokens
-    assert found.steps > alone.steps, "each of the engines that take turns has a part of the rows"
+    assert found.steps > alone.steps, "each engine has only a part of the rows"
     assert 0 < found.waited_s < found.seconds
     assert alone.seconds / stages < found.seconds < alone.seconds
     slower = run(machine(SPEC, division, DeviceLink("slow", 1e7, 1e-3)))

@@ -33,7 +33,7 @@ def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
         truth = np.minimum(lengths, bound).mean()
         assert found.mean(bound) == pytest.approx(truth, rel=0.02)
         assert np.mean([found.length(share, bound) for share in shares]) == pytest.approx(truth, rel=0.02)
-    assert seen.mean() < 0.75 * np.minimum(lengths, 256).mean(), "what the test is about"
+    assert seen.mean() < 0.75 * np.minimum(lengths, 256).mean(), "truncation biases the plain mean"
 
 
 def test_beyond_what_was_seen_answers_go_on_ending() -> None:

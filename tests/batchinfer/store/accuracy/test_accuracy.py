@@ -98,7 +98,7 @@ def test_a_json_value_is_what_it_says(one: Any, other: Any) -> None:
 
 
 def _bare(value: Any) -> Any:
-    """Return a value without null fields, and with booleans replaced so that they differ from numbers."""
+    """Return a value without null fields, and with booleans replaced: True would equal 1."""
     if isinstance(value, dict):
         return {name: _bare(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):

@@ -108,7 +108,7 @@ def test_a_result_found_published_again_uses_its_last_rows_again(tmp_path: Path)
     clean(tmp_path / "c")
     assert keys_of(tmp_path / "c") == KEYS[1:3]
     marker.unlink()
-    assert clean(tmp_path / "c", later=25).rows_kept == 2  # what was joined already counts
+    assert clean(tmp_path / "c", later=25).rows_kept == 2  # rows of a merged part count as kept
     assert clean(tmp_path / "c", later=31).rows_kept == 0
 
 

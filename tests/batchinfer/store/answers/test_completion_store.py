@@ -74,7 +74,7 @@ def test_rows_that_finish_within_a_second_make_one_part(tmp_path: Path) -> None:
         assert store.maybe_commit() == PART_ROWS + 1
         store.append(answer(KEYS[2]) for _ in range(PART_ROWS - 1))
         now[0] = 3.0
-        assert store.maybe_commit() == 0, "a second alone is no reason"
+        assert store.maybe_commit() == 0, "one second is too early for a commit"
         now[0] = 31.0
         assert store.maybe_commit() == PART_ROWS - 1
         store.append(answer(KEYS[3]) for _ in range(MOST_PART_ROWS))

@@ -15,7 +15,7 @@ from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.answers.missing_keys import MissingKeys, key_batches
 from tests.batchinfer.store.small_index import answer, failure
 
-# Some differ in their first byte, some only behind the eighth
+# Some differ in their first byte, some only after the eighth
 KEYS = [bytes([n % 6, *[7] * 7, n // 24, *[n] * 23]) for n in range(24)]
 some = st.lists(st.sampled_from(KEYS), max_size=30)
 

@@ -88,4 +88,4 @@ def test_answers_under_a_grammar_of_calls_are_checked() -> None:
     receiver.expect([request])
     (found,) = receiver.receive([given])
     assert found.error is not None
-    assert receiver.receive([given]) == [given]  # it is in flight no more
+    assert receiver.receive([given]) == [given]  # it is no longer running

@@ -1,4 +1,4 @@
-"""Tokens of an answer that count for a value: from its start to the point where it is the only possible value."""
+"""Tokens of an answer that count for a value: from its start until no other value is possible."""
 
 from __future__ import annotations
 

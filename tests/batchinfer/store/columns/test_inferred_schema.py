@@ -17,7 +17,7 @@ from batchinfer.store.columns.inferred_schema import MAX_PARTS, MAX_PROPERTIES, 
 from batchinfer.store.columns.schema_columns import schema_columns
 from tests.examples import examples
 
-FORMATS = jsonschema.FormatChecker(["date", "uuid"])  # of others it knows no more than other packages do
+FORMATS = jsonschema.FormatChecker(["date", "uuid"])  # other formats depend on installed packages
 
 
 def inferred(*examples: Any) -> dict[str, Any]:

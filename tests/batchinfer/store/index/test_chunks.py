@@ -62,13 +62,13 @@ class LocalWorker:
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
         header, data = chunk.pack()
-        assert len(pickle.dumps(header)) < 100_000, "what is large travels apart"
+        assert len(pickle.dumps(header)) < 100_000, "large data is sent separately"
         sent = pickle.loads(pickle.dumps(header)).unpack(data)
         self._reply = pack_reply(self._preparer.prepare(sent, RowPiece(0, rows)))
         os.write(self._write, b"w" * self.order.choice([1, 1, 2, 5]))
 
     def attend(self) -> PreparedRows | None:
-        """Consume one byte per poll. Reply when none is left."""
+        """Consume one byte per poll. Reply after the last byte."""
         self._ready = True
         os.read(self._read, 1)
         if self._reply is None or selectors_ready(self._read):

@@ -32,7 +32,7 @@ class _Noted(PartWriter):
     [
         (["short"], MOST_ROWS),
         (["x" * 20_000], BATCH_ROWS),  # ten megabytes
-        ([[1.0, 2.0]], BATCH_ROWS),  # nobody counts what lists take
+        ([[1.0, 2.0]], BATCH_ROWS),  # the size of lists is not counted
         ([1], MOST_ROWS),
     ],
 )

@@ -614,8 +614,8 @@ rows = [{"text": text} for text in ("a", "slow", "b")]
 print(codes(ingest_rows(Path(sys.argv[1]), rows, {"user": LOOPS}, row_timeout_s=LIMIT_S)), len(made))
 """
 LOOPS = SLOW.replace("700", "150")
-# The row takes half a second of a core's time: on a machine with five times as much to do it is still within its
-# limit, of which a pause of its parent takes half a second, too. The pause is longer than the limit
+# The row takes half a second of a core's time, and a pause of its parent adds half a second: it is within its limit
+# even on a machine with five times the load. The pause is longer than the limit
 LIMIT_S, PAUSE_S = 3.0, 3.5
 
 

@@ -337,7 +337,7 @@ def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path, sections: dic
 
 @pytest.mark.slow
 def test_changed_carried_columns_appear(tmp_path: Path) -> None:
-    """Their types are those of all current rows."""
+    """Their types follow from all current rows."""
     nights = Nights(tmp_path)
     rows = people(12)
     nights.ingest(jsonl(tmp_path, rows))

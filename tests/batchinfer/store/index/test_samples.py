@@ -1,4 +1,4 @@
-"""Rows with several answers: the index equals that of an input that repeats the row."""
+"""Rows with several answers: an input that repeats the row gives the same index."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m tests.batchinfer.store.results.crash_clean ROOT LAST STEP
 
-Like crash_job.py, but for `clean`.
+Works like crash_job.py.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ SPEC = PublishSpec("crash", "0" * 64, ({"path": "in.jsonl", "bytes": 1, "sha256"
 
 def prepare(folder: Path) -> Index:
     """Write an index, and publish an older result, so publishing has to exchange folders."""
-    older = write_index(folder / "older", mixed_rows(13))  # the first file of which the newer one has, too
+    older = write_index(folder / "older", mixed_rows(13))  # the newer result has the same first file
     run_job(folder, older, FileOps())
     return write_index(folder / "newer", mixed_rows(ROWS))
 

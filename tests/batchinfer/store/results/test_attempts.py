@@ -31,7 +31,7 @@ from tests.examples import examples
 ATTEMPTS = 4
 INVALID = ("length", "repetition", "incomplete_output", "unfit_output", "constraint_failed")
 OTHERS = ("engine_died", "nan_logits")  # errors; the second one is retryable
-WORK = [([n, 1, 2], 8 + n) for n in range(6)]  # keys that rows share, with their prompts and most tokens
+WORK = [([n, 1, 2], 8 + n) for n in range(6)]  # prompt and max_tokens of each work, which rows may share
 Row = (
     tuple[int, tuple[int | None, ...]] | None
 )  # its work in the first attempt, and in the others; None: a bad row

@@ -140,7 +140,7 @@ def test_the_bytes_equal_those_of_one_thread(case: Case) -> None:
         for threads, memory in ((2, 1 << 20), (7, 0)):
             patch.setattr(result_rows, "working_memory", lambda memory=memory: memory)
             assert result_of(folder / str(threads), case, threads) == one
-            assert not list(folder.rglob("*.arrow")), "what was spilled is removed"
+            assert not list(folder.rglob("*.arrow")), "spill files are removed"
 
 
 class FailsIn(FileOps):
