@@ -220,4 +220,4 @@ def test_engines_know_their_share_of_a_node(tmp_path: Path, monkeypatch: pytest.
     for cpus, cores in ((8, [(0,), (1,)]), (4, [(), ()])):
         actor._spec, actor._cpus = spec, cpus
         placed = actor._placed(facts())
-        assert [one.place.cores for one in (placed, *placed.others)] == cores
+        assert [one.resources.cores for one in (placed, *placed.others)] == cores

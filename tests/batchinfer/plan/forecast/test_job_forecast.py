@@ -232,13 +232,13 @@ def test_the_place_of_a_draft_model(tmp_path: Path, model: Path, monkeypatch: py
     drafts = {"model": str(model), "quantization": "int8"}
     found = planned(write_job(tmp_path, model, people(5), engine={"max_num_seqs": 2}, drafts=drafts))
     assert found.draft_model["runs"] == "beside"
-    assert "ms a token expected beside it" in found.draft_model["why"]
+    assert "ms per token in the same engine" in found.draft_model["why"]
     small = {"max_num_seqs": 512, "kv_memory": "1MiB"}
     refused = planned(write_job(tmp_path, model, people(5), engine=small, drafts=drafts)).draft_model
     assert (refused["runs"], "do not fit into memory together" in refused["why"]) == ("first", True)
     runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, {"float32": 1e12}, 1e9, "measured"))
     unknown = planned(write_job(tmp_path, model, people(5), drafts=drafts)).draft_model
-    assert (unknown["runs"], "peaks are not known" in unknown["why"]) == ("first", True)
+    assert (unknown["runs"], "peaks are unknown" in unknown["why"]) == ("first", True)
 
 
 def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
@@ -312,7 +312,7 @@ def test_of_many_earlier_steps_an_even_sample_counts(monkeypatch: pytest.MonkeyP
     found = step_times(setting, cost, EarlierSteps(1, columns))
     assert looked_at.call_count == 500, "a million take minutes"
     expected = StepTime(Peaks(1e12, 1e11)).device_s(StepShape(8, 8, 0, 0), cost)
-    assert found.known == "runs"
+    assert found.basis == "runs"
     assert found.time.decode_efficiency == pytest.approx(expected / took.mean(), rel=0.01)
     assert found.time.host_s(8) == pytest.approx(2e-3 - further_host_s(1, 8)), (
         "the host time of later steps is subtracted"
