@@ -51,7 +51,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_places_are_copied_and_no_others(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_only_the_slots_of_parts_are_copied(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     parts = some_parts(shape[1], seed=shape[2])
     k, v = caches(shape, dtype)
     wanted = [by_place(cache, parts) for cache in (k, v)]
@@ -71,14 +71,14 @@ def test_of_a_cache_of_latents_there_is_one_tensor() -> None:
     assert equal(latents, wanted)
 
 
-def test_nothing_is_copied_where_there_are_no_parts() -> None:
+def test_without_parts_nothing_is_copied() -> None:
     k, v = caches(SHAPES[1], torch.float32)
     before = k.clone()
     copy_parts_reference(k, v, torch.zeros(0, 4, dtype=torch.int64))
     assert equal(k, before)
 
 
-def test_the_cost_is_what_is_read_and_written() -> None:
+def test_the_cost_counts_bytes_read_and_written() -> None:
     k, v = caches((2, 16, 20), torch.bfloat16)
     moved = 2 * (k[0, :, :5].nbytes + v[0, :, :5].nbytes)
     assert copy_parts_cost(5, 2, 20, 2).bytes == moved

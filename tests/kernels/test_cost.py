@@ -34,7 +34,7 @@ def test_int8_operations_have_their_own_peak_and_add_to_the_others() -> None:
     assert Cost(5000, 0).seconds(INT8) == 5.0
 
 
-def test_sums_keep_them_apart() -> None:
+def test_sums_keep_arithmetic_separate() -> None:
     total = Cost(10, 20, 5) + Cost(1, 2) * 3
     assert total == Cost(13, 26, 5)
     assert Cost(2, 3, 1) * 4 == Cost(8, 12, 4)

@@ -46,7 +46,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=
     lengths=st.lists(st.integers(1, 140), min_size=1, max_size=5),
 )
 @settings(max_examples=examples(20, 380), deadline=None)
-def test_whole_texts_whose_tokens_see_later_ones(
+def test_bidirectional_attention_over_whole_texts(
     seed, kind, kv_heads, group, dim, block_size, window, biased, lengths
 ):
     """Compiled and torch operators, with distance biases; bits are equal in any batch."""

@@ -38,7 +38,7 @@ def test_processes_that_build_at_once_build_once(monkeypatch, tmp_path):
     assert log.read_text().split().count("begin") == CALLS
 
 
-def test_it_builds_beside_other_work(monkeypatch, tmp_path):
+def test_building_runs_in_the_background(monkeypatch, tmp_path):
     compiler, log = fake_compiler(tmp_path, 0.1)
     monkeypatch.setenv("CC", str(compiler))
     building = BackgroundBuild.needed(tmp_path / "cache")
@@ -52,7 +52,7 @@ def test_it_builds_beside_other_work(monkeypatch, tmp_path):
     assert BackgroundBuild.needed(tmp_path / "cache") is None
 
 
-def test_what_is_stopped_ends_at_once_and_leaves_nothing(monkeypatch, tmp_path):
+def test_a_stopped_build_ends_at_once_without_leftovers(monkeypatch, tmp_path):
     compiler, log = fake_compiler(tmp_path, NEVER_S)
     monkeypatch.setenv("CC", str(compiler))
     building = BackgroundBuild.needed(tmp_path / "cache")

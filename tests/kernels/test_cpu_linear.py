@@ -233,7 +233,7 @@ def test_the_greatest_result_is_the_first_of_equals(tiles, seed, dtype, rows, ou
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_the_greatest_of_no_numbers_is_none(compiled, dtype, bad):
+def test_the_argmax_of_a_row_with_nan_is_minus_one(compiled, dtype, bad):
     weight = torch.zeros(130, 4, dtype=dtype)
     weight[:, 0], weight[70, 1], weight[129, 2] = 1, 1, -1
     packed = compiled.pack_linear(weight, None, "float")

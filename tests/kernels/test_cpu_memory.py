@@ -28,7 +28,7 @@ def test_zeros(shape, dtype):
     assert not found.any()
 
 
-def test_tensors_are_apart():
+def test_tensors_do_not_overlap():
     pages = HugePages()
     sizes = [1, 0, 63, 64, 65, 5000, PIECE_BYTES // 8, PIECE_BYTES // 8, PIECE_BYTES // 2, 17] * 2
     given = [pages.zeros(size, torch.bfloat16) for size in sizes]
@@ -55,7 +55,7 @@ def test_memory_is_taken_when_used_and_given_back():
     assert resident() - before < size // 8
 
 
-def test_memory_is_used_again_only_once_its_tensor_is_gone():
+def test_memory_is_reused_only_after_its_tensor_is_freed():
     pages = ReusedPages()
     first = pages.empty((LEAST_BYTES, 3), torch.bfloat16)
     assert (first.shape, first.dtype, first.is_contiguous()) == ((LEAST_BYTES, 3), torch.bfloat16, True)

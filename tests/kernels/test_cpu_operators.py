@@ -243,7 +243,7 @@ def test_tokens_at_consecutive_places_are_stored_as_they_are_one_by_one(
         assert torch.equal(one_by_one, together)
 
 
-def test_rotating_what_does_not_fit_is_refused(compiled):
+def test_rotating_an_unsupported_size_is_refused(compiled):
     cos, positions = torch.ones(4, 3), torch.zeros(2).long()
     for q in (
         torch.zeros(2, 1, 4),
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused(compiled):
     assert_refused("float16 is not supported", compiled.rms_norm, x.half(), torch.ones(8).half(), 1e-5)
 
 
-def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
+def test_without_a_compiler_the_error_names_it(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "/nonexistent/cc")
     with pytest.raises(NoCompiler, match="cannot be started"):
         build.load_library(tmp_path)

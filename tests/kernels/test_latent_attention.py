@@ -118,7 +118,7 @@ def test_latents_of_deepseeks_size(block_size):
     )
 
 
-def test_latent_and_key_lie_beside_one_another():
+def test_latents_and_keys_are_adjacent():
     torch.manual_seed(2)
     cache, slots = torch.zeros(2, 1, 3, 8), torch.tensor([4, 0])
     latent, k, q = torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 3, 4)

@@ -79,7 +79,7 @@ def as_found(groups: list[PrefixGroup]) -> list[Found]:
 
 @settings(max_examples=examples(50, 400), deadline=None)
 @given(steps(), st.sampled_from((1, 2)), st.integers(1, 3), st.integers(2, 4), st.sampled_from((1, 4)))
-def test_groups_are_those_that_comparing_finds(step, units, least, sharers, most_queries) -> None:
+def test_groups_equal_those_found_by_comparison(step, units, least, sharers, most_queries) -> None:
     lens, contexts, tables = step
     worth = GroupMinimum(sharers, least)
 
@@ -109,7 +109,7 @@ def test_a_cpus_plan_holds_as_many_levels() -> None:
 @pytest.mark.parametrize(
     "step", [([], [], np.zeros((0, 3), np.int32)), ([1] * 3, [9] * 3, np.zeros((3, 0), np.int32))]
 )
-def test_where_there_is_nothing_there_are_no_groups(step) -> None:
+def test_an_empty_step_has_no_groups(step) -> None:
     lens, contexts, tables = step
     assert (
         prefix_groups(lens, contexts, StepTables.of(tables), BLOCK, lambda blocks: blocks, GroupMinimum(2, 1))

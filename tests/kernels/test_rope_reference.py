@@ -42,7 +42,7 @@ def test_halves_turn_as_neighbours_do(pairs):
 
 
 @pytest.mark.parametrize("offset", [None, 0.0, 1.0])
-def test_q_alone_is_rotated_as_beside_k_and_v(offset):
+def test_q_is_rotated_equally_with_and_without_k_and_v(offset):
     """`offset`: of norms; None: no norms."""
     q, kv, angles = torch.randn(3, 4, 8), torch.randn(2, 3, 2, 8), torch.rand(3, 3) * 6
     caches, norms = torch.zeros(2, 1, 2, 4, 8), torch.randn(2, 8) if offset is not None else [None, None]

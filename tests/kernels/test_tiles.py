@@ -203,7 +203,7 @@ def test_tile_instructions_are_used_if_the_compiler_may(source, instructions):
         )
 
 
-def test_what_is_granted_is_asked_for():
+def test_the_system_is_asked_for_tiles():
     asked = []
 
     def request(error: int) -> int:

@@ -95,7 +95,7 @@ def test_compiled_and_grouped_trees_equal_the_reference(
     depths=st.lists(st.integers(1, 12), min_size=1, max_size=2),
 )
 @settings(max_examples=examples(10, 80), deadline=None)
-def test_trees_behind_shared_prefixes_change_no_bit(seed, kind, block_size, children, depths):
+def test_trees_after_shared_prefixes_change_no_bit(seed, kind, block_size, children, depths):
     way, dtype, codes = kind
     step = tree_step(seed, 2, 3, 64, block_size, children, depths, 2, (1, 7, 4)).to(dtype, codes)
     tree = mask_of(step, random_trees(step, seed, 4))

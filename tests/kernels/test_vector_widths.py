@@ -123,7 +123,7 @@ def test_a_query_of_latents_does_not_depend_on_the_others(operators, dtype, rank
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_are_rounded_alike(operators, dtype):
+def test_all_widths_round_weights_equally(operators, dtype):
     weight = (torch.randn(300, 224, generator=torch.Generator().manual_seed(3)) * 0.1).to(dtype)
     weight[7, 5], weight[8], weight[9, 3] = torch.nan, 0.0, 1e-42
     found, wanted = operators.round_int8(weight), quantize_weight(weight)

@@ -79,7 +79,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, 
     return suite(entries, 6.0, keeper).run(), keeper.noted
 
 
-def test_a_failure_costs_its_part_alone(failing: tuple[dict[str, Any], list[str]]) -> None:
+def test_a_failure_costs_only_its_part(failing: tuple[dict[str, Any], list[str]]) -> None:
     record, kept = failing
     found = {section["name"]: section for section in record["sections"]}
     status = {name: section["status"] for name, section in found.items()}
@@ -158,7 +158,7 @@ def test_another_model_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert done == ["a", "b", "c", "closed", "d", "closed", "e", "closed"]
 
 
-def test_time_that_is_left_goes_to_the_others() -> None:
+def test_unused_time_goes_to_later_sections() -> None:
     found = suite([SuiteEntry("a", 1.0, ""), SuiteEntry("b", 3.0, "")], 4.0)
     assert [found.limit_s(number) for number in (0, 1)] == pytest.approx([60, 240], abs=1)
 
@@ -230,7 +230,7 @@ def test_the_better_peaks_count() -> None:
     assert peaks_of(record(*told, name="peaks-again")) == {"int8": 2.0, "bfloat16": 5.0}
 
 
-def test_the_table_says_what_was_reached() -> None:
+def test_the_table_shows_reached_shares() -> None:
     figures = {
         "launch_layer_s": 3e-5,
         "work_share": {"gemm": 0.25},
@@ -269,7 +269,7 @@ def test_a_record_is_named_by_date_gpu_and_command(tmp_path: Path) -> None:
         assert len(json.loads(keeper.path.read_text())["sections"][0]["results"]) == 1
 
 
-def test_the_digest_is_of_what_is_measured(tmp_path: Path) -> None:
+def test_the_digest_follows_the_measured_sources(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     before = sources_digest(tmp_path)
     (tmp_path / "kernels" / "x.py").write_text("1")
@@ -304,7 +304,7 @@ class FakeDevice:
         return made
 
 
-def test_the_clock_tells_the_device_s_median(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_returns_the_device_s_median(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
     names = {"_sleep": device.sleep, "Event": device.event, "synchronize": lambda: None}
     for name, value in names.items():

@@ -89,7 +89,7 @@ def test_figures_are_consistent(every, name):
     assert list(found["operators_s"].values()) == sorted(found["operators_s"].values(), reverse=True)
 
 
-def test_mfu_and_mbu_are_what_the_engine_s_samples_say(results):
+def test_mfu_and_mbu_agree_with_the_engine_s_samples(results):
     result, found = results["mixed"]
     run = result.series.ours[0]
     assert found["mfu"] == pytest.approx(sum(s.flops for s in run.steps) / (run.wall_s * 1e11), rel=1e-6)
@@ -170,7 +170,7 @@ def test_int8_weights_are_a_byte_each_and_have_a_peak_of_their_own(plain):
     assert report.json["weight_bytes"] == linear + head + 2 * (head + 5 * 64)
 
 
-def test_other_arithmetic_is_wired_and_told(plain):
+def test_other_arithmetic_is_used_and_reported(plain):
     asked = {"deterministic": True, "kv_cache_dtype": "int8"}
     found = bench("decode", rows=2, max_tokens=16, **asked)
     assert {name: found.json[name] for name in asked} == asked
@@ -285,7 +285,7 @@ def test_the_last_line_of_stdout_is_json():
     ({"schemas": (0, 2)}, "--schemas is 0; at least 1"),
     ({"schemas": (2,), "export": Path("x.jsonl")}, "name one\n--export writes rows without schemas; leave out"),
 ])  # fmt: skip
-def test_a_wrong_option_is_named_with_what_would_be_right(options, told):
+def test_a_wrong_option_is_named_with_valid_values(options, told):
     with pytest.raises(UsageError, match=re.escape(told)):
         BenchOptions(**options).check()
 

@@ -49,7 +49,7 @@ def third() -> list[tuple[tuple[int, ...], int]]:
     ("name", "expected"), [("shared-prefix", first), ("mixed", second), ("decode", third)]
 )
 @pytest.mark.parametrize("vocab", [32_000, 128_256])
-def test_the_comparable_ones_are_exactly_these(name, expected, vocab):
+def test_published_workloads_have_exactly_these_rows(name, expected, vocab):
     found = make_workload(name, vocab)
     assert [(row.prompt, row.max_tokens) for row in found.rows] == expected()
 

@@ -203,7 +203,7 @@ def test_the_forecast_is_the_same_before_and_after(
 # --- pipes and closed streams
 
 
-def test_a_run_whose_summary_nobody_reads_says_that_it_published(place: Place) -> None:
+def test_a_run_with_a_closed_stdout_reports_that_it_published(place: Place) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as unread:
@@ -216,7 +216,7 @@ def test_a_run_whose_summary_nobody_reads_says_that_it_published(place: Place) -
     assert done.stderr.endswith("published; stdout is closed, so the summary is not printed\n"), done.stderr
 
 
-def test_a_full_disk_under_stdout_is_told_with_the_outcome(
+def test_a_full_disk_under_stdout_is_reported_with_the_outcome(
     place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cli_of()
@@ -365,7 +365,7 @@ def test_init_without_a_model_brings_one_that_runs(tmp_path: Path, cli_of: CliOf
     }  # fmt: skip
 
 
-def test_init_says_what_to_put_where(tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_explains_the_next_steps(tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(starter, "_SHIPPED", ())
     run = cli_of(NO_ENGINE)
     ended = run("init", tmp_path / "new")
@@ -375,7 +375,7 @@ def test_init_says_what_to_put_where(tmp_path: Path, cli_of: CliOf, monkeypatch:
     assert json.loads(run("init", tmp_path / "newer", "--json").out)["ready"] is False
 
 
-def test_init_takes_the_model_that_lies_there(tmp_path: Path, model: Path, cli_of: CliOf) -> None:
+def test_init_uses_the_model_in_the_folder(tmp_path: Path, model: Path, cli_of: CliOf) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "model").symlink_to(model)
     ended = cli_of(NO_ENGINE)("init", tmp_path / "new")

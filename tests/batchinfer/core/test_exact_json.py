@@ -35,7 +35,7 @@ def test_a_number_is_written_as_it_was_read(text: str) -> None:
         assert Decimal(write_exactly([value])[1:-1]) == Decimal(text)
 
 
-def test_what_is_nested_too_deeply_to_be_read_exactly_is_written_all_the_same() -> None:
+def test_deep_nesting_is_written_unchanged() -> None:
     deep = "[" * 500 + "0.5" + "]" * 500
     assert write_exactly(json.loads(deep)) == deep
 
@@ -62,7 +62,7 @@ def test_a_schema_of_a_row_keeps_its_digits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "file"])
-def test_a_name_that_stands_twice_is_refused(place: Place, kind: str) -> None:
+def test_a_duplicate_name_is_refused(place: Place, kind: str) -> None:
     twice = SCHEMA.replace('"required"', '"properties":{},"required"')
     path = place.job(output=output_of(kind, twice, place))
     with pytest.raises(JobFileError, match="has the name 'properties' twice in one object"):

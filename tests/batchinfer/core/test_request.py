@@ -120,7 +120,7 @@ ERROR = RowError("engine_died", "engine", "words", True)
     ],
     ids=lambda sent: type(sent).__name__,
 )
-def test_what_processes_send_each_other_arrives_whole(sent: Any) -> None:
+def test_pickling_keeps_every_field(sent: Any) -> None:
     """Pickling is written by hand, per field: a new field must be pickled, too."""
     check_same(pickle.loads(pickle.dumps(sent)), sent)
 
@@ -144,7 +144,7 @@ prompts_of_runs = st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 
 
 
 @for_all(prompts_of_runs)
-def test_neighbours_share_what_both_begin_with(runs: list[list[tuple[int, int]]]) -> None:
+def test_neighbours_share_their_common_prefix(runs: list[list[tuple[int, int]]]) -> None:
     prompts = [[token for token, times in run for _ in range(times)] for run in runs]
     found = common_prefixes([np.array(prompt, np.int32) for prompt in prompts])
     assert len(found) == max(0, len(prompts) - 1)

@@ -113,7 +113,7 @@ def test_fresh_digests_replace_cached_ones(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a.parquet": 1}', '{"a.parquet": [1, 2, 3, 4, 5, "x"]}'])
-def test_a_memory_that_says_nothing_costs_time_only(
+def test_an_unusable_cache_only_costs_time(
     file: Path, reads: list[int], settled: None, cache: Path, text: str
 ) -> None:
     digest_of(file)
@@ -128,7 +128,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(file: Path, settled: Non
     assert [digest_of(file) for _ in range(2)] == [sha256(OLD)] * 2
 
 
-def test_memories_that_nobody_read_for_long_are_removed(file: Path, settled: None, cache: Path) -> None:
+def test_unused_caches_are_removed(file: Path, settled: None, cache: Path) -> None:
     digest_of(file)
     (memory,) = cache.iterdir()
     os.utime(memory, (0, 0))

@@ -38,7 +38,7 @@ def test_it_is_a_private_hidden_sibling_of_the_results(tmp_path: Path) -> None:
         assert stat.S_IMODE(state.path.stat().st_mode) == 0o700
 
 
-def test_a_second_run_is_told_who_holds_the_lock(tmp_path: Path) -> None:
+def test_a_second_run_reports_the_owner_of_the_lock(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "res")
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(state.results)], stdout=subprocess.PIPE)
     try:
@@ -107,7 +107,7 @@ def test_is_running_in_a_read_only_state(gate: bool, tmp_path: Path, monkeypatch
     assert not state.is_running(state.path)
 
 
-def test_scratch_is_purged_but_for_what_is_kept(tmp_path: Path) -> None:
+def test_scratch_is_purged_except_for_kept_files(tmp_path: Path) -> None:
     state = StateFolder(tmp_path / "res")
     for name in ("one", "two"):
         (state.scratch / name / "index").mkdir(parents=True)

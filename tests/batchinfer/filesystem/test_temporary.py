@@ -61,7 +61,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(temporary: Path) -> N
     assert {*temporary.iterdir()} == {*others}
 
 
-def test_a_folder_goes_with_what_raises(temporary: Path) -> None:
+def test_a_folder_is_removed_after_an_exception(temporary: Path) -> None:
     def work() -> None:
         with temporary_folder("diff") as folder:
             (Path(folder) / "spill").mkdir()

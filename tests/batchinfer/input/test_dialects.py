@@ -40,7 +40,7 @@ def test_every_encoding_that_a_job_may_name(tmp_path: Path, encoding: str) -> No
     assert rows(tmp_path / "x.jsonl", encoding=encoding) == [{"text": text}] * 10
 
 
-def test_bytes_that_are_not_utf8_say_where_and_what_to_do(tmp_path: Path) -> None:
+def test_invalid_utf8_is_reported_with_its_place_and_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(f'id,text\n1,fine\n2,"two\n{WORDS}"\n3,fine\n'.encode("latin-1"))
     (tmp_path / "x.jsonl").write_bytes(json.dumps({"a": WORDS}, ensure_ascii=False).encode("latin-1"))
     good, bad, last = rows(tmp_path / "x.csv")
@@ -110,7 +110,7 @@ def job(tmp_path: Path, options: str, source: str = "path: x.csv") -> Job:
     return load_job(tmp_path / "job.yaml")
 
 
-def test_a_job_file_names_them(tmp_path: Path) -> None:
+def test_a_job_file_sets_encoding_delimiter_and_quote(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes("a|b\n'é|'|2\n".encode("latin-1"))
     found = job(tmp_path, "encoding: Windows-1252\n  delimiter: '|'\n  quote: \"'\"")
     batches = open_input(found, input_files(found)).batches()
@@ -144,7 +144,7 @@ def test_mistakes(tmp_path: Path, options: str, source: str, words: tuple[str, .
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_they_are_refused_for_files_that_have_no_such_thing(tmp_path: Path) -> None:
+def test_csv_options_are_refused_for_other_formats(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"a": 1}\n')
     found = job(tmp_path, "delimiter: ';'", "path: x.jsonl")
     with pytest.raises(JobFileError, match=r"input\.delimiter: belongs to CSV, and .*x\.jsonl is JSON lines"):

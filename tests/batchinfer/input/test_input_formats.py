@@ -86,7 +86,7 @@ def test_by_content(tmp_path: Path, name: str, data: bytes, form: str) -> None:
     assert [file.format for file in list_inputs(str(tmp_path / name), tmp_path)] == [form]
 
 
-def test_the_job_may_say_it(tmp_path: Path) -> None:
+def test_a_job_may_set_the_format(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_bytes(b"id,text\n1,a\n")
     assert [f.format for f in list_inputs(str(tmp_path / "rows.txt"), tmp_path, "csv")] == ["csv"]
     assert [f.format for f in list_inputs(str(tmp_path / "rows.txt"), tmp_path, OPENAI)] == ["jsonl"]

@@ -101,7 +101,9 @@ def test_a_dictionary_of_one_value_is_doubtful(tmp_path: Path, small_bounds: Non
 
 
 @pytest.mark.parametrize("first", ["a", "a.b"])
-def test_a_field_is_no_column_of_its_path(tmp_path: Path, small_bounds: None, first: str) -> None:
+def test_a_field_is_not_confused_with_a_column_named_like_its_path(
+    tmp_path: Path, small_bounds: None, first: str
+) -> None:
     """Field `b` of column `a` and a column named `a.b` have the same path. Only the field has long values."""
     path = tmp_path / "a.parquet"
     short, long = ["x", "y"] * 3000, ["x" * 5 * WIDE, "y" * 5 * WIDE] * 3000

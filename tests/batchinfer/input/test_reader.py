@@ -250,7 +250,7 @@ def test_folders_are_sorted_and_hidden_files_skipped(tmp_path: Path) -> None:
     assert [f.name for f in list_inputs(str(tmp_path), tmp_path)] == ["a/z.jsonl.gz", "b.jsonl"]
 
 
-def test_a_huge_line_costs_one_row_and_no_memory(tmp_path: Path) -> None:
+def test_a_huge_line_is_one_error_row_in_bounded_memory(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl.gz", gzip.compress(GOOD + b"\n" + b"x" * (16 << 20) + b"\n" + GOOD, 1))
     tracemalloc.start()
     assert read(path, 1 << 20) == [{"a": 1}, "line_too_long", {"a": 1}]
@@ -273,7 +273,7 @@ def test_a_small_file_that_decodes_to_gigabytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_text_that_is_not_utf8_costs_one_row(tmp_path: Path, form: str) -> None:
+def test_invalid_utf8_is_one_error_row(tmp_path: Path, form: str) -> None:
     table = pa.table({"t": pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())})
     path = write(tmp_path / f"x.{form}", TYPED[form](table))
     assert read(path) == [{"t": "good"}, "bad_utf8", {"t": "fine"}]
@@ -285,7 +285,7 @@ def queried(folder: Path, sql: str) -> list[Any]:
     return [row for batch in Reader.open([file]).batches() for row in batch.rows]
 
 
-def test_sql_runs_beside_the_job_file(tmp_path: Path) -> None:
+def test_sql_runs_in_the_folder_of_the_job_file(tmp_path: Path) -> None:
     write(tmp_path / "x.parquet", parquet_bytes(TABLE))
     sql = "select a, a::hugeint * 10::hugeint ** 20 as big from 'x.parquet' order by a desc -- last first\n;"
     rows = queried(tmp_path, sql)
@@ -410,7 +410,7 @@ def test_a_sample_of_long_lines_holds_whole_rows_only(tmp_path: Path, form: str)
     assert reader.sha256 == {}
 
 
-def test_a_sample_of_a_short_file_is_all_of_it(tmp_path: Path) -> None:
+def test_a_sample_of_a_short_file_is_the_whole_file(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", GOOD + b"\n" + GOOD)
     reader = Reader.open(list_inputs(str(path), tmp_path), sample=SampleSize(512))
     assert [row for batch in reader.batches() for row in batch.rows] == [{"a": 1}] * 2

@@ -35,7 +35,7 @@ def test_many_tiny_files_fit_by_default(tmp_path: Path, many: Path, monkeypatch:
     assert sql_input.default_memory() == 10 << 30, "half of the available memory"
 
 
-def test_too_little_says_which_option(tmp_path: Path, many: Path) -> None:
+def test_too_little_memory_names_the_option(tmp_path: Path, many: Path) -> None:
     checkpoint(tmp_path / "model")
     source = {"sql": f"select * from '{many}/*.jsonl'", "sql_memory": 128 << 20}
     job = make_job(tmp_path, prompt={"user": "{{ text }}"}, **source)
@@ -58,7 +58,7 @@ def test_what_is_larger_is_spilled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("available", "taken"), [(64 << 30, 1 << 30), (2 << 30, 512 << 20), (0, 128 << 20)])
-def test_our_own_joins_take_less_where_less_is_there(
+def test_internal_queries_take_less_memory_on_small_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, taken: int
 ) -> None:
     monkeypatch.setattr(duck, "available_memory", lambda: available)
@@ -68,7 +68,7 @@ def test_our_own_joins_take_less_where_less_is_there(
     assert limit in {"1.0 GiB", "512.0 MiB", "128.0 MiB"}
 
 
-def test_our_own_joins_say_what_they_were_given(tmp_path: Path) -> None:
+def test_internal_queries_report_their_memory_limit(tmp_path: Path) -> None:
     query = "select list(i) as whole from range(30000000) t(i)"
     with (
         pytest.raises(OutOfMemory, match="a quarter of the memory that is available") as caught,

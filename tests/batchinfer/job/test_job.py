@@ -51,7 +51,7 @@ def load(folder: Path, text: str = MINIMAL, *overrides: tuple[str, str], **env: 
     return load_job(folder / "job.yaml", overrides, "2026-01-02", env)
 
 
-def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
+def test_omitted_options_have_their_defaults(tmp_path: Path) -> None:
     job = load(tmp_path)
     assert job.source == tmp_path / "job.yaml"
     assert job.model.path == tmp_path / "m"
@@ -73,7 +73,7 @@ def test_what_is_not_said_has_its_default(tmp_path: Path) -> None:
     assert job.sampling.params() == SamplingParams()
 
 
-def test_everything_said(tmp_path: Path) -> None:
+def test_all_options_are_read(tmp_path: Path) -> None:
     job = load(
         tmp_path,
         """\
@@ -381,7 +381,7 @@ def test_the_defaults_that_an_identity_leaves_out_stay() -> None:
     ("where", "line"),
     [("prompt.user", 4), ("output.columns", 5), ("engine.threads", None), ("commit.rows", 6)],
 )
-def test_what_is_found_later_has_its_line_too(tmp_path: Path, where: str, line: int | None) -> None:
+def test_later_mistakes_have_their_line_too(tmp_path: Path, where: str, line: int | None) -> None:
     job = load(tmp_path, MINIMAL + "commit:\n", ("commit.rows", "3"))
     error = job.mistake(where, "is wrong")
     assert (error.path, error.mistakes) == (str(tmp_path / "job.yaml"), (Mistake(where, "is wrong", line),))
@@ -394,7 +394,7 @@ def test_describe_leaves_out_what_has_its_default(tmp_path: Path) -> None:
     assert not {"threads: auto", "commit", "rows: auto", "cache", "deadline: none"} & set(lines)
 
 
-def test_describe_says_every_option_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_describe_lists_every_option_on_request(tmp_path: Path) -> None:
     job = load(tmp_path, MINIMAL + "engine: {kv_memory: 1GiB}\n")
     lines = [line.strip() for line in job.describe(defaults=True).splitlines()]
     assert lines[0] == f"triage ({tmp_path / 'job.yaml'})"

@@ -98,6 +98,6 @@ def test_what_is_wrong_with_a_section(tmp_path: Path, text: str, words: tuple[st
 
 
 @pytest.mark.parametrize("text", ["{template_arguments_from_columns: [a]}", '{system: "x"}', "{chat: false}"])
-def test_what_requests_say_themselves_is_not_for_the_job(tmp_path: Path, text: str) -> None:
+def test_options_that_requests_set_are_refused_in_the_job(tmp_path: Path, text: str) -> None:
     with pytest.raises(JobFileError, match=r"is not for OpenAI batch files: each request says what it asks"):
         load(tmp_path, f"{OPENAI}prompt: {text}\n")

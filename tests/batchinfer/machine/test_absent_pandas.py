@@ -37,7 +37,7 @@ def test_it_is_as_if_pandas_were_not_installed() -> None:
 
 
 @pytest.mark.slow
-def test_no_process_of_a_run_imports_it(place: Place) -> None:
+def test_no_process_of_a_run_imports_pandas(place: Place) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "batchinfer", "run", "job.yaml"],
         cwd=place.folder,

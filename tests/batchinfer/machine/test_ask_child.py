@@ -24,17 +24,17 @@ def test_one_kill_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask_child("it", f"{TASKS}:answer_once_others_ended", within_s=60) == "answered"
 
 
-def test_two_kills_are_a_lack_of_memory_and_accuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_kills_are_reported_as_out_of_memory_without_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENDED_MOST", "2")
     with pytest.raises(OutOfMemory, match=r"it was killed \(signal 9, SIGKILL\), most likely"):
         ask_child("it", f"{TASKS}:answer_once_others_ended", within_s=60)
 
 
-def test_two_crashes_are_the_fault_of_what_was_asked() -> None:
+def test_two_crashes_blame_the_question() -> None:
     with pytest.raises(Died, match="exit status 3"):
         ask_child("it", f"{TASKS}:end", "3", within_s=60)
 
 
-def test_silence_accuses_nothing() -> None:
+def test_a_silent_child_blames_nothing() -> None:
     with pytest.raises(Unavailable, match=r"it has not answered for 0 s; run the same command again"):
         ask_child("it", f"{TASKS}:sleep", within_s=0.3)

@@ -38,7 +38,7 @@ class Machine:
         self.write()
 
 
-def test_what_others_use_is_counted_and_nothing_else(tmp_path: Path) -> None:
+def test_only_cpu_use_of_other_processes_counts(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     load = machine.load()
     machine.passes(2.0, own=1.0, others=1.0, foreign=2.0)
@@ -49,7 +49,7 @@ def test_what_others_use_is_counted_and_nothing_else(tmp_path: Path) -> None:
     assert load.cores == len(CORES)
 
 
-def test_rounding_gives_neither_less_than_nothing_nor_more_than_there_is(tmp_path: Path) -> None:
+def test_rounding_stays_between_zero_and_the_number_of_cores(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     load = machine.load()
     machine.passes(1.0, own=0.5, others=-0.01)
@@ -59,7 +59,7 @@ def test_rounding_gives_neither_less_than_nothing_nor_more_than_there_is(tmp_pat
 
 
 @pytest.mark.parametrize("text", [None, "cpu 1 2 3 4 5 6 7 8 9 10\n"])
-def test_a_system_that_does_not_tell_is_unknown(tmp_path: Path, text: str | None) -> None:
+def test_without_kernel_counts_the_load_is_unknown(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "stat").write_text(text)
     times = iter([0.0, 1.0])
@@ -67,7 +67,7 @@ def test_a_system_that_does_not_tell_is_unknown(tmp_path: Path, text: str | None
     assert load.look() is None
 
 
-def test_this_machine_tells() -> None:
+def test_this_machine_reports_its_load() -> None:
     load = CoreLoad()
     sum(range(3_000_000))
     others = load.look()

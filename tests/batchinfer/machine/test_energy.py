@@ -45,7 +45,7 @@ def test_packages_are_summed_and_their_parts_and_the_platform_are_not(tmp_path: 
     assert meter.read().total_j is None
 
 
-def test_where_there_is_no_counter_nothing_is_known(tmp_path: Path) -> None:
+def test_without_a_counter_energy_is_unknown(tmp_path: Path) -> None:
     assert rapl_counters(tmp_path) == []
     broken = zone(tmp_path, "intel-rapl:0", "package-0", 5)
     (broken / "max_energy_range_uj").unlink()  # as one that only root may read
@@ -105,7 +105,7 @@ def test_energy_of_all_used_gpus_is_added(
 
 
 @pytest.mark.parametrize(("gap_s", "known"), [(99.0, True), (101.0, False)])
-def test_a_counter_that_may_have_started_again_twice_tells_nothing(gap_s: float, known: bool) -> None:
+def test_a_counter_that_may_have_overflowed_twice_is_ignored(gap_s: float, known: bool) -> None:
     now, joules = [0.0], iter([0.0, 5.0])
     meter = EnergyMeter([Counter(lambda: next(joules), 100_000.0)], (), clock=lambda: now[0])
     now[0] = gap_s

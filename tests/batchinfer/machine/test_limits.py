@@ -47,7 +47,7 @@ def limited(limit: str) -> list[str]:
 
 @on_linux
 @pytest.mark.parametrize("mib", [200, pytest.param(NEEDED_MIB - 1, marks=pytest.mark.slow)])
-def test_too_little_address_space_is_told(place: Place, mib: int) -> None:
+def test_too_little_address_space_is_reported(place: Place, mib: int) -> None:
     code, told = ended(place, f"-v {mib * 1024}")
     assert (code, len(told.splitlines())) == (71, 1)
     assert f"{mib:,} MiB of address space (RLIMIT_AS; `ulimit -v`" in told
@@ -73,7 +73,7 @@ def test_the_library_checks_limits_before_it_imports_others() -> None:
 
 @pytest.mark.slow
 @on_linux
-def test_as_much_address_space_as_is_asked_for_is_enough(place: Place) -> None:
+def test_the_required_address_space_is_sufficient(place: Place) -> None:
     assert ended(place, f"-v {NEEDED_MIB * 1024}") == (0, "")
 
 
@@ -81,7 +81,7 @@ def test_as_much_address_space_as_is_asked_for_is_enough(place: Place) -> None:
     os.geteuid() != 0 or shutil.which("setpriv") is None,
     reason="root lends its rights to a user without processes",
 )
-def test_too_few_processes_are_told(place: Place) -> None:
+def test_too_few_processes_are_reported(place: Place) -> None:
     rights = "+dac_override,+fowner"
     caps = (f"--{kind}-caps={rights}" for kind in ("inh", "ambient"))
     another = ("setpriv", "--reuid=54321", "--clear-groups", *caps)
@@ -110,7 +110,7 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
     RuntimeError("can't start new thread"),
     RuntimeError("Unknown error: Failed to launch worker thread: Resource temporarily unavailable"),
 ])  # fmt: skip
-def test_a_limit_that_is_reached_in_mid_job_is_told(error: Exception) -> None:
+def test_a_limit_reached_during_a_job_is_reported(error: Exception) -> None:
     meant = classify_error(error)
     assert isinstance(meant, Unavailable)
     assert "raise the limit on processes and threads" in str(meant)

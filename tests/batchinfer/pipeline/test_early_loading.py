@@ -135,7 +135,7 @@ def test_the_standby_process_becomes_the_engine(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("why", ["nothing is missing", "two engines share the cores", "another engine"])
-def test_a_process_that_stands_by_in_vain_is_ended(
+def test_an_unused_standby_process_is_ended(
     tmp_path: Path, model: Path, stands_by: EngineStandby, why: str
 ) -> None:
     path = write_job(tmp_path, model, people(20))
@@ -151,13 +151,13 @@ def test_a_process_that_stands_by_in_vain_is_ended(
     assert bool(transport.started) == (why != "nothing is missing")
 
 
-def test_one_core_is_not_shared_with_a_process_that_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_core_there_is_no_standby_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "usable_cpus", lambda: 1)
     with EngineStandby(FAKE.engine) as found:
         assert found.take() is None
 
 
-def test_nothing_loads_where_nothing_is_missing(tmp_path: Path, model: Path) -> None:
+def test_no_engine_loads_if_no_answer_is_missing(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(20))
     Seen().run(path)
     published, changed = Seen(), Seen()
@@ -195,7 +195,7 @@ def test_of_two_engines_none_is_started_before_both_have_a_row(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_nothing_is_started_early_beside_a_run_that_may_compute_the_same(tmp_path: Path, model: Path) -> None:
+def test_no_engine_starts_early_alongside_a_run_of_the_same_job(tmp_path: Path, model: Path) -> None:
     path, seen = write_job(tmp_path, model, people(20)), Seen()
     Seen().run(path)
     joined_anew(path)
@@ -214,7 +214,7 @@ def refused(path: Path, seen: Seen) -> BatchInferError:
     return caught.value
 
 
-def test_an_input_that_cannot_be_opened_starts_nothing(tmp_path: Path, model: Path) -> None:
+def test_an_unreadable_input_starts_no_engine(tmp_path: Path, model: Path) -> None:
     seen = Seen()
     assert isinstance(refused(write_job(tmp_path, model), seen), InputMissing)
     assert "open" not in seen.events
@@ -260,7 +260,7 @@ def test_damage_that_is_found_while_it_loads_ends_the_run(tmp_path: Path, model:
     assert "planning" not in seen.events
 
 
-def test_what_keeps_it_from_loading_is_told_while_rows_are_read(
+def test_an_engine_that_fails_to_load_ends_the_run_while_rows_are_read(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_ENGINE_REFUSES", "OutOfMemory")

@@ -122,7 +122,7 @@ def test_a_child_is_killed_with_the_thread_that_made_it() -> None:
     assert ended.code == -signal.SIGKILL
 
 
-def test_a_child_gets_its_arguments_and_hears_no_signal_of_a_terminal() -> None:
+def test_a_child_gets_its_arguments_and_no_signal_of_a_terminal() -> None:
     with Child(f"{TASKS}:echo", {"a": [1, None]}, "ü" * 100_000) as child:
         values, blocked = child.connection.recv()
         ended = child.wait(GONE_S)

@@ -153,7 +153,7 @@ def test_an_engine_that_falls_silent_is_replaced_and_accuses_no_row(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_engine_that_says_it_may_take_long_is_waited_for(job: Path, faulty: Faulty) -> None:
+def test_an_engine_that_announces_a_long_wait_is_not_killed(job: Path, faulty: Faulty) -> None:
     """It captures, or compiles."""
     faulty(1, HANGS_AT_STEP=3, HANG_S=2.0, HANG_UNTIMED=1)
     ran = Ran(job)

@@ -149,7 +149,7 @@ def test_a_run_that_handles_no_signals_stops_too(tmp_path: Path, model: Path) ->
         assert said in stopped(path, watched)
 
 
-def test_a_run_that_stops_while_it_reads_says_what_is_left_of_that(
+def test_a_run_that_stops_while_it_reads_reports_the_rest(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Ingestion.steps

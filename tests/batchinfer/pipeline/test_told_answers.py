@@ -17,7 +17,7 @@ def test_answers_are_cut_before_the_first_token_that_the_model_does_not_have() -
     assert _all_below([], 7) == [] == _all_below([[]], 7)
 
 
-def test_answers_arrive_as_they_were_told() -> None:
+def test_answers_are_sent_unchanged() -> None:
     answers = [np.array(one, np.int32) for one in ([1, 2, 3], [4], [5, 6])]
     told: Learn = pickle.loads(pickle.dumps(Learn.of(answers)))
     assert [one.tolist() for one in told.answers] == [[1, 2, 3], [4], [5, 6]]

@@ -129,7 +129,7 @@ def test_requests_may_be_added_in_parts() -> None:
     assert apportioned(ran, 3)["model_s"].tolist() == pytest.approx(apportioned(ran)["model_s"].tolist())
 
 
-def test_flops_of_requests_are_those_of_the_steps() -> None:
+def test_flops_of_requests_add_up_to_those_of_steps() -> None:
     ran = simulated(60, 256, 4000, False, seed=5)
     found = request_flops(COST, request_columns(ran.requests))
     assert found.sum() == sum(step.flops for step in ran.steps)
@@ -167,7 +167,7 @@ def test_attention_of_answers_is_divided_by_the_preceding_tokens() -> None:
     assert answer.tolist() == pytest.approx([0, 11 / 32 + 12 / 34, 21 / 32 + 22 / 34 + 2])
 
 
-def test_what_ended_before_any_step_took_nothing() -> None:
+def test_a_request_that_ended_before_any_step_has_no_share() -> None:
     ran = simulated(10, 256, 4000, False, seed=6)
     early = RequestSample(b"e" * 32, 10, 3, 0, 0, 0.0, 0.1, 0.1, 0.1)
     found = apportioned(Simulated(ran.steps, [*ran.requests, early], ran.exact))["model_s"]

@@ -300,7 +300,7 @@ def test_only_its_own_scripts_may_run_and_nothing_may_be_fetched(parsed: ParsedP
     assert rules.keys() == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
 
 
-def test_the_page_says_what_it_is(text: str) -> None:
+def test_the_page_describes_itself(text: str) -> None:
     assert text.startswith(MARK)
     assert "Apache ECharts" in text
 

@@ -50,7 +50,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def test_a_download_is_told_in_bytes_and_what_was_there_before_is_no_rate(clock: Clock) -> None:
+def test_downloads_are_shown_in_bytes_and_resumed_bytes_do_not_count_for_the_rate(clock: Clock) -> None:
     stream = io.StringIO()
     with Progress(stream, clock=clock) as progress:
         progress.downloading(1 << 30, 4 << 30)
@@ -147,7 +147,7 @@ def test_reading_ends_with_the_bytes_or_at_the_row_limit(
     assert stream.getvalue() == line
 
 
-def test_what_is_done_leaves_no_time_and_what_is_not_is_no_100_percent(clock: Clock, step: Any) -> None:
+def test_only_finished_work_shows_100_percent_and_no_time_left(clock: Clock, step: Any) -> None:
     for done, shown in ((9999, "running 99%"), (10000, "running 100%")):
         for stream in (io.StringIO(), Screen()):
             progress = Progress(stream, clock=clock)
@@ -158,7 +158,7 @@ def test_what_is_done_leaves_no_time_and_what_is_not_is_no_100_percent(clock: Cl
             assert ("left" in stream.getvalue()) == (done < 10000)
 
 
-def test_a_phase_that_counted_nothing_leaves_no_line(clock: Clock) -> None:
+def test_a_phase_without_progress_prints_no_line(clock: Clock) -> None:
     screen = Screen()
     with Progress(screen, clock=clock) as progress:
         progress.phase("reading")
@@ -214,7 +214,7 @@ def test_lines_of_a_log_have_time_and_job(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("stream", [Gone(), None])
-def test_a_terminal_that_is_gone_stops_nothing(stream: Any, clock: Clock, step: Any) -> None:
+def test_a_closed_terminal_does_not_stop_the_run(stream: Any, clock: Clock, step: Any) -> None:
     with Progress(stream, job="x", clock=clock) as progress:
         progress.running(rows=1, prompt_tokens=10, expected_tokens=10)
         clock.now += 10

@@ -45,7 +45,7 @@ def test_a_slice_of_keys_is_its_own_text() -> None:
     assert hexadecimal(keys.slice(0, 0)).to_pylist() == []
 
 
-def test_rows_that_are_written_beside_other_work_are_there_once_that_is_finished(tmp_path: Path) -> None:
+def test_rows_written_in_a_thread_are_complete_when_finish_returns(tmp_path: Path) -> None:
     parts = [
         index_part(tmp_path / "a", 0, [KEYS[0], None, KEYS[1]]),
         index_part(tmp_path / "b", 3, [KEYS[2]]),

@@ -101,7 +101,7 @@ def test_a_published_run() -> None:
     )
 
 
-def test_the_arithmetic_is_named_where_it_is_not_the_usual() -> None:
+def test_arithmetic_other_than_the_default_is_named() -> None:
     text = summary(full_row(quantization="int8", deterministic=True))
     assert "AMD EPYC, bfloat16 with int8 weights, deterministic\n" in text
     assert "bfloat16\n" in summary(full_row(quantization="none", deterministic=False))
@@ -210,7 +210,7 @@ def test_units(shown: str, expected: str) -> None:
     assert shown == expected
 
 
-def test_cost_and_energy_are_told_where_they_are_known() -> None:
+def test_cost_and_energy_are_shown_if_known() -> None:
     assert "  cost" not in summary(full_row(), None)
     text = summary(full_row(cost=0.75, price_per_hour=2.5, energy_j=12_300.0, energy_j_per_token=0.25), None)
     assert "0.75 at 2.5 an hour; 12.3kJ while the engine ran, 0.25 J a token" in text

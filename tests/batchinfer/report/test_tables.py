@@ -126,7 +126,7 @@ def test_steps_are_counted_by_launch_mode(
 @pytest.mark.parametrize(
     ("saved", "known"), [((1.0, 0.5), 1.5), ((None, 0.5), 0.5), ((None, None), None), ((600.0, 15.0), 4.0)]
 )
-def test_what_drafts_saved_is_no_more_than_the_run_took_or_unknown(
+def test_time_saved_by_drafts_is_bounded_by_the_run_or_unknown(
     tmp_path: Path,
     facts: RunRow,
     machine: Hardware,
@@ -181,7 +181,7 @@ def test_unknown_values_are_null_and_never_zero(
     assert idle["mfu"] is idle["roofline_s"] is idle["padding_share"] is idle["prompt_tokens_per_s"] is None
 
 
-def test_the_table_comes_back_as_it_was(tmp_path: Path, facts: RunRow, machine: Hardware) -> None:
+def test_the_table_survives_writing_and_reading(tmp_path: Path, facts: RunRow, machine: Hardware) -> None:
     row = run_row(facts, machine, None)
     path = write_run(tmp_path / "res-report", row)
     assert path.name == "run-20261120T223000Z-abcdef.parquet"

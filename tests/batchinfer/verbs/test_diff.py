@@ -87,7 +87,7 @@ def test_every_kind_of_difference(write: Write) -> None:
     } == {"amount": ["r6", "r7"], "tags": ["r7"]}
 
 
-def test_rows_are_matched_by_their_ids_wherever_they_stand(write: Write) -> None:
+def test_rows_are_matched_by_ids_in_any_order(write: Write) -> None:
     a, b = [row(n) for n in range(5)], [row(n, custom_id=f"r{4 - n}") for n in range(5)]
     assert not found(write("a", a), write("b", b)).different
     assert found(write("a", a), write("b", b), by="row_id").matched_by == "row_id"
@@ -192,7 +192,7 @@ def test_the_verb(two: tuple[Path, Path, Command]) -> None:
     assert "text" in [group["name"] for group in told["groups"]]
 
 
-def test_cron_hears_of_a_difference(two: tuple[Path, Path, Command]) -> None:
+def test_a_difference_sets_the_exit_code_on_request(two: tuple[Path, Path, Command]) -> None:
     a, b, run = two
     assert run("diff", a, b, "--fail-if-different").code == 65
     same = run("diff", b, b, "--fail-if-different")

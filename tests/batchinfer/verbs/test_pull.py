@@ -102,7 +102,7 @@ def test_a_pulled_model_answers_as_its_folder_does(
     assert table(tmp_path / "a/job.yaml") == table(tmp_path / "b/job.yaml")
 
 
-def test_what_says_how_vectors_are_made_is_pulled(tmp_path: Path, cache: Path, pull: Pull) -> None:
+def test_modules_of_sentence_models_are_pulled(tmp_path: Path, cache: Path, pull: Pull) -> None:
     make_sentence_model(tmp_path / "vectors", "mean_tokens")
     write_dense(tmp_path / "vectors", (48, 20), ("Tanh",))
     (tmp_path / "vectors/4_Other").mkdir()
@@ -225,7 +225,7 @@ def test_shards_are_those_that_the_index_names(tmp_path: Path, model: Path, cach
     (403, "", 69, ("does not let you read", "HF_TOKEN")),
     (501, "", 69, ("answered 501", "the same command continues")),
 ])  # fmt: skip
-def test_what_a_hub_refuses_is_said_with_the_next_step(
+def test_a_refusal_of_the_hub_is_reported_with_a_remedy(
     hub: Hub, status: int, error: str, code: int, words: tuple[str, ...], pull: Pull
 ) -> None:
     hub.error = (status, error)
@@ -321,7 +321,7 @@ def test_a_model_that_cannot_be_run_is_called_so(hub: Hub, cache: Path, pull: Pu
 
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")
-def test_a_disk_without_room_is_said_before_the_weights(
+def test_a_full_disk_is_reported_before_weights_are_fetched(
     hub: Hub, pull: Pull, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = shutil.disk_usage

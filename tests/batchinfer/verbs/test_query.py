@@ -172,7 +172,7 @@ def test_an_answer_without_rows_has_its_columns() -> None:
     assert list(answer_lines(answer("select 1 as n where false"), "jsonl", 80)) == []
 
 
-def test_many_rows_come_as_they_are_read() -> None:
+def test_many_rows_are_streamed() -> None:
     lines = answer_lines(answer("select i from range(100000000) t(i)"), "csv", None)
     assert [next(lines) for _ in range(3)] == ["i", "0", "1"]
 
@@ -238,7 +238,7 @@ def test_wrong_sql_is_a_usage_error(opened: OpenResult, sql: str) -> None:
         fetched(opened, sql)
 
 
-def test_a_wrong_name_is_told_with_the_right_ones(finished: Place, ask: Command) -> None:
+def test_a_wrong_name_is_reported_with_the_valid_ones(finished: Place, ask: Command) -> None:
     ended = ask(finished.results, "from nowhere")
     assert ended.code == 2
     assert (

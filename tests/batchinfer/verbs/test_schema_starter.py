@@ -93,7 +93,7 @@ def test_every_schema_gives_a_right_job(
     assert done.code == 0, done.err
 
 
-def test_a_schema_in_the_folder_is_used_as_it_lies(tmp_path: Path, model: Path, run: Command) -> None:
+def test_a_schema_in_the_folder_is_used_in_place(tmp_path: Path, model: Path, run: Command) -> None:
     source = schema_file(tmp_path, ORDER)
     done = run("init", tmp_path, "--model", model, "--from", source)
     assert (done.code, "order.schema.json" in done.out) == (0, False)

@@ -44,7 +44,7 @@ def test_rows_are_cards(finished: Place, run: Command) -> None:
     assert lines[-1] == "10 of 15 rows, 2 error rows; --rows N shows more; --errors shows these"
 
 
-def test_no_text_steers_the_terminal_or_fills_it(finished: Place, run: Command) -> None:
+def test_texts_cannot_control_or_flood_the_terminal(finished: Place, run: Command) -> None:
     out = run("show", finished.results, "--rows", 3).out
     assert r"text            red\x1b[31m \u202eback \u2066isolated\x07" in out
     assert not re.search("[\x1b\u202e\u2066\x07]", out)
@@ -80,7 +80,9 @@ def test_json_for_programs_is_uncut(finished: Place, run: Command) -> None:
     assert [row["text"] for row in rows] == [EVIL, LONG]
 
 
-def test_a_report_alone_or_nothing_is_no_result(finished: Place, run: Command, tmp_path: Path) -> None:
+def test_a_report_folder_shows_its_result_and_a_missing_folder_an_error(
+    finished: Place, run: Command, tmp_path: Path
+) -> None:
     assert run("show", finished.results.with_name("res-report"), "--rows", 1).out.startswith("── row 0")
     missing = run("show", tmp_path / "nowhere")
     assert (missing.code, "there is no such folder" in missing.err) == (66, True)
@@ -101,5 +103,5 @@ def test_a_terminal_shows_three_answers_after_a_run_and_a_log_none(
     assert lines[-1].startswith("  next ")
 
 
-def test_examples_of_a_result_that_went_cost_nothing(tmp_path: Path) -> None:
+def test_a_removed_result_shows_no_examples(tmp_path: Path) -> None:
     assert example_lines(tmp_path / "nowhere", 80) == []

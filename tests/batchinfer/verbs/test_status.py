@@ -70,7 +70,7 @@ def test_a_run_is_seen_while_it_works_and_after_a_signal(place: Place, run: Comm
     assert (last_run(place)["exit_code"], last_run(place)["message"]) == (0, None)
 
 
-def test_errors_are_told_by_code(place: Place, run: Command) -> None:
+def test_errors_are_counted_by_code(place: Place, run: Command) -> None:
     place.job("on_error: {max_error_rate: 0.01}")
     place.rows(*ROWS, {"id": "x"}, b"{")
     assert run("run", place.folder / "job.yaml", "-q").code == 65
@@ -129,7 +129,7 @@ def test_a_dated_job_is_found_by_its_root(place: Place, run: Command) -> None:
     assert status_of(place.results / "2026-03-01").output.endswith("res/2026-03-01")
 
 
-def test_a_disk_that_fails_is_told_once_and_fails_no_run(
+def test_a_failing_disk_is_reported_once_and_fails_no_run(
     place: Place, run: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = FileOps.open

@@ -173,7 +173,7 @@ def test_shared_parts_are_bounded_once() -> None:
             bytes_of({"$ref": "#/$defs/d0", "$defs": defs})
 
 
-def test_the_other_constraints() -> None:
+def test_bounds_of_choices_and_regexes_and_unbounded_constraints() -> None:
     assert most_tokens(SamplingParams(choice=("a", "zwölf", "no"))) == 7
     assert most_tokens(SamplingParams(regex="(yes|no), \\d{2}")) == 3 + 2 + 2 + 1
     for params in (

@@ -163,12 +163,12 @@ def test_each_of_several_ends_ends_an_answer() -> None:
 
 
 @pytest.mark.parametrize("beyond", [[], [262], [10**9]])
-def test_what_ends_an_answer_may_lie_beyond_the_vocabulary(beyond: list[int]) -> None:
+def test_an_end_token_may_be_outside_the_vocabulary(beyond: list[int]) -> None:
     found = [answer(byte_level(), (260, *beyond), SamplingParams(regex="x*"), seed) for seed in range(8)]
     assert {one.ids[-1] for one in found} == {260}
 
 
-def test_a_model_with_fewer_tokens_than_its_tokenizer_gets_none_that_it_lacks() -> None:
+def test_a_mask_has_only_tokens_of_the_model() -> None:
     whole = answer(byte_level(), (260,), SamplingParams(choice=("yes yes",)), 0, vocab=262)
     assert whole.ids == [257, 258], "its longest tokens"
     for seed in range(4):

@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("said", "words"), WRONG, ids=[words[:60] for _, words in WRONG])
-def test_a_wrong_constraint_is_told_with_its_place_and_remedy(said: dict[str, Any], words: str) -> None:
+def test_a_wrong_constraint_is_reported_with_its_place_and_remedy(said: dict[str, Any], words: str) -> None:
     params = SamplingParams(**said)
     with pytest.raises(BadConstraint) as refused:
         check_grammar(params)

@@ -28,7 +28,7 @@ def test_those_that_were_used_last_are_kept_up_to_a_number_of_bytes() -> None:
     assert kept.bytes == sum(estimated_bytes(small(number)) for number in (0, 3, 4)) <= 4 * GRAMMAR_BYTES
 
 
-def test_one_that_takes_more_takes_the_place_of_all_others() -> None:
+def test_a_large_grammar_evicts_all_others() -> None:
     kept = GrammarCache(most=4 * GRAMMAR_BYTES)
     large = SamplingParams(grammar="x" * (1 << 18))
     for number in range(3):

@@ -22,7 +22,7 @@ def test_answers_under_random_schemas_are_valid() -> None:
 
 
 @pytest.mark.parametrize("form", ["date", "date-time", "time", "uuid"])
-def test_what_a_grammar_writes_its_column_holds(form: str) -> None:
+def test_columns_hold_all_answers_of_their_grammar(form: str) -> None:
     schema = {"type": "object", "properties": {"v": {"type": "string", "format": form}}, "required": ["v"]}
     grammar, columns, rng = compiled(schema), schema_columns(schema), random.Random(form)
     texts = [text for _ in range(100) if (text := drawn(grammar, rng)) is not None]

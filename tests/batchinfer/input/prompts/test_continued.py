@@ -84,7 +84,7 @@ def brute(tokenizer: Tokenizer, draft: Draft, each: list[str]) -> tuple[list[int
     special=st.booleans(),
     of_job=st.booleans(),
 )
-def test_the_tokens_are_those_of_whole_texts(
+def test_tokens_equal_those_of_whole_texts(
     tokenizer: Tokenizer, prompts: list[str], labels: list[str], special: bool, of_job: bool
 ) -> None:
     """Only the end of a prompt is encoded with each label, once per distinct end."""

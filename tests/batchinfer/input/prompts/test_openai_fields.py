@@ -28,7 +28,7 @@ SOMETHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_changes_nothing_is_accepted() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     params = SamplingParams()
     assert override_openai(params, {"messages": [], **NOTHING}, "messages") == params
 
@@ -67,7 +67,7 @@ TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
     ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
     ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
 ])  # fmt: skip
-def test_other_names_mean_the_same(body: dict[str, Any], params: dict[str, Any]) -> None:
+def test_fields_of_other_names_have_the_same_effect(body: dict[str, Any], params: dict[str, Any]) -> None:
     job = SamplingParams(regex="x")
     constrained = {"json_schema", "json_object", "regex", "choice", "grammar"} & params.keys()
     wanted = replace(job, **(({"regex": None} if constrained else {}) | params))

@@ -90,7 +90,7 @@ def test_other_templates_are_refused(template: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_limit_without_room_is_told() -> None:
+def test_a_pair_that_cannot_fit_the_limit_is_refused() -> None:
     with pytest.raises(RowProblem) as caught:
         paired(rust_of("bert"), "ab", "cd", 4, "right")
     assert caught.value.error.code == "prompt_too_long"

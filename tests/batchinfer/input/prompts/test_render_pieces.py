@@ -113,7 +113,7 @@ def test_only_rows_that_end_processes_again_become_errors(rows: list[str], data:
     assert found.facts.ids.to_pylist() == ids
 
 
-def test_a_row_that_found_no_memory_is_prepared_again_by_itself() -> None:
+def test_a_row_that_ran_out_of_memory_is_prepared_again_alone() -> None:
     short = prepared(["a", "!", "b"])
     short.prompts.errors = {1: SHORT}
     pieces = RowPieces(3, FIELDS)

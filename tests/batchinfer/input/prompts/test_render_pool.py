@@ -90,7 +90,7 @@ def test_chunks_come_back_in_order(workers: list[Worker], chunks: int, started: 
     assert [worker.chunk for worker in workers] == ["closed"] * started
 
 
-def test_the_pool_can_be_asked_to_finish_what_is_under_way(workers: list[Worker]) -> None:
+def test_the_pool_can_finish_submitted_chunks(workers: list[Worker]) -> None:
     Worker.given = LATE
     done: list[int] = []
     seen = []

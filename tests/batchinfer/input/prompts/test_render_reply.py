@@ -71,7 +71,7 @@ def consistent(rows: PreparedRows) -> bool:
     return set(prompts.errors) == set(np.flatnonzero(prompts.counts == 0).tolist())
 
 
-def test_a_reply_holds_what_was_prepared() -> None:
+def test_a_reply_contains_the_prepared_rows() -> None:
     made, found = some_rows(), unpack_reply(pack_reply(some_rows()), FIELDS, VOCAB, 1)
     assert consistent(found)
     assert found.prompts.errors == made.prompts.errors

@@ -43,7 +43,7 @@ def messages(chat: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_template_says_what_it_reads(name: str) -> None:
+def test_the_arguments_that_a_template_reads_are_found(name: str) -> None:
     assert arguments_read(FAMILIES[name].source) == FAMILIES[name].reads
 
 
@@ -58,7 +58,7 @@ def test_arguments_render_as_in_transformers(name: str) -> None:
         assert ours.render(messages(chat), told) == text
 
 
-def test_arguments_that_python_calls_equal_are_told_apart() -> None:
+def test_arguments_that_are_equal_in_python_are_distinguished() -> None:
     source = "{{ 'T' if a is true else 'F' if a is false else a }}{{ messages[0].content }}"
     ours = Chat(ChatTemplate(source, NAMED, datetime(2026, 1, 1)))
     values = [True, 1, 1.0, 0, False, "1", -0.0]
@@ -91,7 +91,7 @@ def arguments(
     return RowArguments(common, (("a", "a_col"), ("b", "b")), frozenset(reads.split()), texts, 1 << 16)
 
 
-def test_a_row_sets_its_own_and_keeps_the_jobs() -> None:
+def test_a_row_adds_arguments_to_those_of_the_job() -> None:
     told = arguments(a=1, c=2).of_row({"a_col": "x", "b": None})
     assert told.arguments == {"a": "x", "c": 2}
     assert arguments(a=1).of_row({"b": (Decimal("1.50"), Decimal(2))}).arguments == {"a": 1, "b": [1.5, 2]}
@@ -106,7 +106,7 @@ def test_a_file_without_types_has_values_as_text(text: str, value: Any) -> None:
     assert arguments(texts=True).of_row({"a_col": text}).arguments == {"a": value}
 
 
-def test_a_request_tells_in_three_ways() -> None:
+def test_a_request_sets_arguments_in_three_ways() -> None:
     body = {
         "reasoning_effort": "low",
         "documents": [{"t": 1}],

@@ -43,11 +43,11 @@ def test_parts(source: str, parts: list[str]) -> None:
     "{{ a",
     "{%+ if a %}\n{% endif %}",
 ])  # fmt: skip
-def test_what_cannot_be_moved_is_left_alone(source: str) -> None:
+def test_templates_with_unmovable_lines_are_not_divided(source: str) -> None:
     assert template_parts(source) is None
 
 
-def test_columns_lines_and_what_waits() -> None:
+def test_parts_have_their_columns_lines_and_labels() -> None:
     parts = template_parts("Be kind.\n\n{{ a }} of {{ b }}\nAnswer:")
     assert [(part.columns, part.first_line, part.last_line, part.is_label) for part in parts] == [
         ((), 1, 1, False),

@@ -126,7 +126,7 @@ def test_deepseeks_words_are_of_the_letters_that_its_tokenizer_lists(tmp_path: P
     assert [parts(text) for text in texts] == [2, 4, 4, 2, 3, 3, 3, 2]
 
 
-def test_the_file_has_what_a_folder_would_have(tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_same_tokenizer_as_a_folder(tmp_path: Path) -> None:
     fast = make_tokenizer(tmp_path / "folder")
     keys = tokenizer_keys(fast)
     file = write(tmp_path / "x.gguf", keys)
@@ -141,7 +141,7 @@ def test_the_file_has_what_a_folder_would_have(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "folder").fingerprint == folder.fingerprint
 
 
-def test_tokens_are_put_around_texts_where_the_file_says_so(tmp_path: Path) -> None:
+def test_bos_and_eos_are_added_if_the_file_says_so(tmp_path: Path) -> None:
     own = trained("llama-bpe")
     keys = tokenizer_keys(Wrapped(own), pre="llama-bpe")
     bos, eos = (own.token_to_id(each) for each in SPECIAL[:2])

@@ -38,7 +38,7 @@ def test_its_markers_are_found(name: str, tmp_path: Path) -> None:
         assert [fast.decode(ids) for ids in found.tokens[:2]] == list(MARKS[name])
 
 
-def test_what_a_job_says_counts_more_than_the_template(tmp_path: Path) -> None:
+def test_the_job_overrides_the_template(tmp_path: Path) -> None:
     fast = make_reasoning_tokenizer(tmp_path, "qwen3")
     tokenizer = Tokenizer.load(tmp_path)
     assert find_reasoning("none", tokenizer) is None

@@ -100,7 +100,7 @@ def asking(load: LoadConfig, constraints: None, untimed: Untimed) -> Asking:
 
 
 @pytest.mark.parametrize(("how", "count"), [("chooses", 2), ("dies", 2), ("hangs", 2), ("raises", 1)])
-def test_processes_agree_whatever_becomes_of_the_first_that_chooses(
+def test_processes_agree_even_if_the_first_one_that_chooses_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, count: int
 ) -> None:
     """A choice that killed a process is not tried again."""

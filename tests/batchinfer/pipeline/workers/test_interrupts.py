@@ -90,7 +90,7 @@ def test_a_signal_takes_precedence_over_the_stop_time(monkeypatch: pytest.Monkey
     assert caught.value.exit_code == 128 + signal.SIGTERM
 
 
-def test_another_runtime_error_stays_what_it_is():
+def test_other_runtime_errors_are_raised_unchanged():
     with pytest.raises(RuntimeError, match="of its own"), Interrupts().reraised():
         raise RuntimeError("of its own")
 

@@ -72,7 +72,7 @@ def looked(launch: Launch) -> int | None:
     ([None, SecurityRefusal], 77),
     ([DIES, JobFileError], 78),
 ])  # fmt: skip
-def test_what_no_other_process_and_no_other_engine_could_do(
+def test_an_error_that_affects_all_engines_ends_the_run(
     fates: Sequence[type[BatchInferError] | str | None], code: int | None
 ) -> None:
     launch, transport = launched(*fates)

@@ -380,7 +380,7 @@ def test_an_engine_that_waits_keeps_no_run_from_ending() -> None:
         assert pool.left
 
 
-def test_a_run_without_an_engine_says_now_and_then_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_an_engine_reports_periodically_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vacancies, "FIRST_S", 0.0)
     monkeypatch.setattr(vacancies, "TELL_S", 0.05)
     ended = run_of(OnNodes([], [NEVER]), 1, rows((1, 0, 10)))
@@ -410,7 +410,7 @@ def test_engines_that_die_between_plans_are_started_again(
 
 
 @pytest.mark.parametrize("speeds", [(1, 1), (1, 4), (4, 1, 1)])
-def test_engines_end_together_whatever_their_speeds(speeds: tuple[int, ...]) -> None:
+def test_engines_of_different_speeds_end_together(speeds: tuple[int, ...]) -> None:
     engines = Engines([Fate(speed) for speed in speeds])
     whole_run(engines, len(speeds), rows(*[(1, 0, 10)] * 600))
     heard = [-(-one.finished // one.fate.speed) for one in engines.workers]
@@ -436,7 +436,7 @@ def test_a_group_of_all_rows_is_divided_among_engines() -> None:
 
 
 @pytest.mark.parametrize("drafts", [("prompt",), ("prompt", "answers")])
-def test_engines_hear_of_the_answers_of_others_where_drafts_come_from_them(
+def test_engines_receive_answers_of_others_if_drafts_use_them(
     drafts: tuple[DraftName, ...],
 ) -> None:
     requests, engines, sink = rows(*[(1, 0, 3)] * 200), Engines([Fate(2), Fate(3)]), Kept()
@@ -572,7 +572,7 @@ def test_an_engine_that_dies_of_every_row_blames_none(count: int) -> None:
     assert (len(engines.workers), len(ended.sink.answers), len(ended.notices)) == (4, 0, 3)
 
 
-def test_an_engine_whose_device_is_full_is_done_without() -> None:
+def test_the_run_continues_without_an_engine_whose_device_is_full() -> None:
     engines = Engines([Fate(refuses=OutOfMemory("no room")), Fate(loads_for=3)])
     ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 30))
     assert ended.notices == ["engine 0: no room; the other engines go on"]
@@ -614,7 +614,7 @@ def test_no_row_is_submitted_before_all_engines_have_loaded() -> None:
     assert [one.finished for one in engines.workers] == [5, 5]
 
 
-def test_after_a_signal_no_engine_is_started_and_all_are_told() -> None:
+def test_after_a_signal_no_engine_starts_and_all_are_notified() -> None:
     interrupts = Interrupts()
     engines = Engines([Fate(dies_after=4), Fate()])
     requests, sink = rows(*[(1, 0, 10)] * 200), Kept()
@@ -636,7 +636,7 @@ def test_when_one_process_cannot_be_started_the_others_are_ended() -> None:
             return super().start(spec)
 
     engines = Scarce()
-    with pytest.raises(OSError, match="no more"), pool_of(engines, 3, []):
+    with pytest.raises(OSError, match="too many"), pool_of(engines, 3, []):
         pass
     assert [link.closed for link in engines.started] == [True, True]
 

@@ -67,7 +67,7 @@ def test_a_look_is_taken_now_and_then_only() -> None:
     assert 9 <= load.looks <= 10
 
 
-def test_what_is_not_known_changes_nothing() -> None:
+def test_an_unknown_load_changes_nothing() -> None:
     clock, load, spins = Clock(), Load(), Spins()
     cores = SharedCores(2, spins, load, clock)  # type: ignore[arg-type]
     load.others, spins.short = None, True

@@ -29,7 +29,7 @@ def test_a_worker_is_bound_to_its_cores() -> None:
 
 
 @pytest.mark.parametrize(("before", "order"), [(None, "PCI_BUS_ID"), ("3,1", None)])
-def test_a_worker_sees_its_gpu_alone(
+def test_a_worker_sees_only_its_gpu(
     monkeypatch: pytest.MonkeyPatch, before: str | None, order: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if before is None else {"CUDA_VISIBLE_DEVICES": before})

@@ -99,7 +99,7 @@ def watch(clock: Clock, said: list[str], left_s: float, engine_s: float | None) 
     return DeadlineWatch(Deadline(NOON + timedelta(seconds=left_s), left_s, engine_s), said.append, clock)
 
 
-def test_it_is_said_once_that_it_will_be_missed() -> None:
+def test_a_missed_deadline_is_reported_once() -> None:
     clock, said = Clock(), list[str]()
     found = watch(clock, said, 1000.0, 800.0)
     found.look(5000.0)
@@ -116,7 +116,7 @@ def test_it_is_said_once_that_it_will_be_missed() -> None:
     )
 
 
-def test_what_the_forecast_has_said_is_not_said_again() -> None:
+def test_a_deadline_that_the_forecast_missed_is_not_reported_again() -> None:
     clock, said = Clock(), list[str]()
     found = watch(clock, said, 100.0, 800.0)
     clock.go(200)
@@ -160,7 +160,9 @@ def moment(seconds: float) -> str:
     return (datetime.now().astimezone() + timedelta(seconds=seconds)).isoformat(timespec="seconds")
 
 
-def test_plan_tells_if_it_will_be_met(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_reports_if_the_deadline_will_be_met(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs_on(monkeypatch, machine_of(1e6))
     for wanted, words in (
         (1e6, "forecast to finish at least"),
@@ -174,7 +176,7 @@ def test_plan_tells_if_it_will_be_met(tmp_path: Path, model: Path, monkeypatch: 
         assert told["spare_s"] == pytest.approx(wanted - found.forecast.seconds, abs=60)
 
 
-def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
+def test_a_run_reports_its_goodput(tmp_path: Path, model: Path) -> None:
     in_an_hour = moment(3570)  # nearly: spare time is rounded, and a quick run would print an hour
     path = write_job(tmp_path, model, [*people(20), people(1)[0] | {"id": "again"}], deadline=in_an_hour)
     row = run(path).row
@@ -188,7 +190,7 @@ def test_a_run_tells_of_its_goodput(tmp_path: Path, model: Path) -> None:
     assert "2026-01-01 06:00, missed by" in summary(late)
 
 
-def test_of_an_hour_that_comes_twice_the_time_that_is_to_come_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_hour_that_occurs_twice_the_future_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     try:

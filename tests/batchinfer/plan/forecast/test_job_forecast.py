@@ -77,7 +77,7 @@ def nights(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Nights:
         return Nights(first, row, second, folder)
 
 
-def test_rows_are_counted_by_what_becomes_of_them(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+def test_rows_are_counted_by_their_outcome(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
     rows: list[Any] = people(40)
     rows[7], rows[9], rows[30] = "{not json", {"id": "p9", "text": None}, rows[5] | {"id": "p30"}
     path = write_job(tmp_path, model, rows, on_error={"max_error_rate": 0.5})
@@ -210,7 +210,7 @@ def test_a_draft_model_has_a_forecast_of_its_own(tmp_path: Path, model: Path, kn
     assert plain.forecast.seconds == pytest.approx(found.forecast.seconds)
 
 
-def test_a_model_beside_takes_memory(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+def test_a_draft_model_takes_memory(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
     drafts = {"model": str(model), "runs": "beside"}
     engine = {"kv_memory": "16MiB"}
     found = planned(write_job(tmp_path, model, people(5), engine=engine, drafts=drafts))
@@ -241,7 +241,7 @@ def test_the_place_of_a_draft_model(tmp_path: Path, model: Path, monkeypatch: py
     assert (unknown["runs"], "peaks are unknown" in unknown["why"]) == ("first", True)
 
 
-def test_what_costs_money_and_time_is_said(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
+def test_a_price_per_hour_gives_the_cost_of_a_run(tmp_path: Path, model: Path, known_peaks: Hardware) -> None:
     found = planned(write_job(tmp_path, model, people(5)))
     told = forecast_json(found, 7200.0)
     assert json.loads(json.dumps(told)) == told
@@ -280,7 +280,7 @@ def test_of_a_large_job_a_part_is_simulated(
     (MemoryError(), ("no forecast: too little memory to simulate the job",)),
     (ZeroDivisionError("by zero"), ("no forecast: ZeroDivisionError: by zero; please report it",)),
 ])  # fmt: skip
-def test_a_defect_of_the_forecast_costs_a_run_its_forecast_alone(
+def test_a_run_continues_if_its_forecast_fails(
     monkeypatch: pytest.MonkeyPatch, raised: Exception, lines: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(run_forecast, "forecast_engine", Mock(side_effect=raised))

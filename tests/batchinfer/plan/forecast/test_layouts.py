@@ -133,7 +133,7 @@ def test_one_device_and_a_small_model_need_no_rank(tmp_path: Path, model: Path) 
     assert wide.refused is None or "cannot be divided among 4 ranks" in wide.refused
 
 
-def test_what_cannot_be_divided_is_refused_with_what_can(tmp_path: Path) -> None:
+def test_an_invalid_division_is_refused_with_valid_ones(tmp_path: Path) -> None:
     odd = hollow_checkpoint(tmp_path / "odd", num_attention_heads=6, num_key_value_heads=3, hidden_size=768,
                             intermediate_size=1536, num_hidden_layers=3)  # fmt: skip
     found = planned(job_of(tmp_path, odd, 40, 8), hardware="8xl4")

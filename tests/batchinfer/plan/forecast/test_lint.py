@@ -105,7 +105,7 @@ def test_lint_looks_at_the_first_rows(tmp_path: Path, model: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("known_peaks")
-def test_findings_are_told_in_text_and_json(tmp_path: Path, model: Path) -> None:
+def test_findings_are_in_text_and_json(tmp_path: Path, model: Path) -> None:
     found = planned(ticket_job(tmp_path, model, "{{ text }}\n" + INSTRUCTIONS, tickets(40)))
     (finding,) = found.findings
     (line,) = (line for line in text(found).splitlines() if line.strip().startswith("lint"))
@@ -116,7 +116,7 @@ def test_findings_are_told_in_text_and_json(tmp_path: Path, model: Path) -> None
     assert told["saved_tokens"] == finding.saved_tokens
 
 
-def test_instructions_behind_a_field_in_its_line_are_found(tmp_path: Path, model: Path) -> None:
+def test_instructions_after_a_field_in_its_line_are_found(tmp_path: Path, model: Path) -> None:
     tail = "Say in one short sentence what the customer wants, and do not greet or apologise to anyone."
     path = ticket_job(tmp_path / "as it is", model, "Ticket: {{ text }}. " + tail, tickets(40))
     finding = findings(path)["text_behind_fields"]

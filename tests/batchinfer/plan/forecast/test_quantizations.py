@@ -31,7 +31,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     return found
 
 
-def test_each_takes_what_a_job_with_it_would_take(tmp_path: Path, model: Path, machine: Hardware) -> None:
+def test_each_quantization_has_the_forecast_of_a_job_with_it(
+    tmp_path: Path, model: Path, machine: Hardware
+) -> None:
     path = write_job(tmp_path, model, people(20), sampling={"max_tokens": 9, "ignore_eos": True})
     found = planned(path, FLOAT32)
     assert [one.quantization for one in found.quantizations] == list(NAMES)
@@ -53,7 +55,9 @@ def test_each_takes_what_a_job_with_it_would_take(tmp_path: Path, model: Path, m
     assert [one["quantization"] for one in forecast_json(found, None)["quantizations"]] == list(NAMES)
 
 
-def test_memory_alone_is_compared(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peaks_only_memory_is_compared(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs_on(monkeypatch, Hardware("a machine", "cpu", 2, 8 << 30, {}, None, "unknown"))
     found = planned(write_job(tmp_path, model, people(5)), FLOAT32)
     assert [one.seconds for one in found.quantizations] == [None] * 3
@@ -73,7 +77,7 @@ def test_zeros_that_a_gpu_leaves_out_are_one_of_the_choices(tmp_path: Path) -> N
     assert dense.weight_bytes > sparse.weight_bytes > coded.weight_bytes
 
 
-def test_of_weights_in_few_bits_there_is_nothing_to_choose(tmp_path: Path, machine: Hardware) -> None:
+def test_quantised_checkpoints_have_no_alternatives(tmp_path: Path, machine: Hardware) -> None:
     make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
     make_tokenizer(tmp_path / "packed")
     found = planned(write_job(tmp_path, tmp_path / "packed", people(5), model={"max_model_len": 100}))

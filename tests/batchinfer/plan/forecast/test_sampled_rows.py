@@ -47,7 +47,9 @@ def test_strata_take_the_same_rows_however_they_are_batched(rows: int, more: int
     assert taken == [row for row in range(first) if begin <= row % (rows + more) < begin + rows]
 
 
-def test_a_sample_tells_of_the_whole(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_estimates_the_whole_input(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs_on(monkeypatch, machine_of(1e9))
     path = write_job(tmp_path, model, varied(800), sampling={"max_tokens": 4, "ignore_eos": True})
     whole, part = planned(path), planned(path, sample=200)
@@ -76,7 +78,7 @@ def test_a_sample_of_a_table_has_its_columns(tmp_path: Path, model: Path) -> Non
     assert 48 <= found.sample.rows <= 80
 
 
-def test_no_more_rows_than_asked_for_are_all_read(tmp_path: Path, model: Path) -> None:
+def test_an_input_smaller_than_the_sample_is_read_whole(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(40))
     assert planned(path, sample=40).sample is None
     few = planned(path, sample=1)

@@ -64,7 +64,7 @@ def brute_force(prompts: list[np.ndarray]) -> dict[bytes, tuple[int, bytes | Non
 
 @given(paths, st.integers(1, 50))
 @settings(max_examples=examples(13, 40), deadline=None, print_blob=True)
-def test_the_forest_is_the_one_of_brute_force(tree, batch):
+def test_the_forest_equals_brute_force(tree, batch):
     prompts, forest = in_order(prompts_of(tree), batch)
     ends = zip(forest.first.tolist(), forest.depth.tolist(), strict=True)
     heads = [prompts[first][:depth].tobytes() for first, depth in ends]
@@ -165,7 +165,7 @@ class Counted:
     at_once=st.integers(1, 200),
 )
 @settings(deadline=None)
-def test_places_that_lie_near_one_another_are_read_together(rows, gap, at_once):
+def test_adjacent_ranges_are_read_together(rows, gap, at_once):
     counts = np.array([count for count, _ in rows], np.int32)
     gaps = np.array([gap for _, gap in rows], np.int64)
     offsets = np.cumsum(counts + gaps) - counts

@@ -47,7 +47,7 @@ def test_without_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "pooling"), [("lasttoken", "last"), ("mean_tokens", "mean")])
-def test_modules_say_what_the_job_does_not(tmp_path: Path, mode: str, pooling: Any) -> None:
+def test_modules_set_the_pooling_if_the_job_does_not(tmp_path: Path, mode: str, pooling: Any) -> None:
     job_of(tmp_path)
     write_modules(tmp_path / "m", mode, normalizes=False)
     assert found(tmp_path) == Embedding(pooling, False, HIDDEN)
@@ -76,7 +76,7 @@ def test_modules_that_are_refused(tmp_path: Path, mode: str, more: tuple[str, ..
         assert job_embedding(job_of(tmp_path), HIDDEN, causal=False) == Embedding("cls", True, HIDDEN)
 
 
-def test_layers_behind_the_pooling(tmp_path: Path) -> None:
+def test_dense_layers_after_the_pooling(tmp_path: Path) -> None:
     job_of(tmp_path)
     write_modules(tmp_path / "m", "mean_tokens")
     write_dense(tmp_path / "m", (HIDDEN, 20, 30), ("Tanh", "Identity"))

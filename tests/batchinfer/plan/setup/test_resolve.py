@@ -43,7 +43,9 @@ def job_of(folder: Path, *settings: tuple[str, str]) -> Job:
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_tiles_are_used_where_they_are_granted(tmp_path: Path, checkpoint: Checkpoint, given: bool) -> None:
+def test_tiles_are_used_if_the_system_grants_them(
+    tmp_path: Path, checkpoint: Checkpoint, given: bool
+) -> None:
     setting = resolve(job_of(tmp_path), checkpoint, replace(HERE, tiles=given))
     assert setting.numerics.tiles is given
     assert setting.load_config(job_of(tmp_path)).tiles is given
@@ -149,7 +151,9 @@ def test_int4_on_a_gpu_leaves_activations_as_they_are(tmp_path: Path, checkpoint
     assert ran["lm_head"] == there["lm_head"], "in int8 on both"
 
 
-def test_stored_int4_if_asked_and_mxfp4_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_int4_is_opt_in_and_stored_mxfp4_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_published(tmp_path / "int4", tmp_path / "plain", "gptq")
     make_mxfp4(tmp_path / "mxfp4", tmp_path / "plain")
     four, experts = (inspect_checkpoint(tmp_path / name) for name in ("int4", "mxfp4"))

@@ -153,7 +153,9 @@ def counts(steps: Sequence[StepSample]) -> list[dict[str, int]]:
 
 @settings(max_examples=examples(26, 80), deadline=None, print_blob=True)
 @given(rows(), LIMITS, st.sampled_from([ModelRunner, DeviceRunner, DeviceRunner]), st.integers(1, 4))
-def test_steps_are_those_of_the_engine(work: list[Request], limits: Limits, kind: Any, steps: int) -> None:
+def test_simulated_steps_equal_those_of_the_engine(
+    work: list[Request], limits: Limits, kind: Any, steps: int
+) -> None:
     """Chunks, batches, sharing, preemption, padding with look-ahead, multi-step decoding, FLOPs and bytes."""
     runner = hashing_runner(kind, limits.blocks, limits.block_size)
     repeated = partial(at_once, steps if kind is DeviceRunner else 1)
@@ -265,7 +267,7 @@ def measured(expected: StepTime, count: int, took: StepTime, seed: int = 5) -> l
 
 
 @pytest.mark.parametrize("parts", [None, dict.fromkeys(PARTS, 1.5) | {"layers": 1e-4, "rows": 1e-5}])
-def test_step_times_are_found_again_from_what_steps_took(parts: dict[str, float] | None) -> None:
+def test_step_times_are_fitted_to_measured_steps(parts: dict[str, float] | None) -> None:
     expected = StepTime(PEAKS, parts=parts)
     wanted = replace(
         expected, prefill_efficiency=0.8, decode_efficiency=0.4, host_step_s=0.002, host_row_s=3e-5

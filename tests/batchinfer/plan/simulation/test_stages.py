@@ -63,7 +63,7 @@ def test_a_schedule_keeps_its_bounds(steps: list[list[StageWork]]) -> None:
 
 
 @given(STEPS, st.floats(0, 5))
-def test_steps_begin_when_told_and_end_once_launched(steps: list[list[StageWork]], told: float) -> None:
+def test_later_starts_never_end_earlier(steps: list[list[StageWork]], told: float) -> None:
     steps = last_hands_on_nothing(steps)
     early, late = StageSchedule(len(steps[0])), StageSchedule(len(steps[0]))
     for work in steps:

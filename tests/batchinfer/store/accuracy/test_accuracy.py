@@ -47,7 +47,7 @@ def test_spelling_does_not_count(one: str, other: str) -> None:
 @pytest.mark.parametrize(
     "texts", [("C", "C++", "C#"), ("5", "-5", "5%", ".5"), ("A", "The", ""), ("?", "!"), ("10", "1.0", "1,0")]
 )
-def test_what_says_something_else_stays_different(texts: tuple[str, ...]) -> None:
+def test_values_with_different_meanings_stay_different(texts: tuple[str, ...]) -> None:
     assert len({normalise(text) for text in texts}) == len(texts)
 
 

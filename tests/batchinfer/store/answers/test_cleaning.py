@@ -59,7 +59,7 @@ def clean(
     return clean_store(store, Keep(keep, ME.job, NOW + later * DAY), policy)
 
 
-def test_only_what_was_used_lately_stays_and_goes_in_its_time(tmp_path: Path) -> None:
+def test_rows_are_removed_when_their_last_use_is_too_old(tmp_path: Path) -> None:
     (part,) = filled(tmp_path, 100)
     use(tmp_path, part, range(0, 50), age=31)
     use(tmp_path, part, range(10, 30), age=20)
@@ -125,7 +125,7 @@ def test_a_result_that_is_published_again_uses_no_rows_of_its_older_version(tmp_
     assert keys_of(tmp_path / "c") == KEYS[1:3]
 
 
-def test_small_neighbours_become_one_in_their_order(tmp_path: Path) -> None:
+def test_small_adjacent_parts_are_merged_in_order(tmp_path: Path) -> None:
     filled(tmp_path, 100, 200, 300, age=1)
     done = clean(tmp_path)
     assert (done.parts_before, done.parts_after, done.rows_dropped) == (3, 1, 0)
@@ -156,7 +156,7 @@ def test_the_first_of_two_answers_to_a_key_stays_first(tmp_path: Path) -> None:
     assert [len(row["token_ids"]) for row in rows if row["key"] == KEYS[1]] == [1, 2]
 
 
-def test_after_a_run_only_what_is_worth_the_copying_is_copied(tmp_path: Path) -> None:
+def test_after_a_run_only_parts_worth_copying_are_rewritten(tmp_path: Path) -> None:
     first, second = filled(tmp_path, 100, 100)
     use(tmp_path, first, range(80), 1)
     assert (
@@ -221,7 +221,7 @@ def test_nothing_is_removed_while_somebody_uses_the_store(tmp_path: Path) -> Non
     assert len(keys_of(tmp_path)) == 10
 
 
-def test_it_can_be_told_to_stop_between_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cleaning_can_stop_between_two_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleaning, "_PART_ROWS", 10)
     for part in filled(tmp_path, 20, 20, 20):
         use(tmp_path, part, range(10), 1)

@@ -123,7 +123,7 @@ def test_a_newer_record_is_refused(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_a_run_beside_another_sweeps_nothing(tmp_path: Path) -> None:
+def test_a_run_alongside_another_removes_no_files(tmp_path: Path) -> None:
     with CompletionStore(tmp_path):
         being_written = tmp_path / "part-0000000000-0a1b2c3d.parquet.tmp"
         being_written.touch()

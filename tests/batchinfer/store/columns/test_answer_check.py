@@ -48,7 +48,7 @@ def test_what_cannot_be_held_is_an_error(text: str, words: str) -> None:
     assert words in found.error.message
 
 
-def test_others_stay_as_they_are() -> None:
+def test_valid_and_failed_answers_are_unchanged() -> None:
     failed = RowError("incomplete_output", "policy", "cut")
     given = [answered('{"n": 1.5, "rest": 1e999}'), answered('{"n"', failed), answered("{}")]
     assert AnswerCheck(NUMBER, Utf8()).check_all(given) == given

@@ -145,7 +145,7 @@ def test_types_of_parquet(tmp_path: Path, run: Command) -> None:
     ([], [], 65, "a.jsonl: there are no rows"),
     ([{"a": 1}], ["--rows", "0"], 2, "--rows"),
 ])  # fmt: skip
-def test_errors_say_where(
+def test_errors_name_their_place(
     tmp_path: Path, run: Command, rows: list[Any], arguments: list[str], code: int, words: str
 ) -> None:
     done = run("schema", "infer", lines(tmp_path / "a.jsonl", *rows), *arguments)

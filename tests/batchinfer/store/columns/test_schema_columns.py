@@ -93,7 +93,7 @@ def test_types(schema, kind):
 
 
 @pytest.mark.parametrize(("schema", "why"), TEXTS, ids=[json.dumps(one)[:60] for one, _ in TEXTS])
-def test_what_stays_text_says_why(schema, why):
+def test_columns_that_stay_text_have_a_reason(schema, why):
     columns = schema_columns(whole(schema))
     assert columns.schema == pa.schema([("v", pa.string())])
     (note,) = columns.notes
@@ -101,7 +101,7 @@ def test_what_stays_text_says_why(schema, why):
     assert why in note.why
 
 
-def test_recursion_is_text_where_it_begins_anew():
+def test_recursive_parts_are_text():
     columns = schema_columns(whole({"$ref": "#/$defs/tree"}))
     inner = pa.list_(pa.string())
     assert columns.schema.field("v").type == pa.struct([("name", pa.string()), ("children", inner)])
@@ -176,7 +176,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("schema", "value", "words"), UNFIT)
-def test_what_does_not_fit_is_refused_with_its_place(schema, value, words):
+def test_values_that_do_not_fit_are_refused_with_their_place(schema, value, words):
     with pytest.raises(Unfit, match=words) as refused:
         schema_columns(whole(schema)).check({"v": value})
     assert str(refused.value).startswith("v")
@@ -271,5 +271,5 @@ def test_values_survive_parquet_and_duckdb(tmp_path_factory, data, pair):
     )
 )
 @settings(max_examples=examples(20, 60), deadline=None)
-def test_written_json_is_what_was_parsed(value):
+def test_written_json_equals_the_parsed_value(value):
     assert json.loads(write_exactly(value), parse_float=Decimal) == value

@@ -145,7 +145,7 @@ def test_a_bad_row_is_an_error_row(folder: Path, prompt: str) -> None:
     assert index.error_rows == len(cases) + always
 
 
-def test_a_message_with_an_image_says_what_is_not_read(folder: Path) -> None:
+def test_the_error_of_an_image_names_the_unsupported_part(folder: Path) -> None:
     """A part of an unknown type may contain anything and is not quoted."""
     parts = ({"type": "image_url", "image_url": "x"}, {"type": "my prompt"}, {"type": "text", "text": 3})
     rows = [{"m": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]} for part in parts]
@@ -225,7 +225,7 @@ def test_openai_requests_ask_for_logprobs_as_its_api_has_it(
     assert quiet.logprobs == job.get("logprobs")
 
 
-def test_a_row_that_asks_for_logprobs_is_other_work(folder: Path) -> None:
+def test_log_probabilities_change_the_work_key(folder: Path) -> None:
     rows = [{"text": "x", "lp": lp} for lp in (None, 0, 3, 3, None)]
     index = ingest_rows(folder, rows, USER, sampling={"from_columns": {"logprobs": "lp"}})
     keys = [row["key"] for row in rows_of(index)]
@@ -565,7 +565,7 @@ def test_one_kill_of_a_render_worker_costs_no_row(
     assert (rows_of(index), [list(p) for p in prompts_of(index) if p is not None]) == expected
 
 
-def test_a_row_that_ends_workers_in_a_batch_and_by_itself_is_an_error_row(
+def test_a_row_that_kills_workers_twice_is_an_error_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended(monkeypatch, folder, 99, signal.SIGSEGV)

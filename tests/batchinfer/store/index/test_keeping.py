@@ -324,7 +324,9 @@ def test_openai_requests_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sections", [{"columns": ("rare",)}, {"columns": (), "id": "rare"}])
-def test_a_column_that_no_row_has_any_more_is_told(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_a_column_that_disappeared_from_all_rows_is_reported(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
     nights, rows = Nights(tmp_path, **sections), people(9)
     rows[1]["rare"] = 1
     nights.ingest(jsonl(tmp_path, rows))
@@ -356,7 +358,7 @@ DAMAGES = [(name, how) for name in (*NAMES, "kept.json") for how in ("flipped", 
     ("name", "how"),
     [pytest.param(*one, marks=pytest.mark.slow if number else ()) for number, one in enumerate(DAMAGES)],
 )
-def test_damage_is_told_and_costs_a_full_reading(tmp_path: Path, name: str, how: str) -> None:
+def test_damage_is_reported_and_all_rows_are_read_again(tmp_path: Path, name: str, how: str) -> None:
     nights, path = Nights(tmp_path), jsonl(tmp_path, people(8))
     nights.ingest(path)
     (file,) = (tmp_path / "kept").rglob(name)

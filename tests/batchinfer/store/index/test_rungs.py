@@ -87,7 +87,7 @@ def test_a_repeated_id_has_no_attempts(folder: Path) -> None:
     assert all(row[name] is None for name in row if name.startswith(work))
 
 
-def test_an_index_without_a_ladder_says_nothing_of_one(folder: Path) -> None:
+def test_an_index_without_a_ladder_is_unchanged(folder: Path) -> None:
     index = made(folder, ROWS)
     assert pq.read_schema(index.index_parts[0]).equals(INDEX_SCHEMA)
     assert "attempts" not in Layout(index.folder).marker.read_text()

@@ -178,7 +178,7 @@ def test_files_without_a_change_are_copied(
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", HOW)
-def test_a_file_that_somebody_changed_is_made_anew(tmp_path: Path, copied: list[int], how: str) -> None:
+def test_a_changed_file_is_written_again(tmp_path: Path, copied: list[int], how: str) -> None:
     first = publish_night(tmp_path, BASE, tmp_path / "res", 0)
     spoil(sorted((tmp_path / "res").glob("*.parquet"))[1], how)
     assert publish_night(tmp_path, BASE, tmp_path / "res", 1) == first
@@ -203,7 +203,7 @@ def test_files_of_another_date_are_copied_and_a_trial_is_no_night(tmp_path: Path
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"format": 2, "files": {}}', '{"format": 1, "files": {"a": [1, "b"]}}']
 )
-def test_a_note_that_cannot_be_used_is_none(tmp_path: Path, copied: list[int], text: str) -> None:
+def test_an_unusable_note_is_ignored(tmp_path: Path, copied: list[int], text: str) -> None:
     first = publish_night(tmp_path, BASE, tmp_path / "res", 0)
     note = StateFolder(tmp_path / "res").result_files
     before = note.read_text()

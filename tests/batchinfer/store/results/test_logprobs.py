@@ -130,7 +130,7 @@ def test_a_job_without_log_probabilities_has_no_column_and_the_same_bytes(tmp_pa
     assert "logprobs" not in pq.read_schema(next(one.glob("*.parquet"))).names
 
 
-def test_parts_without_any_are_as_they_were(tmp_path: Path) -> None:
+def test_parts_without_log_probabilities_are_unchanged(tmp_path: Path) -> None:
     with CompletionStore(tmp_path) as store:
         store.append(answer(bytes([n] * 32)) for n in range(5))
         store.commit()
@@ -232,7 +232,7 @@ def test_cleaning_parts_without_any_adds_no_columns(tmp_path: Path) -> None:
     assert pq.read_schema(part).equals(COMPLETION_SCHEMA)
 
 
-def test_partial_results_have_them(tmp_path: Path) -> None:
+def test_partial_results_have_log_probabilities(tmp_path: Path) -> None:
     rows, answers = rows_and_answers()
     index = index_of(tmp_path / "x", rows)
     with CompletionStore(tmp_path / "c") as store:

@@ -81,13 +81,13 @@ def test_the_lines_have_the_shape_of_the_batch_api(tmp_path: Path) -> None:
     assert [chat["custom_id"], text["custom_id"]] == ["id-0", "id-2"]
 
 
-def test_no_line_of_an_answer_is_shorter_than_what_is_asked_of_the_disk(tmp_path: Path) -> None:
+def test_the_space_check_never_overestimates_a_line(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     write(result_of(tmp_path, [good_row(0, [1])]), out, COMPLETIONS)
     assert len(out.read_bytes()) - len(lines(out)[0]["response"]["body"]["choices"][0]["text"]) >= LINE_BYTES
 
 
-def test_equal_results_give_equal_bytes_unless_a_time_is_asked_for(tmp_path: Path) -> None:
+def test_equal_results_give_equal_bytes_unless_a_time_is_set(tmp_path: Path) -> None:
     result = result_of(tmp_path, [good_row(0, [1, 2]), good_row(1, [3])])
     for name, created in (("a", 0), ("b", 0), ("c", 1711475054)):
         write(result, tmp_path / name, CHAT, CHAT, created=created)
@@ -95,7 +95,7 @@ def test_equal_results_give_equal_bytes_unless_a_time_is_asked_for(tmp_path: Pat
     assert [line["response"]["body"]["created"] for line in lines(tmp_path / "c")] == [1711475054] * 2
 
 
-def test_what_was_asked_is_read_from_the_input(tmp_path: Path) -> None:
+def test_requests_are_read_from_the_input(tmp_path: Path) -> None:
     rows: list[Any] = [
         {"custom_id": "a", "url": "/v1/chat/completions", "body": {"model": "m"}},
         {"custom_id": "b", "url": 3, "body": "no"},

@@ -92,7 +92,7 @@ def test_what_is_never_written(place: Path, name: str, words: str, replace: bool
         out(place, name, replace=replace).check()
 
 
-def test_a_file_is_replaced_only_by_who_wrote_it(place: Path) -> None:
+def test_a_file_is_replaced_only_by_the_job_that_wrote_it(place: Path) -> None:
     with pytest.raises(OutputConflict, match=r"this job did not write it.*--replace"):
         out(place, "mine.jsonl").check()
     write(out(place, "mine.jsonl", replace=True), "first")
@@ -183,7 +183,7 @@ def test_two_results_of_a_job_remember_both_their_files(place: Path) -> None:
     out(place, "two.jsonl").check()
 
 
-def test_a_killed_run_of_another_night_leaves_nothing_for_good(place: Path) -> None:
+def test_files_of_a_killed_run_are_removed_later(place: Path) -> None:
     killed = of_night(place, "monday", "o.jsonl").writing()
     killed.__enter__().write(b"half")
     tuesday = StateFolder(place / "out/res/tuesday", root=place / "out/res")
@@ -222,7 +222,7 @@ def test_a_full_disk_is_seen_before_anything_runs(place: Path) -> None:
     assert not list(place.glob(".batchinfer-*.tmp"))
 
 
-def test_a_neighbour_named_like_a_temporary_file_is_left_alone(place: Path) -> None:
+def test_other_files_named_like_a_temporary_file_stay(place: Path) -> None:
     (place / "o.jsonl.tmp").write_text("mine")
     write(out(place, "o.jsonl"), "answers")
     write_new(place / "n.jsonl", [b"rows"], FileOps())
@@ -231,7 +231,7 @@ def test_a_neighbour_named_like_a_temporary_file_is_left_alone(place: Path) -> N
     assert (place / "o.jsonl.tmp").read_text() == (place / "p.jsonl.tmp").read_text() == "mine"
 
 
-def test_a_new_file_takes_the_place_of_none(place: Path) -> None:
+def test_a_new_file_replaces_no_existing_file(place: Path) -> None:
     (place / "dangling").symlink_to(place / "gone")
     for name in ("mine.jsonl", "dangling"):
         with pytest.raises(OutputConflict, match="is there already"):

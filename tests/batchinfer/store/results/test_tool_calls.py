@@ -301,9 +301,7 @@ def test_values_without_types_get_the_types_of_the_tool(parameter: str, value: s
     [(FENCED, ULM), (f"[{CALL_JSON}]", ULM), (f"Yes<|python_tag|>{CALL_JSON}", ULM), (f"I call {CALL_JSON}", []),
      (f"{CALL_JSON} it is", []), (f"Yes<|python_tag|>{CALL_JSON} it is", [])],
 )  # fmt: skip
-def test_calls_of_tools_that_nothing_lists_are_the_whole_answer(
-    text: str, made: list[tuple[str, str]]
-) -> None:
+def test_calls_of_unlisted_tools_must_be_the_whole_answer(text: str, made: list[tuple[str, str]]) -> None:
     found = FORMATS["llama3"](text, None)
     assert found.calls == [Call(*one) for one in made]
     assert found.text == (text if not made else "Yes" if text.startswith("Yes") else None)
@@ -343,7 +341,7 @@ def test_a_stop_string_cuts_the_text_with_its_tokens() -> None:
     assert told(name, text, limit=limit - 1)[0].text == plain(name, text)[: limit - 1]
 
 
-def test_rows_without_tools_call_none_and_ids_repeat() -> None:
+def test_rows_without_tools_have_no_calls_and_ids_are_deterministic() -> None:
     text = '<tool_call>{"name": "f"}</tool_call>'
     assert told("qwen3", text, tools=None) == (SplitAnswer(text, None, 0), [])
     answer = StoredAnswer([], None, NO_MARKER)

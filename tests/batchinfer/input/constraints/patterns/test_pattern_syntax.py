@@ -51,7 +51,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize(("pattern", "words"), FOREIGN.items())
-def test_what_is_not_ecmascript_is_refused_with_what_to_write(pattern: str, words: str) -> None:
+def test_other_syntax_than_ecmascript_is_refused_with_an_alternative(pattern: str, words: str) -> None:
     with pytest.raises(BadPattern) as refused:
         engine_pattern(pattern)
     assert words in str(refused.value)
