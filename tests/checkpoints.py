@@ -1,4 +1,4 @@
-"""Tiny random checkpoints and a byte-level tokenizer, saved by transformers as a user's would be."""
+"""Tiny random checkpoints and a byte-level tokenizer, saved by transformers."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def kept_folder() -> Path:
 
 
 def remove_kept() -> None:
-    """Remove the folders of this process. Those that share the work with pytest's own leave without Python's ends."""
+    """Remove the folders of this process, also in test processes that exit without atexit."""
     for folder in Path(gettempdir()).glob(f"{KEPT}{os.getpid()}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -173,9 +173,12 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """Save a random decoder to `folder` and return it, in eval mode with eager attention.
 
-    2 layers, hidden 48, 4 query and 2 KV heads of 12, `overrides` go to the configuration. Biases and norm
-    weights are random too, and weights large enough that a slip in any of them changes the logits visibly.
-    `shards` is the least number of weight files.
+    It has 2 layers, hidden size 48, 4 query and 2 KV heads of 12. Biases and norm weights are random, too,
+    and weights are large enough to make any mistake visible in the logits.
+
+    Args:
+        shards: minimum number of weight files.
+        overrides: keys of the configuration.
     """
     sizes: dict[str, Any] = {
         "vocab_size": vocab,
@@ -221,7 +224,7 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def randomise(model: PreTrainedModel, seed: int, gemma: bool = False) -> None:
-    """transformers leaves biases 0 and norm weights 1: then neither could be tested."""
+    """Randomise biases and norm weights, which transformers initialises to 0 and 1."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -258,8 +261,12 @@ def make_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> P
 def make_family_tokenizer(
     folder: Path, template: str, special: Sequence[str], plain: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Save the byte-level tokenizer with a family's tokens behind its own, `special` ones, which texts leave out, and
-    others, and the family's chat template."""
+    """Save the byte-level tokenizer with a family's chat template and further tokens.
+
+    Args:
+        special: special tokens, which texts omit.
+        plain: other tokens.
+    """
     fast = make_tokenizer(folder, template)
     fast.add_tokens([AddedToken(text, special=True, normalized=False) for text in special], True)
     fast.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
@@ -275,6 +282,6 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def make_model_folder(folder: Path, family: str = "llama", **options: Any) -> PreTrainedModel:
-    """A full model directory: `make_checkpoint` and `make_tokenizer` in one folder."""
+    """Make a model folder with `make_checkpoint` and `make_tokenizer`."""
     make_tokenizer(folder)
     return make_checkpoint(folder, family, **options)

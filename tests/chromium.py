@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives through its debugging pipe: no package, no port and no network are needed."""
+"""A headless Chromium that a test drives through its debugging pipe, without a package, a port or network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """Where Chromium is; `CHROMIUM` in the environment names another."""
+    """Return Chromium's path, or the one in the environment variable `CHROMIUM`."""
     return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -46,7 +46,7 @@ class Chromium:
         self._loaded = False
 
     def attach(self) -> None:
-        """Take the first page, and listen to it."""
+        """Attach to the first page."""
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(target["targetId"] for target in targets if target["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
@@ -54,7 +54,7 @@ class Chromium:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """One command of the DevTools protocol, and its result."""
+        """Send a command of the DevTools protocol and return its result."""
         self._calls += 1
         message: dict[str, Any] = {"id": self._calls, "method": method, "params": parameters}
         if self._session is not None:
@@ -68,7 +68,7 @@ class Chromium:
                 return answer["result"]
 
     def open(self, path: Path, *, width: int = 1280, dark: bool = False) -> None:
-        """Load a file, and wait for its load event, when its scripts have run."""
+        """Load a file and wait for its load event, after its scripts have run."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -79,7 +79,7 @@ class Chromium:
             self._read()
 
     def evaluate(self, script: str) -> Any:
-        """The JSON value of an expression in the page."""
+        """Return the JSON value of an expression in the page."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
@@ -113,7 +113,8 @@ class Chromium:
 
 @contextmanager
 def chromium(program: str, profile: Path) -> Iterator[Chromium]:
-    """A fresh Chromium with an empty profile, ended with the block. It reads commands on 3 and answers on 4."""
+    """Run Chromium with an empty profile within the block. It reads commands on descriptor 3 and replies on
+    4."""
     its_in, our_out = os.pipe()
     our_in, its_out = os.pipe()
     command = f'exec "$@" 3<&{its_in} 4>&{its_out}'

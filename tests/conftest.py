@@ -60,21 +60,21 @@ LONG = (
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones come first, other parts are left out, and sweeps are thinned."""
+    """Sort long tests first, drop other parts, and thin sweeps."""
     items.sort(key=lambda item: item.path.name not in LONG)
     leave_part(items)
     sampled(items)
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage from here on, among what tests make themselves."""
+    """Restrict garbage collection to objects of tests from here on."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Note the CPU time of each test."""
+    """Record the CPU time of each test."""
     before = cpu_s()
     try:
         yield
@@ -83,14 +83,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_unconfigure() -> None:
-    """Remove models that several tests shared, and let the end of Python find garbage as usual."""
+    """Remove shared models, and restore garbage collection for the end of Python."""
     gc.unfreeze()
     if "tests.checkpoints" in sys.modules:
         sys.modules["tests.checkpoints"].remove_kept()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report the CPU time of the tests, record their durations, and say how to run the cases that were left out."""
+    """Report the CPU time, record durations, and print how to run the remaining cases."""
     reports = [one for of in ("", "passed", "failed", "error") for one in terminalreporter.stats.get(of, [])]
     if path := os.environ.get(RECORD):
         record(reports, Path(path))

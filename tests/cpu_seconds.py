@@ -21,12 +21,12 @@ def cpu_s() -> float:
 
 
 def noted_s(report: pytest.TestReport) -> float:
-    """Return the CPU time that a report states, in seconds; 0 if it states none."""
+    """Return the CPU time of a report in seconds, or 0 if it has none."""
     return sum(float(value) for name, value in report.user_properties if name == NAME)
 
 
 def lines(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """Return the CPU time of a run, and the tests that took much of it, the longest first."""
+    """Return lines with the CPU time of a run and of its longest tests."""
     taken = {report.nodeid: noted_s(report) for report in reports if report.when == "call"}
     longest = sorted(taken, key=lambda node: -taken[node])
     much = [f"  {taken[node]:.0f} s  {node}" for node in longest if taken[node] > MUCH_S]
@@ -35,7 +35,8 @@ def lines(reports: Iterable[pytest.TestReport]) -> list[str]:
 
 
 def record(reports: Iterable[pytest.TestReport], path: Path) -> None:
-    """Write {test: {"wall_s", "cpu_s"}} as JSON, the longest test first. Set-up and teardown count as wall time."""
+    """Write {test: {"wall_s", "cpu_s"}} as JSON, the longest test first. Wall time includes set-up and
+    teardown."""
     wall: dict[str, float] = {}
     cpu: dict[str, float] = {}
     for report in reports:

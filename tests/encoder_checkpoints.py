@@ -1,4 +1,4 @@
-"""Tiny random encoders, saved by transformers as a user's would be."""
+"""Tiny random encoders, saved by transformers."""
 
 from __future__ import annotations
 
@@ -50,8 +50,13 @@ CROSS_ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def make_encoder(folder: Path, family: str, seed: int = 0, **overrides: Any) -> None:
-    """Save a random encoder of 3 layers, hidden 48 and 4 heads of 12, `overrides` go to the configuration. Weights are
-    large enough that a slip in any of them changes the vectors visibly."""
+    """Save a random encoder of 3 layers, hidden size 48 and 4 heads of 12.
+
+    Weights are large enough to make any mistake visible in the vectors.
+
+    Args:
+        overrides: keys of the configuration.
+    """
     kind = family.removeprefix("cross-").removesuffix("-mean").removesuffix("-for-masked-lm")
     classes = auto.MODEL_FOR_MASKED_LM_MAPPING if family.endswith("-lm") else auto.MODEL_MAPPING
     classes = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if family in CROSS_ENCODERS else classes

@@ -1,4 +1,4 @@
-"""What each run of the tests tries of a sweep or a property: a few cases, and all where everything is asked for."""
+"""Chooses the cases of a sweep or property that a run of the tests tries: a few by default, or all."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ SEED = "BATCHINFER_TEST_SAMPLE"  # any text; another one draws other samples
 
 
 def examples(few: int, many: int) -> int:
-    """For `max_examples` of a property whose examples take long."""
+    """Return `max_examples` of a slow property."""
     return many if everything() else few
 
 
 def first_of(values: Iterable[Any], few: int) -> list[Any]:
-    """For `parametrize`: the first few values belong to every run of the tests, the others to the slow sweep."""
+    """Mark all values except the first `few` as slow, for `parametrize`."""
     cases = (one if isinstance(one, tuple) else (one,) for one in values)
     return [pytest.param(*case, marks=[pytest.mark.slow] * (at >= few)) for at, case in enumerate(cases)]
 
 
 def sampled(items: Iterable[pytest.Item]) -> int:
-    """Apply `@pytest.mark.sample(n)`: n cases of the function that it marks belong to every run, the others to the slow
-    sweep. Return how many cases that leaves out.
+    """Apply `@pytest.mark.sample(n)`: mark all cases of the function except n as slow, and return their
+    number.
 
-    What was slow before is no part of the sample, which has as many of the values of all arguments as n cases can.
+    Cases that were already slow are not sampled. The sample covers the maximum number of values of each
+    argument.
     """
     sweeps: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
@@ -66,10 +67,10 @@ def spread(cases: Sequence[str], most: int, seed: str) -> set[str]:
 
 
 def seed() -> str:
-    """What samples are drawn by."""
+    """Return the seed of samples."""
     return os.environ.get(SEED, "0")
 
 
 def everything() -> bool:
-    """Whether all is asked for that takes long."""
+    """Return True if the run includes slow cases."""
     return bool(os.environ.get(EVERYTHING))

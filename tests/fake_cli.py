@@ -1,4 +1,4 @@
-"""The command line with the fake engine in the real one's place: `python -m tests.fake_cli run job.yaml`."""
+"""The command line with the fake engine instead of the real one: `python -m tests.fake_cli run job.yaml`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FAKE = "tests.fake_engine:build"
 
 
 def main() -> None:
-    """As `batchinfer.cli.main`, in a process of its own."""
+    """Run the command line in its own process, like `batchinfer.cli.main`."""
     options.RunOptions = partial(options.RunOptions, engine=FAKE)  # type: ignore[assignment,misc]
     standby.EngineStandby = partial(standby.EngineStandby, FAKE)  # type: ignore[assignment,misc]
     cli.main()

@@ -46,7 +46,7 @@ End = Callable[
 
 @dataclass
 class FakeOutput:
-    """As batchinfer.engine.loop.engine.StepOutput."""
+    """A fake batchinfer.engine.loop.engine.StepOutput."""
 
     completions: list[Completion]
     requests: list[RequestSample]
@@ -55,7 +55,7 @@ class FakeOutput:
 
 @dataclass(frozen=True)
 class BuiltFake:
-    """As batchinfer.engine.load.build.BuiltEngine."""
+    """A fake batchinfer.engine.load.build.BuiltEngine."""
 
     engine: FakeEngine
     info: EngineInfo
@@ -64,23 +64,23 @@ class BuiltFake:
 
 
 def answer(request: Request) -> np.ndarray:
-    """The prompt's last tokens backwards, at most max_tokens of them."""
+    """Return the prompt's last tokens in reverse order, at most max_tokens."""
     return request.prompt[::-1][: min(request.params.max_tokens, 8)].copy()
 
 
 def hardness(prompt: Sequence[int], levels: int) -> int:
-    """How hot a prompt wants it, in tenths, before it gets a whole answer: from 0 to levels - 1."""
+    """Return the temperature in tenths at which a prompt gets a complete answer, from 0 to levels - 1."""
     return int(np.sum(np.asarray(prompt, np.int64))) % levels
 
 
 def is_cut(request: Request) -> bool:
-    """With FAKE_ENGINE_LEVELS, whether the answer to a prompt is cut: at a temperature that is too low for it."""
+    """Return True if the answer is cut: with FAKE_ENGINE_LEVELS, if its temperature is too low."""
     levels = _asked("LEVELS", 1)
     return levels > 1 and round(10 * request.params.temperature) < hardness(request.prompt, levels)
 
 
 def logprobs(request: Request) -> TokenLogprobs | None:
-    """Of token t -t / 64; the likeliest tokens of each place are t, t + 1, …"""
+    """Return log-probabilities: token t has -t / 64, and the top tokens of each position are t, t + 1, …"""
     if request.params.logprobs is None:
         return None
     tokens = answer(request)
@@ -89,25 +89,28 @@ def logprobs(request: Request) -> TokenLogprobs | None:
 
 
 def vector(request: Request) -> Vector:
-    """How often each remainder by 48 is among the prompt's tokens; of one that is classified only how often 0 is."""
+    """Return the counts of the prompt's tokens modulo 48; for a classified prompt only the count of remainder
+    0."""
     found = np.bincount(request.prompt % 48, minlength=48).astype(np.float32)
     return Vector(found[:1] if request.params.classified else found)
 
 
 def scores(request: Request) -> Scores:
-    """Of token t -t / 64, and a token is greedy if it is even."""
+    """Return scores: token t has -t / 64, and is greedy if it is even."""
     tokens = request.prompt[-sum(request.params.scored) :]
     return Scores((-tokens / 64).astype(np.float32), tokens % 2 == 0, request.params.scored)
 
 
 def _asked(name: str, default: T) -> T:
-    """Return what the environment variable FAKE_ENGINE_`name` asks for, or the default."""
+    """Return the environment variable FAKE_ENGINE_`name`, or the default."""
     return type(default)(os.environ.get(f"FAKE_ENGINE_{name}", default))
 
 
 def _may_die() -> bool:
-    """Whether the faults that end the process are on: in the first FAKE_ENGINE_DEATHS starts, counted in the file
-    FAKE_ENGINE_STARTS; without that file in every start.
+    """Return True if faults that end the process are enabled.
+
+    They are in the first FAKE_ENGINE_DEATHS starts, counted in the file FAKE_ENGINE_STARTS, or in all starts
+    without that file.
     """
     path = _asked("STARTS", "")
     if not path:
@@ -120,15 +123,17 @@ def _may_die() -> bool:
 
 
 def _wait_for_others() -> None:
-    """Wait until FAKE_ENGINE_TOGETHER engines have started, by the file FAKE_ENGINE_STARTS: none does the others'
-    work."""
+    """Wait until FAKE_ENGINE_TOGETHER engines have started, counted in the file FAKE_ENGINE_STARTS.
+
+    Otherwise the first engine could do all the work.
+    """
     wanted = _asked("TOGETHER", 0)
     while wanted and len(Path(_asked("STARTS", "")).read_bytes()) < wanted:
         time.sleep(0.01)
 
 
 def end_process(code: int) -> None:
-    """End this process with an exit status, or by the signal -code."""
+    """End this process with an exit status, or by signal -code."""
     if code < 0:
         os.kill(os.getpid(), -code)
         time.sleep(60)
@@ -136,18 +141,22 @@ def end_process(code: int) -> None:
 
 
 def _die(end: End) -> None:
-    """End as FAKE_ENGINE_DIES_BY says: by that signal, else with an exit status."""
+    """End by the signal FAKE_ENGINE_DIES_BY, or with an exit status."""
     signum = _asked("DIES_BY", 0)
     end(-signum if signum else EXITS)
 
 
 class FakeEngine:
-    """Steps through what it was given, `BATCH` requests at a time. Faults are asked for by environment variables."""
+    """An engine without a model that runs `BATCH` requests per step. Environment variables request faults."""
 
     def __init__(
         self, untimed: Untimed = nullcontext, end: End = end_process, mortal: bool | None = None
     ) -> None:
-        """mortal: whether faults may end it; None: as the environment says."""
+        """Wait for other engines if the environment asks for it.
+
+        Args:
+            mortal: whether faults may end the process; None to read the environment.
+        """
         self._untimed, self._end = untimed, end
         mortal = _may_die() if mortal is None else mortal
         _wait_for_others()
@@ -178,7 +187,7 @@ class FakeEngine:
         self._waiting.extend((request, self._now()) for request in requests)
 
     def learn(self, answers: Sequence[TokenIds]) -> None:
-        """Answers of other engines are of no use to one that computes nothing."""
+        """Ignore other engines' answers."""
 
     def forget_waiting(self) -> None:
         """Die here if a fault was requested: the driver tells a worker to stop."""
@@ -211,7 +220,7 @@ class FakeEngine:
         return FakeOutput(completions, requests, [sample])
 
     def _break_down(self) -> None:
-        """Raise the exception that was asked for, die in the next message, or die now."""
+        """Raise the requested exception, die in the next message, or die now."""
         if self._raises:
             raise getattr(builtins, self._raises)("the fake engine was asked to raise it")
         if _asked("DIES_SENDING", 0):
@@ -281,7 +290,7 @@ def _step(step: int, times: tuple[float, float], tokens: tuple[int, int, int], w
 
 @dataclass(frozen=True)
 class FakeWeights:
-    """As batchinfer.engine.load.build.LoadedWeights."""
+    """A fake batchinfer.engine.load.build.LoadedWeights."""
 
     load: LoadConfig
     untimed: Untimed
@@ -306,7 +315,7 @@ def build(
     untimed: Untimed = nullcontext,
     end: End = end_process,
 ) -> FakeWeights:
-    """Takes the place of `batchinfer.engine.load.build.load_weights`."""
+    """Return fake weights, instead of `batchinfer.engine.load.build.load_weights`."""
     mortal = _may_die()
     if refusal := _asked("REFUSES", ""):  # the name of an exception of the tree
         raise getattr(errors, refusal)("the fake engine was asked to refuse the checkpoint")

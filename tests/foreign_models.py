@@ -100,7 +100,7 @@ THINNED = (*("gpt_bigcode", "granitemoe_swa", "glm4_moe_lite", "opt", "vaultgemm
 
 
 def config_of_type(kind: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """A small configuration of a model type."""
+    """Return a small configuration of a model type."""
     made = CONFIG_MAPPING[kind]
     known = {*made.__dataclass_fields__, *made.attribute_map}
     wanted = {**SMALL, **overrides}
@@ -108,9 +108,9 @@ def config_of_type(kind: str, overrides: Mapping[str, Any] = MappingProxyType({}
 
 
 def make_foreign(folder: Path, kind: str, seed: int = 1) -> Any:
-    """Save a random decoder of a model type of RUNS, and return it as transformers runs it by default.
+    """Save a random decoder of a model type of RUNS, and return it with transformers' default settings.
 
-    Matrices are large enough that a slip in any of them changes the answer; norms and biases are no ones and zeros.
+    Weights are large enough to make any mistake visible in the answer; norms and biases are random.
     """
     config = config_of_type(kind, RUNS[kind])
     with silence_transformers():
@@ -138,14 +138,14 @@ JUDGED_BY: dict[str, dict[str, Any]] = {
 
 
 def other_types() -> list[str]:
-    """The decoders of transformers that neither batchinfer nor RUNS covers, by name. Some names are others' (gpt-sw3 is
-    written as gpt2)."""
+    """Return transformers' decoders that neither batchinfer nor RUNS covers. Some names are aliases (gpt-sw3
+    is gpt2)."""
     names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*RUNS}
     return sorted(name for name in names if CONFIG_MAPPING[name].model_type not in known_types())
 
 
 def stated(kind: str) -> dict[str, Any]:
-    """A config.json of a type that is none of RUNS: transformers' defaults, mostly of the first model of the type."""
+    """Return a config.json of a type outside of RUNS, with transformers' defaults."""
     with silence_transformers():
         config = CONFIG_MAPPING[kind](**JUDGED_BY.get(kind, {}))
         raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))

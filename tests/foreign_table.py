@@ -30,7 +30,7 @@ def attention_of(spec: ForeignSpec) -> str:
 
 
 def _special(spec: ForeignSpec) -> Iterator[str]:
-    """What its layers ask of attention that a plain one does not."""
+    """Yield requirements of its layers that plain attention does not meet."""
     layers = spec.layers
     if any(layer.window for layer in layers):
         yield "sliding window"
@@ -69,7 +69,7 @@ def _written(which: int) -> str:
 
 
 def reason_of(kind: str) -> str | None:
-    """Why a type that is none of RUNS does not run; None if it does."""
+    """Return the reason why a type outside of RUNS does not run, or None."""
     try:
         describe(stated(kind), {})
     except CannotRun as error:
@@ -100,7 +100,7 @@ def _table(head: str, kinds: dict[str, list[str]]) -> str:
 
 
 def write() -> None:
-    """Put both tables into the page."""
+    """Write both tables to the page."""
     fresh = iter((_running(), _refused()))
     text = re.sub(
         f"{re.escape(BEGIN)}.*?{re.escape(END)}",

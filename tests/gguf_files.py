@@ -105,9 +105,13 @@ def make_gguf(
     factors: Mapping[str, Sequence[float]] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Write a GGUF model whose matrices are of these types in turn, and the dequantised checkpoint in `plain`, and
-    return transformers' model of that. `metadata`: further keys, None removes one; `factors`: tensors of the
-    rotation."""
+    """Write a GGUF model and its dequantised checkpoint in `plain`; return transformers' model of the copy.
+
+    Args:
+        types: types of the matrices in turn.
+        metadata: further keys; None removes one.
+        factors: tensors of the rotation.
+    """
     arch, rng = ARCHS[family], np.random.default_rng(11)
     model = make_checkpoint(plain, family, **{**SIZES, **arch.special, **options})
     stored = {name: tensor.numpy() for name, tensor in load_file(plain / SINGLE).items()}
@@ -166,7 +170,7 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
 def _converted(
     stored: dict[str, Matrix], arch: Arch, config: Any
 ) -> dict[str, tuple[Matrix, Callable[[Matrix], None]]]:
-    """Tensors by their names in GGUF, and for each what puts its values back into `stored`."""
+    """Return tensors by their names in GGUF, each with a function that puts its values back into `stored`."""
     kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.name)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -193,7 +197,7 @@ def _converted(
 
 
 def _of_gpt_oss(stored: dict[str, Matrix], name: str) -> dict[str, tuple[Matrix, Callable[[Matrix], None]]]:
-    """Experts in one tensor, whose matrices are transposed, and the outputs of gate and up by turns."""
+    """Return experts in one tensor, with transposed matrices and interleaved outputs of gate and up."""
     start = f"blk.{name.split('.')[2]}."
     whole, biased = stored[name], name.endswith("_bias")
     if name.endswith("sinks"):
@@ -268,7 +272,7 @@ def _scaled(blocks: NDArray[np.uint8], kind: Type, scales: NDArray[Any]) -> NDAr
 
 
 def tokenizer_keys(fast: Any, kind: str = "gpt2", pre: str | None = "gpt-2") -> dict[str, Any]:
-    """What llama.cpp's converter writes of a tokenizer whose tokens are bytes that are merged, or pieces."""
+    """Return llama.cpp's keys of a tokenizer whose tokens are merged bytes or pieces."""
     model, added = json.loads(fast.backend_tokenizer.to_str())["model"], fast.added_tokens_decoder
     tokens = sorted(fast.get_vocab(), key=fast.get_vocab().__getitem__)
     types = [(added[n].special and 3) or 4 if n in added else 1 for n in range(len(tokens))]

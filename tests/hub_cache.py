@@ -1,4 +1,4 @@
-"""A Hugging Face cache as huggingface_hub leaves it, made from a checkpoint folder."""
+"""A Hugging Face cache in the layout of huggingface_hub, made from a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def put_into_cache(
     cache: Path, checkpoint: Path, repo: str = "org/tiny", ref: str = "main", commit: str = COMMIT
 ) -> Path:
-    """The snapshot folder of `checkpoint` in `cache`: links into the entry's blobs, which have the files' content."""
+    """Return the snapshot folder of `checkpoint` in `cache`, with links to blobs that have the files'
+    content."""
     entry = cache / f"models--{repo.replace('/', '--')}"
     snapshot = entry / "snapshots" / commit
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback: the endpoints that huggingface_hub uses for downloads, and faults on demand."""
+"""A Hugging Face hub on loopback: the endpoints that huggingface_hub downloads from, and faults on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ LARGE = (".safetensors", ".bin", ".gguf")  # held as LFS: named by their sha256
 
 @dataclass
 class Hub:
-    """One model, with its files by commit. `served` counts the bytes of each file that left the server."""
+    """A model with its files by commit.
+
+    Attributes:
+        served: bytes sent per file.
+    """
 
     repo: str
     commits: dict[str, dict[str, bytes]]
@@ -74,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on stderr."""
+        """Print nothing to stderr."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -109,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"id": self.hub.repo, "sha": found[0], "siblings": siblings})
 
     def _tree(self, asked: str) -> None:
-        """What lies right in the folder of a revision, or in one of its folders, or anywhere."""
+        """Return the files of a revision: its folder, a subfolder, or all of them."""
         revision, _, folder = asked.partition("/")
         found = self.hub.files(revision)
         if found is None:

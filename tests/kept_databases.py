@@ -50,7 +50,7 @@ class KeptDatabases:
 
 
 def keep(patch: pytest.MonkeyPatch) -> None:
-    """Have the package take its databases from a pool."""
+    """Let the package take its databases from a pool."""
     kept = KeptDatabases()
     patch.setattr(duck, "_connect", kept.opened)
     patch.setattr(meter, "open_database", partial(kept.opened, {"threads": 2, "temp_directory": ""}))

@@ -1,4 +1,4 @@
-"""Checkpoints of the shapes of large models, without their weights: holes in files, which take no space on disk."""
+"""Checkpoints with the shapes of large models, without weights: sparse files, which take no disk space."""
 
 from __future__ import annotations
 

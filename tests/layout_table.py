@@ -1,5 +1,7 @@
-"""How many tokens a second each layout of a 70B Llama would answer on 8 H100, as docs/large-models.md has them:
-`python -m tests.layout_table`, which takes some minutes. No GPU is needed, and nothing is measured."""
+"""Forecasts the tokens per second of each layout of a 70B Llama on 8 H100, for docs/large-models.md.
+
+`python -m tests.layout_table` takes some minutes. It needs no GPU and measures nothing.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ UNCAPTURED = Captures(0, 0, 0)
 
 
 def machine_of(path: Path, longest: int, division: Division, captured: bool) -> SimulatedEngine:
-    """Return an engine of the layout. captured: whether its steps are launched as graphs."""
+    """Return an engine of the layout.
+
+    Args:
+        captured: if True, steps run as graphs.
+    """
     job, devices = load_job(path), devices_by_name(DEVICES)
     setup = check_setup(job, state_of(job), MachineFacts(devices.hardware))
     setting = setup.setting.with_placement(division=division, replicas=devices.count // division.ranks)
@@ -44,7 +50,7 @@ def machine_of(path: Path, longest: int, division: Division, captured: bool) -> 
 def tokens_per_s(
     path: Path, division: Division, prompt: int, output: int, captured: bool
 ) -> tuple[float, float]:
-    """Return the output tokens a second of all engines, and the share of its time that a stage waits."""
+    """Return the output tokens per second of all engines, and the share of time that a stage waits."""
     machine = machine_of(path, prompt + output, division, captured)
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     tokens = np.random.default_rng(0).integers(3, 200, (ROWS, prompt)).astype(np.int32)
@@ -66,7 +72,7 @@ def lines(folder: Path) -> Iterator[str]:
 
 
 def name_of(division: Division) -> str:
-    """Return what the table calls a layout."""
+    """Return the layout's name in the table."""
     engines = devices_by_name(DEVICES).count // division.ranks
     return LayoutForecast(division.tensor, division.stages, 1, engines).name.removesuffix(", 1 engine")
 

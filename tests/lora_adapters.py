@@ -1,4 +1,4 @@
-"""Random LoRA adapters as PEFT saves them, and the models that they make when they are merged."""
+"""Random LoRA adapters in PEFT's format, and models with the merged adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START = "base_model.model."
 
 
 def modules_named(model: PreTrainedModel, ends: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear modules of a model whose names end so."""
+    """Yield the linear modules of a model with these name suffixes."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and name.endswith(tuple(ends)):
             yield name, module
@@ -44,7 +44,11 @@ def make_adapter(
     dora: bool = False,
     **config: Any,
 ) -> Path:
-    """Save an adapter of all modules whose names end so. `ranks`: of single modules, by the ends of their names."""
+    """Save an adapter of all modules with these name suffixes.
+
+    Args:
+        ranks: ranks of single modules, by suffixes of their names.
+    """
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, module in modules_named(model, ends):
         outputs, inputs = sizes(module)

@@ -1,5 +1,7 @@
-"""Workers in the process of the tests. A worker takes a turn whenever it is asked whether it has something to say:
-nothing waits, no process is started, and deaths are scripted."""
+"""Workers in the process of the tests, with scripted deaths.
+
+A worker takes a turn whenever it is asked for messages: nothing waits and no process starts.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ LOOK_S = 0.002  # for which a turn in which no worker said anything waits: anoth
 
 
 class DiedError(BaseException):
-    """What a worker raises where a process would end."""
+    """Raised by a worker instead of ending its process."""
 
     def __init__(self, code: int = -signal.SIGKILL) -> None:
-        """`code`: an exit status, or minus a signal."""
+        """`code` is an exit status, or minus a signal."""
         self.code = code
 
 
@@ -44,14 +46,14 @@ class InMemory(Protocol):
     """The worker at the other end of a link."""
 
     def hear(self, message: object) -> None:
-        """A message of the parent."""
+        """Receive a message of the driver."""
 
     def turn(self) -> list[object]:
-        """What it says next. Raises DiedError when it dies."""
+        """Return the next messages. Raises DiedError if the worker dies."""
 
 
 class MemoryLink:
-    """See batchinfer.pipeline.workers.transport.Link."""
+    """A fake of batchinfer.pipeline.workers.transport.Link."""
 
     placed = True
     lost = False
@@ -69,7 +71,7 @@ class MemoryLink:
                 self.worker.hear(message)
 
     def turn(self) -> bool:
-        """Let the worker go on, and say whether there is something to receive."""
+        """Let the worker take a turn, and return True if there is a message."""
         if not self._said and not self.dead:
             with self._living():
                 self._said.extend(self.worker.turn())
@@ -81,7 +83,7 @@ class MemoryLink:
 
     @contextmanager
     def _living(self) -> Iterator[None]:
-        """The worker may die within the block."""
+        """Catch the worker's death within the block."""
         try:
             yield
         except DiedError as death:
@@ -107,7 +109,11 @@ class MemoryLink:
 
 
 class MemoryTransport:
-    """See batchinfer.pipeline.workers.transport.Transport. `started` has all links, dead ones too."""
+    """A fake of batchinfer.pipeline.workers.transport.Transport.
+
+    Attributes:
+        started: all links, including dead ones.
+    """
 
     def __init__(self, make: Callable[[WorkerSpec], InMemory]) -> None:
         self._make = make
@@ -185,7 +191,7 @@ OF_PROCESSES = ("DIES_SENDING", "HANGS_AT_STEP", "HANGS_OF_MORE_TOKENS", "TOGETH
 
 
 class FakeTransport(MemoryTransport):
-    """The fake engine in memory; a process for it where a fault takes one, and for every other engine."""
+    """Runs the fake engine in memory, or in a process for faults that need one and for other engines."""
 
     def __init__(self) -> None:
         super().__init__(FakeWorker)

@@ -1,6 +1,7 @@
 """Prints the messages in the source, with their places: `python -m tests.messages [FILE...]`.
 
-A message is a string of at least four words that is neither a docstring nor SQL. Expressions in it are shown as {…}.
+A message is a string of at least four words that is neither a docstring nor SQL. Expressions in it are shown
+as {…}.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def _text(node: ast.JoinedStr | ast.Constant) -> str:
-    """Return a string with its expressions in braces; nothing for another constant."""
+    """Return a string with its expressions in braces, or "" for another constant."""
     if isinstance(node, ast.Constant):
         return ascii(node.value)[1:-1] if isinstance(node.value, str) else ""
     return "".join(
@@ -59,7 +60,7 @@ def _text(node: ast.JoinedStr | ast.Constant) -> str:
 
 
 def main() -> None:
-    """Print the messages of the files that the command line names, or of all product files."""
+    """Print the messages of the given files, or of all product files."""
     given = [Path(name) for name in sys.argv[1:]]
     for path in given or sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for message in messages(path.read_text("utf-8")):

@@ -1,4 +1,4 @@
-"""What the steps of a Llama of given sizes cost."""
+"""Costs of a Llama's steps, by its sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchinfer_kernels.cost import ModelCost
 def llama_spec(
     layers: int, hidden: int, intermediate: int, q_heads: int, kv_heads: int, head_dim: int, vocab: int
 ) -> ModelSpec:
-    """Its head is a weight of its own."""
+    """Return the spec of a Llama with an untied head."""
     norm = NormSpec(hidden, 1e-6)
     attention = AttentionSpec(q_heads, kv_heads, head_dim, head_dim**-0.5, Rotation(RopeConfig(), head_dim))
     layer = LayerSpec(hidden, norm, attention, norm, FeedForwardSpec(intermediate, "silu"))
@@ -36,6 +36,11 @@ def llama_cost(
     itemsize: int,
     weight_itemsize: int,
 ) -> ModelCost:
-    """itemsize: bytes of an activation; weight_itemsize: the same, or 1 for weights in int8."""
+    """Return the cost of a Llama.
+
+    Args:
+        itemsize: bytes per activation.
+        weight_itemsize: bytes per weight; 1 for int8.
+    """
     spec = llama_spec(layers, hidden, intermediate, q_heads, kv_heads, head_dim, vocab)
     return model_cost(spec.quantized("int8") if weight_itemsize == 1 else spec, itemsize)

@@ -1,4 +1,4 @@
-"""Tiny models of several parts: tensors named as in published checkpoints, or as transformers 5 names them itself."""
+"""Tiny multimodal models, with tensor names of published checkpoints or of transformers 5."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make_multimodal(folder: Path, name: str, own_names: bool = False, **text: Any) -> PreTrainedModel:
-    """Save a random model of the class; `text` goes to the configuration of its decoder."""
+    """Save a random model of the class.
+
+    Args:
+        text: keys of its decoder's configuration.
+    """
     kind, text_kind, vision = MODELS[name]
     heads = {} if text_kind == "cohere2" else {"head_dim": 12}
     stated = {**_TEXT, **heads, **SPECIAL.get(text_kind, {}), **text, "model_type": text_kind}
@@ -72,6 +76,6 @@ def make_multimodal(folder: Path, name: str, own_names: bool = False, **text: An
 
 
 def stated_text(folder: Path) -> dict[str, Any]:
-    """text_config of its config.json."""
+    """Return text_config of its config.json."""
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())["text_config"]
     return found

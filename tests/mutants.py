@@ -1,4 +1,4 @@
-"""Damaged copies of a JSON file, as downloads, editors and other programs make them."""
+"""Damaged copies of a JSON file, as from downloads, editors and other programs."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _MARK = "\u2424 here"  # placeholder of a value until its text is inserted
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A file that is not what it should be; `name` says in which way."""
+    """A damaged file; `name` describes the damage."""
 
     name: str
     data: bytes
 
 
 def mutants(data: bytes) -> Iterator[Mutant]:
-    """All damaged copies of a file that holds a JSON object in UTF-8."""
+    """Yield all damaged copies of a JSON object in UTF-8."""
     yield from file_mutants(data)
     whole = json.loads(data)
     for path in _places(whole):
@@ -78,7 +78,7 @@ def file_mutants(data: bytes) -> Iterator[Mutant]:
 
 
 def _places(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Where a value stands, containers too; of lists and of long objects the first ones."""
+    """Yield the paths of values and containers; of lists and long objects only the first ones."""
     if path:
         yield path
     if isinstance(value, dict):
@@ -113,7 +113,7 @@ def _without(whole: Any, path: Path) -> bytes:
 
 
 def _twice(whole: Any, path: Path) -> bytes:
-    """The key a second time, with another value."""
+    """Return the object with a repeated key and another value."""
     other = _copied(whole)
     holder = _holder(other, path)
     holder[_MARK] = None

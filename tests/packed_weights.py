@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose weights are stored as published ones store them: MXFP4 and FP8."""
+"""Tiny checkpoints with weights in the published layouts of MXFP4 and FP8."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FLOAT = ("norm", "embed_tokens", "lm_head", "gate.", "layers.0.self_attn.o_proj
 
 
 def make_mxfp4(folder: Path, plain: Path, **sizes: Any) -> PreTrainedModel:
-    """A gpt-oss as OpenAI published it, and in `plain` the same dequantised by transformers' own function."""
+    """Write gpt-oss in OpenAI's format to `folder`, and its copy dequantised by transformers to `plain`."""
     model = make_checkpoint(plain, "gpt_oss", **{"hidden_size": 64, "intermediate_size": 32, **sizes})
     stored, generator = load_file(plain / SINGLE), torch.Generator().manual_seed(4)
     packed = {name: tensor for name, tensor in stored.items() if not _is_experts(name)}
@@ -67,8 +67,12 @@ def make_fp8(
     block: int = BLOCK,
     **sizes: Any,
 ) -> PreTrainedModel:
-    """A model stored in FP8 with a scale for `each` block, row (of outputs) or tensor, as `method` has it, and in
-    `plain` dequantised."""
+    """Write an FP8 model to `folder` and its dequantised copy to `plain`.
+
+    Args:
+        each: part with a scale: "block", "row" (of outputs) or "tensor".
+        method: name of the quantisation in config.json.
+    """
     model = make_checkpoint(plain, family, **sizes)
     stored, packed = load_file(plain / SINGLE), {}
     for name, tensor in stored.items():
@@ -118,7 +122,7 @@ def _saved(
     stored: dict[str, Tensor],
     config: dict[str, Any],
 ) -> PreTrainedModel:
-    """Writes both, and gives the model the dequantised weights."""
+    """Write both folders, and put the dequantised weights into the model."""
     save_file(stored, plain / SINGLE, metadata={"format": "pt"})
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_bytes((plain / "config.json").read_bytes())

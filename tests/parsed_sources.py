@@ -1,5 +1,4 @@
-"""Sources that are parsed and walked once, for all tests that look at them: parsing and walking takes nearly all of
-their time."""
+"""Sources that are parsed and walked once for all tests, which takes nearly all of their time."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ KINDS = (
 
 
 def nodes(source: str, *kinds: type[Node]) -> list[Node]:
-    """The nodes of a source that are of these of `KINDS`."""
+    """Return the nodes of a source that have one of `kinds`, which are in `KINDS`."""
     return [node for kind in kinds for node in _found(source)[kind] if isinstance(node, kind)]
 
 

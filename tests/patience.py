@@ -10,7 +10,7 @@ PATIENCE_S = 300.0
 
 
 def wait_until(what: Callable[[], object]) -> None:
-    """Until `what()` is true."""
+    """Wait until `what()` returns a true value."""
     deadline = time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < deadline, "it took too long"

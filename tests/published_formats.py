@@ -46,7 +46,8 @@ class Published:
 
 
 def words(codes: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """codes (R, C) → int32 (R, ceil(C × bits / 32)), code c of a word in the bits number `order[c]`."""
+    """Pack codes [R, C] into int32 [R, ceil(C × bits / 32)], with code c of a word in the bits number
+    `order[c]`."""
     held = 32 // bits
     rows, columns = codes.shape
     packed = np.zeros((rows, -(-columns // held)), np.uint64)
@@ -60,7 +61,7 @@ def words(codes: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) 
 def codes_of(
     matrix: NDArray[np.float32], bits: int, groups: NDArray[np.int64], generator: Random
 ) -> tuple[NDArray[np.int64], NDArray[np.float16], NDArray[np.int64]]:
-    """Return values (N, K), scales (N, G) and zero points (N, G)."""
+    """Return values [N, K], scales [N, G] and zero points [N, G]."""
     number, most = int(groups.max()) + 1, 2**bits - 1
     scales = np.zeros((len(matrix), number), np.float16)
     for group in range(number):
@@ -162,8 +163,13 @@ def int_quantized(matrix: NDArray[np.float32], generator: Random) -> tuple[Tenso
 
 
 def sparse(style: str, quantised: bool = False) -> Pack:
-    """Of compressed-tensors: the values of two inputs in four ("24"), or of any ("any"), and a bit for each place; or
-    with their zeros ("dense"). `quantised`: to FP8, with a scale for each output."""
+    """Return compressed-tensors' sparse packing.
+
+    Args:
+        style: "24" stores two of four inputs, "any" any inputs, both with a bit per position; "dense" stores
+            zeros.
+        quantised: if True, values are FP8 with a scale per output.
+    """
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         outputs, inputs = matrix.shape
@@ -204,7 +210,8 @@ def sparse(style: str, quantised: bool = False) -> Pack:
 
 
 def float4(group: int, style: str) -> Pack:
-    """NVFP4 of compressed-tensors ("divided") or Model Optimizer ("multiplied"), or MXFP4 ("power")."""
+    """Return the packing NVFP4 of compressed-tensors ("divided") or Model Optimizer ("multiplied"), or MXFP4
+    ("power")."""
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         codes = generator.integers(0, 16, matrix.shape)
@@ -234,7 +241,11 @@ def float4(group: int, style: str) -> Pack:
 
 
 def bits4(kind: str, block: int, nested: bool) -> Pack:
-    """As bitsandbytes stores a flattened matrix; `nested`: its scales are quantised again."""
+    """Return bitsandbytes' packing of a flattened matrix.
+
+    Args:
+        nested: if True, scales are quantised, too.
+    """
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         table = np.sort(generator.uniform(-1, 1, 16)).astype(np.float32)
@@ -287,7 +298,7 @@ def bits8(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDAr
 
 
 def torchao_pairs(group: int) -> Pack:
-    """Two codes a byte, the first one in the lower half, whose offsets are values."""
+    """Return a packing of two values per byte, the first one in the lower half, with float offsets."""
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         groups = np.arange(matrix.shape[1]) // group
@@ -307,7 +318,7 @@ def torchao_pairs(group: int) -> Pack:
 
 
 def torchao_bytes(bits: int, group: int | None, zeros: bool = False) -> Pack:
-    """A code a byte, signed."""
+    """Return a packing of one signed value per byte."""
 
     def pack(matrix: NDArray[np.float32], generator: Random) -> tuple[Tensors, NDArray[np.float64]]:
         groups = np.arange(matrix.shape[1]) // (group or matrix.shape[1])
@@ -347,7 +358,11 @@ def compressed(
 
 
 def sparsity(layout: str, structure: str = "2:4", **more: Any) -> dict[str, Any]:
-    """What config.json says of weights with zeros; `more`: of their quantisation."""
+    """Return the quantization_config of sparse weights.
+
+    Args:
+        more: keys of their quantisation.
+    """
     stated = {
         "format": layout, "global_sparsity": 0.5, "ignore": ["lm_head", "model.layers.0.self_attn.o_proj"],
         "registry_requires_subclass": False, "sparsity_structure": structure, "targets": ["Linear"],

@@ -1,4 +1,4 @@
-"""A Ray cluster on the loopback: a head without CPUs, and nodes that tests add and remove."""
+"""A Ray cluster on loopback: a head without CPUs, and nodes that tests add and remove."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 class RayCluster:
-    """A head, and nodes with one CPU each. Its engines are processes that psutil finds."""
+    """A head, and nodes with one CPU each. Engines are processes that psutil finds."""
 
     def __init__(self) -> None:
         os.environ.update(SETTINGS)

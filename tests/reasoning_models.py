@@ -86,7 +86,11 @@ NEMOTRON = """\
 
 @dataclass(frozen=True)
 class ReasoningFamily:
-    """A family's chat template and added tokens: `special` ones, which texts leave out, and others."""
+    """A family's chat template and added tokens.
+
+    Attributes:
+        special: special tokens, which texts omit.
+    """
 
     template: str
     special: tuple[str, ...]
@@ -117,7 +121,7 @@ def make_reasoning_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast
 
 
 def make_reasoning_model(folder: Path, name: str, seed: int = 0, **options: Any) -> PreTrainedTokenizerFast:
-    """Save a tiny model that ends its reasoning every few dozen tokens when it draws them, with its tokenizer."""
+    """Save a tiny model that samples the end of its reasoning every few dozen tokens, with its tokenizer."""
     fast = make_reasoning_tokenizer(folder, name)
     model = make_checkpoint(folder, "qwen3", vocab=len(fast), seed=seed, **options)
     ends = [token for text in ("</think>", "[/THINK]") if (token := fast.get_vocab().get(text)) is not None]

@@ -1,4 +1,4 @@
-"""Render workers in threads: most jobs of tests have a few harmless rows, and starting a process takes longer."""
+"""Render workers in threads: jobs of tests have few harmless rows, and starting a process takes longer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests.patience import PATIENCE_S
 
 
 class RenderThread:
-    """See batchinfer.machine.spawning.Child. A template that hangs needs a process: nothing ends a thread."""
+    """A fake of batchinfer.machine.spawning.Child.
+
+    A template that hangs needs a process: a thread cannot be ended.
+    """
 
     def __init__(self, _: str, *arguments: Any, files: object = ()) -> None:
         self.connection, theirs = Pipe()

@@ -17,7 +17,7 @@ SCRIPT = "ENGINE_SCRIPT"  # names a file with pairs: token ids within one prompt
 
 
 class ScriptedEngine(fake_engine.FakeEngine):
-    """Answers a prompt as the script says; one that it does not name, as the fake engine does."""
+    """Answers prompts with the script, and others like the fake engine."""
 
     def _complete(self, request: Request) -> Completion:
         done, prompt = super()._complete(request), f" {' '.join(map(str, request.prompt))} "
@@ -36,6 +36,6 @@ class ScriptedWeights(fake_engine.FakeWeights):
 
 
 def build(*arguments: Any) -> ScriptedWeights:
-    """Take the place of `batchinfer.engine.load.build.load_weights`."""
+    """Return scripted weights, instead of `batchinfer.engine.load.build.load_weights`."""
     made = fake_engine.build(*arguments)
     return ScriptedWeights(made.load, made.untimed, made.end, made.mortal)

@@ -1,4 +1,4 @@
-"""Checkpoints in the layout of sentence-transformers, written by hand: that package is not needed to read them."""
+"""Checkpoints in the layout of sentence-transformers, written by hand without that package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SINGLE = "<|bos|> $A <|im_end|>"
 
 
 def _surround(folder: Path, single: str, pair: str | None = None) -> None:
-    """Have the tokenizer put tokens around each text, and around pairs."""
+    """Let the tokenizer add tokens around texts and pairs."""
     path = str(folder / "tokenizer.json")
     rust = Tokenizer.from_file(path)
     ends = [(text, rust.token_to_id(text)) for text in ("<|bos|>", "<|im_end|>")]
@@ -33,7 +33,11 @@ def _surround(folder: Path, single: str, pair: str | None = None) -> None:
 def make_sentence_model(
     folder: Path, mode: str = "lasttoken", family: str = "qwen3", normalizes: bool = True, **config: Any
 ) -> None:
-    """A model whose tokenizer ends each text with its EOS, and the modules around it. `config`: of the prompts."""
+    """Write a model whose tokenizer ends each text with EOS, and its modules.
+
+    Args:
+        config: configuration of the prompts.
+    """
     make_model_folder(folder, family)
     _surround(folder, "$A <|im_end|>")
     write_modules(folder, mode, normalizes)
@@ -79,7 +83,7 @@ def write_dense(folder: Path, sizes: Sequence[int], activations: Sequence[str], 
 
 
 def densely(folder: Path, vectors: torch.Tensor, activations: Sequence[str]) -> torch.Tensor:
-    """What the layers in the folder make of vectors, by torch's own modules."""
+    """Return the vectors after the folder's dense layers, by torch's own modules."""
     for at, activation in enumerate(activations):
         tensors = load_file(folder / f"{at + 2}_Dense/model.safetensors")
         made = torch.nn.functional.linear(vectors, tensors["linear.weight"], tensors.get("linear.bias"))
@@ -136,8 +140,12 @@ def pooled_states(folder: Path, texts: Sequence[str], mode: str) -> torch.Tensor
 def make_cross_encoder(
     folder: Path, family: str = "cross-bert", tells_types: bool = True, **config: Any
 ) -> None:
-    """A cross-encoder, with the tokens around pairs that its family has, as its tokenizer puts them. `tells_types`:
-    whether the tokenizer tells a BERT types. `config` goes to its configuration."""
+    """Write a cross-encoder whose tokenizer adds its family's tokens to pairs.
+
+    Args:
+        tells_types: if True, a BERT's tokenizer returns token types.
+        config: keys of its configuration.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     make_tokenizer(folder, None)
     make_encoder(folder, family, **config)

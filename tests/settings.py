@@ -1,4 +1,4 @@
-"""Settings of jobs, and machines as jobs find them."""
+"""Settings of jobs, and descriptions of machines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from batchinfer.plan.setup.setting import Setting
 def setting_of(
     hardware: Hardware, dtype: Any = "bfloat16", max_model_len: int = 512, **changes: Any
 ) -> Setting:
-    """Return the setting of a job on this hardware; `changes`: as in `changed`."""
+    """Return the setting of a job on this hardware.
+
+    Args:
+        changes: fields as in `changed`.
+    """
     machine = MachineFacts(hardware)
     return changed(Setting(Numerics(hardware.device, dtype, max_model_len), Placement(machine)), **changes)
 
 
 def changed(setting: Any, **changes: Any) -> Any:
-    """Return a setting with other values of these fields, whichever part has them."""
+    """Return a setting with other values of these fields, in any of its parts."""
     for name, value in changes.items():
         own = {field.name for field in fields(setting)}
         if name in own:
@@ -42,12 +46,12 @@ def _has(part: Any, name: str) -> bool:
 
 
 def has_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    """Have jobs find this number of cores here."""
+    """Make jobs find this number of cores."""
     monkeypatch.setattr(facts, "usable_cpus", lambda: cores)
 
 
 def has_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Have jobs find GPUs here, and a torch that can use them. Without names, the GPUs of this machine count."""
+    """Make jobs find these GPUs, and a torch that can use them. Without names, this machine's GPUs count."""
     monkeypatch.setattr(facts, "version", lambda package: "2.9.0")
     monkeypatch.setattr(facts, "_has_gpu_files", lambda: True)
     if names:

@@ -1,4 +1,4 @@
-"""What README and docs say holds: links lead somewhere, examples load, queries run, commands exist."""
+"""Tests README and docs: links exist, examples load, queries run, and commands exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of a sweep that is thinned, each run has a spread sample, and the slow one the rest."""
+"""Tests that each run samples a thinned sweep evenly, and the slow run has the rest."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_seed_draws_the_same_sample_from_whatever_order_and_others_draw_others
 
 
 def test_every_case_is_in_the_sample_or_slow(tmp_path: Path) -> None:
-    """In a run as `make test` makes it, without one of the marked cases that were slow before."""
+    """As in `make test`, without marked cases that were slow before."""
     (tmp_path / "test_sweep.py").write_text(SWEEP)
 
     command = ["--collect-only", "-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest"]

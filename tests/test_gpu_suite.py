@@ -83,7 +83,7 @@ def section(rehearsal: bool = True, model: BenchModel | None = None) -> BenchSec
 
 
 def rehearse(name: str) -> list[Result]:
-    """Run the parts of a section in this process. A result that is wrong, or a comparison that fails, raises."""
+    """Run the parts of a section in this process. A wrong result or a failed comparison raises."""
     (entry,) = selected(CALLS, [name])
     given = section(model=entry.model)
     results = [measure() for _, measure in parts_of(entry.source, given)]
@@ -189,7 +189,7 @@ def test_without_a_gpu_it_says_so(
 
 
 def gpu_test_modules() -> list[str]:
-    """Return the modules of the tests that run on a GPU."""
+    """Return the test modules that run on a GPU."""
     paths = [ROOT / test for test in kernel_tests.TESTS]
     files = [
         file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("test_*.py")))
@@ -309,7 +309,7 @@ def test_a_profiler_that_sees_nothing_is_a_failure() -> None:
 
 
 class Prefill(PagedPrefill):
-    """FlashInfer's wrapper of chunks, which returns a new tensor."""
+    """A fake of FlashInfer's wrapper of chunks, which returns a new tensor."""
 
     made: list[PagedPrefill] = []  # noqa: RUF012
 
@@ -318,7 +318,7 @@ class Prefill(PagedPrefill):
 
 
 class Decode(Prefill):
-    """FlashInfer's wrapper of rows that decode."""
+    """A fake of FlashInfer's wrapper of decoding rows."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool) -> None:
         super().__init__(workspace, layout)
@@ -348,7 +348,7 @@ class Cascade(Prefill):
 
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer and FlashAttention-4, computed by the reference."""
+    """Replace FlashInfer and FlashAttention-4 by the reference."""
     package = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=Decode,
         BatchPrefillWithPagedKVCacheWrapper=Prefill,

@@ -1,4 +1,4 @@
-"""Whether a kernel that passes over a border wrongly would be found out: the needles of the GPU suite."""
+"""Tests that the needles of the GPU suite reveal kernels that mishandle a border."""
 
 from __future__ import annotations
 
@@ -49,12 +49,15 @@ def attended(paged: Paged, q: Tensor, needle: Needle, last: int, weights: dict[i
 
 
 def far_off(one: Tensor, other: Tensor) -> bool:
-    """In the worst head."""
+    """Return True if the worst head is far off."""
     return float(worst(one[None], other[None])) > FAR
 
 
 def seen(paged: Paged, q: Tensor, found: Sequence[Needle], last_of: Callable[[Needle], int]) -> None:
-    """Plant the needles. Each is seen if it is left out or read twice, and a trap if it is read at all."""
+    """Plant the needles and check that they are seen.
+
+    A needle is seen if it is skipped or read twice, a trap if it is read at all.
+    """
     needles.plant(paged, q, found)
     for needle in found:
         see, last = partial(attended, paged, q, needle), last_of(needle)

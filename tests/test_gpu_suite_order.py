@@ -1,4 +1,4 @@
-"""What the GPU suite plans without DuckDB runs in the order in which the planner has it."""
+"""Tests that the GPU suite's plan without DuckDB has the planner's order."""
 
 from __future__ import annotations
 

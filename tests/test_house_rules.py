@@ -48,7 +48,7 @@ def sources(*folders: str) -> list[Path]:
 
 
 def texts() -> Iterator[Path]:
-    """What a reader of the repository sees, without what tools leave behind."""
+    """Yield the files that a reader of the repository sees, without files of tools."""
     for folder in FOLDERS:
         yield from (p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and _watched(p))
     yield from (p for p in sorted(ROOT.iterdir()) if p.is_file() and _watched(p))
@@ -59,13 +59,13 @@ def _watched(path: Path) -> bool:
 
 
 def functions(source: str) -> list[tuple[str, int]]:
-    """(name, lines) of every function, docstring and signature included."""
+    """Return (name, lines) of every function, including docstring and signature."""
     found = nodes(source, ast.FunctionDef, ast.AsyncFunctionDef)
     return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in found]
 
 
 def swallowed(source: str) -> list[int]:
-    """Lines of handlers that catch everything without raising again, or that do nothing at all."""
+    """Return the lines of handlers that catch everything without raising again, or do nothing at all."""
     return [
         node.lineno for node in nodes(source, ast.ExceptHandler) if _catches_all(node) or _does_nothing(node)
     ]
@@ -85,7 +85,7 @@ def _is_constant(node: ast.stmt) -> bool:
 
 
 def shared_names(files: dict[str, str]) -> dict[str, list[str]]:
-    """Classes that several of these files (name → source) define, or one file twice: class → files."""
+    """Return the classes that several files define, or one file twice, with the names of these files."""
     found: dict[str, list[str]] = {}
     for name, source in files.items():
         for node in nodes(source, ast.ClassDef):
@@ -113,7 +113,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def room(path: Path) -> str:
-    """The folder of `batchinfer/` that a file is in, or `kernels`."""
+    """Return the folder of `batchinfer/` that a file is in, or `kernels`."""
     top, *rest = path.relative_to(ROOT).parts
     return rest[0] if top == "batchinfer" and len(rest) > 1 else top
 
@@ -138,7 +138,7 @@ def test_no_function_is_long() -> None:
 
 
 def test_folders_are_not_cut_too_finely() -> None:
-    """One noun per file, but a reader does not open a file for each definition."""
+    """One noun per file, but a reader does not open a file per definition."""
     lengths: dict[str, list[int]] = {}
     for path in sources(*MERGED_ROOMS):
         if path.name != "__init__.py":
@@ -157,7 +157,7 @@ def test_nothing_is_swallowed() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """A reader who meets a class knows which it is without looking at the imports."""
+    """A class name is unambiguous without a look at the imports."""
     assert shared_names({named(p): p.read_text("utf-8") for p in sources("batchinfer", "kernels")}) == {}
 
 

@@ -59,7 +59,7 @@ DOORS = {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
 
 @dataclass(frozen=True)
 class Rule:
-    """Modules under any prefix of `room` must not import anything under a prefix of `never`."""
+    """A rule: modules under a prefix of `room` may not import modules under a prefix of `never`."""
 
     room: tuple[str, ...]
     never: tuple[str, ...]
@@ -149,7 +149,7 @@ def under(module: str, prefix: str) -> bool:
 
 
 def imports(source: str, module: str, package: bool = False) -> Iterator[tuple[str, int]]:
-    """Every imported dotted name with its line, relative ones made absolute, inside functions too."""
+    """Yield every imported dotted name with its line, including relative imports and imports in functions."""
     for node in nodes(source, ast.Import):
         yield from ((alias.name, node.lineno) for alias in node.names)
     for node in nodes(source, ast.ImportFrom):
@@ -166,7 +166,7 @@ def _absolute(node: ast.ImportFrom, module: str, package: bool) -> str:
 
 
 def import_faults(source: str, module: str, package: bool = False) -> list[str]:
-    """What a module imports against the rules."""
+    """Return the imports of a module that break the rules."""
     faults = []
     for name, line in imports(source, module, package):
         where = f"{module}:{line} imports {name}"
@@ -203,13 +203,13 @@ def room_of(module: str) -> str | None:
 
 
 def _height(module: str, order: Sequence[str]) -> int:
-    """Return how far up a module's sub-room is; modules in the root of a room are at the bottom."""
+    """Return the position of a module's sub-room in `order`, or 0 for modules in the root of a room."""
     part = ".".join(module.split(".")[2:3])
     return order.index(part) if part in order else 0
 
 
 def voice_faults(source: str, module: str) -> list[str]:
-    """Where a module that is not the command line prints or ends the process."""
+    """Return the places where a module other than the command line prints or ends the process."""
     if any(under(module, room) for room in MAY_SPEAK):
         return []
     wrong = _prints if module in CHILDREN else _prints_or_exits
@@ -241,7 +241,7 @@ def _name(node: ast.AST) -> str:
 
 
 def modules() -> Iterator[tuple[str, Path, bool]]:
-    """(dotted name, file, is a package) of everything in both packages."""
+    """Yield (dotted name, file, is a package) of all modules in both packages."""
     for folder, package in (("batchinfer", "batchinfer"), ("kernels", "batchinfer_kernels")):
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
@@ -251,7 +251,7 @@ def modules() -> Iterator[tuple[str, Path, bool]]:
 
 @cache
 def import_graph() -> Graph:
-    """Which module of ours imports which, imports inside functions included."""
+    """Return our imports per module, including imports in functions."""
     sources = {module: (path, package) for module, path, package in modules()}
     graph: dict[str, set[str]] = {}
     for module, (path, package) in sources.items():
@@ -262,7 +262,7 @@ def import_graph() -> Graph:
 
 
 def grouped(graph: Graph, group: Callable[[str], str | None]) -> Graph:
-    """The same arrows between groups of modules; a module whose group is None is left out."""
+    """Return the graph between groups of modules, without modules whose group is None."""
     arrows: dict[str, set[str]] = defaultdict(set)
     for module, targets in graph.items():
         if (own := group(module)) is not None:
@@ -288,7 +288,7 @@ def _reached(graph: Graph, start: str) -> set[str]:
 
 
 def floors(graph: Graph) -> int:
-    """The nodes on the longest way down. The graph has no circle."""
+    """Return the number of nodes on the longest path of a graph without cycles."""
     height: dict[str, int] = {}
 
     def of(node: str) -> int:
@@ -323,7 +323,7 @@ def test_only_the_command_line_prints_and_exits() -> None:
 
 
 def holds_sources(path: Path) -> bool:
-    """Whether this is more than a folder that git left because there are compiled modules in it."""
+    """Return True if the folder has sources, not only compiled modules that git left."""
     return path.is_file() or any(path.rglob("*.py"))
 
 

@@ -1,4 +1,4 @@
-"""What an installation holds: every package of ours, and the data that they need."""
+"""Tests the content of an installation: all our packages and their data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEEDED = (
 
 
 def test_no_other_projects_name_or_version_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyPI has another project of the name `batchinfer`, whose version must not pass for ours."""
+    """PyPI has another project named `batchinfer`, whose version must not be used."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert (project["name"], project["dynamic"]) == ("batchinfer-engine", ["version"])
     monkeypatch.setattr(doctor, "version", lambda _: "a stranger's")
@@ -39,7 +39,7 @@ def test_no_other_projects_name_or_version_is_used(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What a build reads, links as links."""
+    """A clone with the files that a build reads; links stay links."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in (*NEEDED, "jobs/quickstart/model"):
         if (ROOT / name).is_dir():
@@ -61,7 +61,7 @@ def built(clone: Path, kind: str) -> Path:
 
 
 def sources() -> set[str]:
-    """Every file of both packages, as an installation names it."""
+    """Return every file of both packages by its installed name."""
     found = set()
     for folder, name in (("batchinfer", "batchinfer"), ("kernels", "batchinfer_kernels")):
         for path in (ROOT / folder).rglob("*"):
@@ -83,7 +83,7 @@ def test_a_wheel_holds_everything_and_leaves_nothing_in_the_clone(clone: Path) -
 
 
 def editable_path(clone: Path) -> Path:
-    """The folder that an editable installation puts on the path."""
+    """Return the folder that an editable installation puts on the path."""
     with ZipFile(built(clone, "editable")) as wheel:
         (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
         return Path(wheel.read(pth).decode().strip())
@@ -91,7 +91,7 @@ def editable_path(clone: Path) -> Path:
 
 @pytest.mark.slow
 def test_an_editable_installation_is_a_folder_with_both_packages(clone: Path) -> None:
-    """Type checkers look into folders on the path, and run none of the code that finds packages elsewhere."""
+    """Type checkers search folders on the path, and run no code that finds packages elsewhere."""
     folder = editable_path(clone)
     assert sorted(path.name for path in folder.iterdir() if path.suffix != ".egg-info") == [
         "batchinfer",

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which add up in memory: tests of what ranks compute need no processes."""
+"""Ranks as threads of one process, which reduce in memory: tests of ranks' results need no processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE = 60.0  # seconds for another rank
 
 @dataclass
 class _Meeting:
-    """What the ranks of a group share."""
+    """The state that the ranks of a group share."""
 
     size: int
     given: dict[int, Tensor] = field(default_factory=dict)
@@ -31,7 +31,11 @@ class _Meeting:
 
 @dataclass
 class ThreadGroup:
-    """A rank of a group; `sent` counts the bytes that it gave to sums and gathers."""
+    """A rank of a group.
+
+    Attributes:
+        sent: bytes that it contributed to sums and gathers.
+    """
 
     rank: int
     meeting: _Meeting
@@ -42,7 +46,7 @@ class ThreadGroup:
         return self.meeting.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add up in the order of the ranks."""
+        """Return the sum in the order of the ranks."""
         found = self.all_gather(x)
         total = found[0]
         for part in found[1:]:
@@ -63,16 +67,16 @@ class ThreadGroup:
         return self.all_gather(x)[source]
 
     def send(self, x: Tensor, to: int) -> None:
-        """Leave it for the other one."""
+        """Leave a tensor for another rank."""
         self.meeting.mail[self.rank, to].put(x.clone())
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Wait for it."""
+        """Wait for a tensor of another rank."""
         return x.copy_(self.meeting.mail[source, self.rank].get(timeout=PATIENCE))
 
 
 def groups_of(size: int) -> list[ThreadGroup]:
-    """Make the ranks of a group."""
+    """Return the ranks of a group."""
     meeting = _Meeting(size)
     return [ThreadGroup(rank, meeting) for rank in range(size)]
 

@@ -86,8 +86,12 @@ GRANITE = (
 
 @dataclass(frozen=True)
 class ToolFamily:
-    """A family's chat template and added tokens: `special` ones, which texts leave out, and others. `style`: of its
-    calls."""
+    """A family's chat template and added tokens.
+
+    Attributes:
+        special: special tokens, which texts omit.
+        style: style of its calls.
+    """
 
     style: str
     template: str

@@ -1,10 +1,9 @@
-"""Child processes that have imported everything before they start: a second of processor time less for each job.
+"""Forks child processes from one that has imported everything, which saves a second of CPU time per job.
 
-A job that a test runs in its own process starts children, whose imports take most of the job's time. Here one process
-imports what children need, once, and each child is a fork of it, with the descriptors, the environment, the folder and
-the blocked signals that a new interpreter would have. Commands that tests start by `tests.warm_commands` are forks,
-too, and so are their children. What else starts commands in processes of their own has children of the usual kind, as
-has everything in `make test-all`.
+A job in a test's process starts children, whose imports take the main part of the job's time. Here one
+process imports everything once. Each child is a fork of it, with the descriptors, environment, folder and
+blocked signals of a new interpreter. Commands that tests start by `tests.warm_commands`, and their children,
+are forks, too. Other commands have usual children, and so do all in `make test-all`.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ class HasFileno(Protocol):
 
 
 class WarmChildren:
-    """`spawn` takes the place of `spawning._spawn`. The process that forks is started when it is needed."""
+    """Forks child processes. `spawn` replaces `spawning._spawn`. The forking process starts at the first use."""
 
     def __init__(self, orders: socket.socket | None = None) -> None:
-        """`orders`: how a process that forks already is reached."""
+        """`orders` is the socket of a forking process that already runs."""
         self._lock = threading.Lock()
         self._forks: subprocess.Popen[bytes] | None = None
         self._runs = orders is not None
@@ -86,7 +85,7 @@ class WarmChildren:
             self._forks.wait()
 
     def spawn(self, target: str, connection: int, files: Sequence[int], imports: Sequence[str]) -> int:
-        """The pid of a child of this process that does `target`, with these descriptors of ours."""
+        """Fork a child of this process that runs `target` with these descriptors, and return its pid."""
         descriptors = [0, 1, 2, connection, *files]
         order = self._order(dict(os.environ), os.getcwd(), descriptors)
         return self._asked(
@@ -96,9 +95,10 @@ class WarmChildren:
     def command(
         self, words: Sequence[str], env: dict[str, str], folder: str, streams: Sequence[int], leads: bool
     ) -> int:
-        """The pid of a child that is `python -m words`, with these descriptors as its standard streams.
+        """Fork a child that is `python -m words` with these standard streams, and return its pid.
 
-        `leads`: it has a session of its own.
+        Args:
+            leads: if True, it gets its own session.
         """
         return self._asked(
             {**self._order(env, folder, [0, 1, 2]), "words": [*words], "leads": leads}, streams
@@ -144,12 +144,12 @@ def _prctl(what: int, value: int) -> None:
 
 
 def unflushed(fd: int | HasFileno) -> None:
-    """`os.fsync` without waiting for the disk. Raises OSError for a descriptor that is not open."""
+    """Replace `os.fsync` without waiting for the disk. Raises OSError for a closed descriptor."""
     os.fstat(fd if isinstance(fd, int) else fd.fileno())
 
 
 def serve(orders: socket.socket) -> None:
-    """Import everything, and fork as often as asked, until the process that asks is gone."""
+    """Import everything, and fork on request, until the requesting process has ended."""
     os.fsync = unflushed
     for module in MODULES:
         importlib.import_module(module)
@@ -174,7 +174,7 @@ def _fork_as_asked(orders: socket.socket) -> None:
 
 
 def _live(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) -> None:
-    """The child's whole life."""
+    """Run the child from its start to its end."""
     code = 1
     try:
         if "words" in order or order["target"] == WORKER:  # whose other ranks are its children
@@ -200,7 +200,7 @@ def _live(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) 
 
 
 def _have_children(descriptors: Sequence[int]) -> None:
-    """A command's own children are forked from a process that it leaves behind before it becomes anything."""
+    """Keep a forking process for the command's own children, before the command runs."""
     ours, theirs = _ends()
     command = os.getpid()
     if os.fork() == 0:
@@ -220,7 +220,7 @@ def _have_children(descriptors: Sequence[int]) -> None:
 
 
 def _become(orders: socket.socket, order: dict[str, Any], descriptors: list[int]) -> None:
-    """A child of who asked, and like it."""
+    """Become a child of the requesting process, with its state."""
     while os.getppid() != order["parent"]:
         time.sleep(0.0005)
     if "words" not in order:
@@ -246,7 +246,7 @@ def _become(orders: socket.socket, order: dict[str, Any], descriptors: list[int]
 
 
 def _path_of(order: dict[str, Any]) -> list[str]:
-    """Where `python -m` would look for modules."""
+    """Return the folders where `python -m` would search for modules."""
     named, others = (
         env.get("PYTHONPATH", "").split(os.pathsep) for env in (order["environment"], _ENVIRONMENT)
     )
@@ -254,7 +254,7 @@ def _path_of(order: dict[str, Any]) -> list[str]:
 
 
 def _run(words: Sequence[str]) -> None:
-    """Be `python -m words`, whose standard streams are as the interpreter makes them."""
+    """Run `python -m words`, with standard streams like a new interpreter's."""
     for signum, action in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),

@@ -1,4 +1,4 @@
-"""Commands as forks of a process that has imported everything, for tests that need no new interpreter."""
+"""Runs commands as forks of a process that has imported everything, for tests that need no new interpreter."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ warm: WarmChildren | None = None  # while tests have one
 
 
 class WarmCommand:
-    """A fork that is `python -m module …`, with what tests use of `subprocess.Popen`.
+    """A fork that is `python -m module …`, with the parts of `subprocess.Popen` that tests use.
 
-    /proc shows the command line of the process that was forked.
+    /proc shows the command line of the forked process.
     """
 
     def __init__(
         self, forks: WarmChildren, words: Sequence[str], env: dict[str, str], folder: str,
         streams: Sequence[Any], text: bool, leads: bool,
     ) -> None:  # fmt: skip
-        """streams: files, descriptors, PIPE, or None for this process's own; leads: it has a session of its own."""
+        """Fork the command.
+
+        Args:
+            streams: files, descriptors, PIPE, or None for this process's own.
+            leads: if True, it gets its own session.
+        """
         self.returncode: int | None = None
         self._words = words
         pipes = [os.pipe() if stream == subprocess.PIPE else None for stream in streams]
@@ -61,14 +66,14 @@ class WarmCommand:
         self.wait()
 
     def poll(self) -> int | None:
-        """Return how it ended; None while it runs."""
+        """Return its exit code, or None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended. Raises TimeoutExpired."""
+        """Wait for its end and return its exit code. Raises TimeoutExpired."""
         end = time.monotonic() + (float("inf") if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > end:
@@ -89,7 +94,7 @@ class WarmCommand:
         return out, err
 
     def send_signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
@@ -112,9 +117,10 @@ def start(
     stdout: Any = None, stderr: Any = None, text: bool = False, start_new_session: bool = False,
     preexec_fn: Any = None,
 ) -> WarmCommand | subprocess.Popen[Any]:  # fmt: skip
-    """Start a command as `subprocess.Popen` does: as a fork, if it may be one.
+    """Start a command like `subprocess.Popen`, as a fork if possible.
 
-    In `make test-all`, and where its environment differs in a variable that is read early, it is a new interpreter."""
+    In `make test-all`, and if an environment variable differs that is read early, it is a new interpreter.
+    """
     if warm is None or [*command[:2]] != [sys.executable, "-m"] or _is_read_early(env):
         return subprocess.Popen(
             command, cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, text=text,
@@ -142,7 +148,7 @@ def run(
     check: bool = False,
     **how: Any,
 ) -> Ran:
-    """Do as `subprocess.run` does."""
+    """Run a command like `subprocess.run`."""
     if capture_output:
         how |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start(command, **how) as process:

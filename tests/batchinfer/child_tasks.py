@@ -14,18 +14,18 @@ SLEEP_S = 600.0
 
 
 def sleep(connection: Connection[Any, Any]) -> None:
-    """Neither read the connection nor end."""
+    """Ignore the connection and never end."""
     time.sleep(SLEEP_S)
 
 
 def greet(connection: Connection[Any, Any]) -> None:
-    """Say that it runs, and then do not end."""
+    """Send a greeting and never end."""
     connection.send("here")
     time.sleep(SLEEP_S)
 
 
 def echo(*arguments: Any) -> None:
-    """Send back what came, and which signals are blocked."""
+    """Send back the arguments and the blocked signals."""
     *values, connection = arguments
     connection.send((values, sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))))
 
@@ -43,13 +43,13 @@ def end(how: str, connection: Connection[Any, Any]) -> None:
 
 
 def die_in_a_message(connection: Connection[Any, Any]) -> None:
-    """End when half of a message is sent."""
+    """End after half of a message is sent."""
     break_the_next_message()
     connection.send("a message that is cut in half when it arrives")
 
 
 def break_the_next_message() -> None:
-    """Whatever this process sends next ends it halfway."""
+    """Make the next send of this process end it halfway."""
 
     def half(self: Connection[Any, Any], data: bytes) -> None:
         os.write(self.fileno(), bytes(data[: len(data) // 2]))
@@ -60,13 +60,14 @@ def break_the_next_message() -> None:
 
 
 def limit_cpu_time() -> None:
-    """Half a second to one and a half from here."""
+    """Limit this process to 0.5 to 1.5 more seconds of CPU time."""
     soft = math.ceil(time.process_time() + 0.5)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, soft + 2))
 
 
 def render_with_little_cpu_time(*arguments: Any) -> None:
-    """A render worker with such a limit in the first LIMITED_MOST starts, which the file LIMITED_STARTS counts."""
+    """Run a render worker, with little CPU time in the first LIMITED_MOST starts, counted in the file
+    LIMITED_STARTS."""
     from batchinfer.input.prompts.render_worker import serve
 
     if _starts() < int(os.environ["LIMITED_MOST"]):
@@ -75,7 +76,7 @@ def render_with_little_cpu_time(*arguments: Any) -> None:
 
 
 def render_and_be_ended(*arguments: Any) -> None:
-    """A render worker that the signal ENDED_BY ends at the row "victim", in the first ENDED_MOST starts."""
+    """Run a render worker that signal ENDED_BY ends at the row "victim" in the first ENDED_MOST starts."""
     from batchinfer.input.prompts import render_worker
 
     if _starts() < int(os.environ["ENDED_MOST"]):
@@ -98,8 +99,8 @@ def render_and_be_ended(*arguments: Any) -> None:
 
 
 def render_and_be_ended_at_a_check(*arguments: Any) -> None:
-    """A render worker that ENDED_BY ends while another process checks a constraint for it, in the first ENDED_MOST
-    starts."""
+    """Run a render worker that ENDED_BY ends while another process checks a constraint for it, in the first
+    ENDED_MOST starts."""
     from batchinfer.input.prompts import prepare, render_worker
 
     if _starts() < int(os.environ["ENDED_MOST"]):
@@ -113,7 +114,7 @@ def render_and_be_ended_at_a_check(*arguments: Any) -> None:
 
 
 def check_constraints_and_be_ended(*arguments: Any) -> None:
-    """A checker of constraints that the signal ENDED_BY ends as it gets one, in the first ENDED_MOST starts."""
+    """Run a checker of constraints that signal ENDED_BY ends at a constraint, in the first ENDED_MOST starts."""
     from batchinfer.input.constraints import constraint_check
 
     if _starts() < int(os.environ["ENDED_MOST"]):
@@ -128,14 +129,14 @@ def check_constraints_and_be_ended(*arguments: Any) -> None:
 
 
 def answer_once_others_ended(connection: Connection[Any, Any]) -> None:
-    """Say "answered", but be killed in the first ENDED_MOST starts."""
+    """Send "answered", or be killed in the first ENDED_MOST starts."""
     if _starts() < int(os.environ["ENDED_MOST"]):
         os.kill(os.getpid(), int(os.environ["ENDED_BY"]))
     connection.send("answered")
 
 
 def render_and_die_in_the_reply(*arguments: Any) -> None:
-    """A render worker whose first start, counted in the same way, ends halfway through its first reply."""
+    """Run a render worker whose first start ends halfway through its first reply."""
     from batchinfer.input.prompts.render_worker import serve
 
     if not _starts():
@@ -144,7 +145,7 @@ def render_and_die_in_the_reply(*arguments: Any) -> None:
 
 
 def _starts() -> int:
-    """How many there were before this one."""
+    """Return the number of earlier starts, and count this one."""
     with open(os.environ["LIMITED_STARTS"], "a+b") as file:
         file.seek(0)
         starts = len(file.read())

@@ -29,7 +29,7 @@ READS_ROWS = tuple(str(Path(__file__).parent / room) for room in ("input", "stor
 
 @cache
 def of_jobs(module: str) -> ModuleType | None:
-    """Import a module; None on a machine that has only what the GPU's tests need."""
+    """Import a module, or return None on a machine with only the dependencies of GPU tests."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -38,7 +38,7 @@ def of_jobs(module: str) -> ModuleType | None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a chat template; tests change copies of it only."""
+    """A tiny model with a tokenizer and a chat template. Tests only change copies."""
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     make_model_folder(folder)
     return folder
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path, model: Path) -> Place:
-    """A folder of its own with a job, an input of a few rows and a link to the model."""
+    """A new folder with a job, an input of a few rows and a link to the model."""
     from tests.batchinfer.wrong_jobs import make_place  # the GPU's tests run where what jobs need is missing
 
     return make_place(tmp_path / "job", model)
@@ -54,7 +54,7 @@ def place(tmp_path: Path, model: Path) -> Place:
 
 @pytest.fixture
 def cli_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CliOf:
-    """Make the command line with an engine, for the other arguments of `command`."""
+    """Return a function that makes the command line with an engine."""
     from tests.batchinfer.wrong_jobs import command
 
     return partial(command, capsys, monkeypatch)
@@ -62,7 +62,7 @@ def cli_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_children: None) -> Place:
-    """A job that has run once on a real engine; nothing may change it."""
+    """A job that has run once on a real engine. Tests may not change it."""
     from tests.batchinfer.measured_run import measured_run
 
     return measured_run(tmp_path_factory.mktemp("measured"), model)
@@ -70,8 +70,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, model: Path, warm_childre
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_children() -> Iterator[None]:
-    """Jobs that run in this process start their children fast, and so do tests that start commands. Where it cannot be
-    had, they start as they do."""
+    """Fork the children of jobs and the commands of tests from a warm process, if it is available."""
     with pytest.MonkeyPatch.context() as patch, WarmChildren() as warm:
         if sys.platform == "linux" and not everything():
             patch.setattr(spawning, "_spawn", warm.spawn)
@@ -113,12 +112,12 @@ def frozen_garbage() -> Iterator[None]:
 
 @pytest.fixture
 def render_processes() -> None:
-    """For tests whose templates may hang or exhaust memory."""
+    """Use render processes, for tests whose templates may hang or exhaust memory."""
 
 
 @pytest.fixture(autouse=True)
 def _render_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Render rows in threads of this process, unless the test is about render processes."""
+    """Render rows in threads of this process, except for tests of render processes."""
     own = {"render_processes", "cold_children"} & {*request.fixturenames}
     if own or everything() or str(request.path).startswith(READS_ROWS):
         return
@@ -128,7 +127,6 @@ def _render_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def cold_children(warm_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of how children start and end, and of children that must not find anything imported; commands are new
-    interpreters, too."""
+    """Start children and commands as new interpreters, for tests of their start and end."""
     monkeypatch.setattr(spawning, "_spawn", SPAWN)
     monkeypatch.setattr(warm_commands, "warm", None)

@@ -1,5 +1,7 @@
-"""The real engine, which believes that steps take what their costs say, and that looking for drafts takes no time: so
-which drafts are tried does not depend on the machine."""
+"""The real engine with steps that take their roofline and free draft lookups.
+
+The machine's speed does not decide which drafts are tried.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def _unmeasured(*_: Any) -> None:
 
 @contextmanager
 def known_peaks(folder: Path, flops_per_s: float = 1e12, bytes_per_s: float = 1e9) -> Iterator[None]:
-    """Have this machine be one with these peaks, as `doctor --measure` would note them in a folder of its own."""
+    """Record these peaks for this machine within the block, like `doctor --measure`."""
     from batchinfer.machine.hardware import detect, remember
     from batchinfer_kernels.cpu.build import cache_folder
 

@@ -1,6 +1,6 @@
-"""The real engine in a process that is killed once it has finished some of its rows.
+"""The real engine in a process that is killed after some of its rows.
 
-A second one after a killed one is killed at once.
+A second process is killed at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SENT_S = 0.2  # longer than the delay before a finished answer is sent
 
 
 class Mortal:
-    """An engine that is killed in its second step after `last` rows were finished."""
+    """An engine that is killed in the second step after `last` rows were finished."""
 
     def __init__(self, engine: Any, last: int) -> None:
         self._engine, self._left, self._sent = engine, last, False
@@ -53,7 +53,7 @@ def build(config: LoadConfig, *beside: Any) -> MortalWeights:
 
 
 class MortalWeights:
-    """The weights of engines that are killed after `last` rows."""
+    """Weights whose engines are killed after `last` rows."""
 
     def __init__(self, config: LoadConfig, beside: tuple[Any, ...], last: int) -> None:
         from batchinfer.engine.load import build as building
@@ -61,7 +61,6 @@ class MortalWeights:
         self._loaded, self._last = building.load_weights(config, *beside), last
 
     def engine(self, *arguments: Any) -> BuiltEngine:
-        """Build as LoadedWeights.engine does."""
         built = self._loaded.engine(*arguments)
         mortal: Any = Mortal(built.engine, self._last)
         return replace(built, engine=mortal)

@@ -16,14 +16,13 @@ DIED = "DIED"  # a file, which is there once a rank was lost
 
 
 class DyingFollower:
-    """Runs steps up to one."""
+    """A follower that is lost at a step."""
 
     def __init__(self, follower: Any) -> None:
         at = os.environ[AT]
         self._follower, self._left = follower, 1 << 30 if at == LOADING else int(at)
 
     def run(self, step: Any) -> None:
-        """Run a step, or be lost."""
         self._left -= 1
         if self._left < 0 and not Path(os.environ[DIED]).exists():
             Path(os.environ[DIED]).touch()
@@ -34,13 +33,10 @@ class DyingFollower:
 
     @property
     def account(self) -> Any:
-        """What the follower has, and took."""
         return self._follower.account
 
 
 class DyingWeights:
-    """The weights of a rank that is lost."""
-
     def __init__(self, weights: Any) -> None:
         self._weights = weights
 
@@ -48,12 +44,11 @@ class DyingWeights:
         return getattr(self._weights, name)
 
     def follower(self, *arguments: Any) -> DyingFollower:
-        """Make a follower as LoadedWeights does."""
         return DyingFollower(self._weights.follower(*arguments))
 
 
 def build(*arguments: Any, **named: Any) -> DyingWeights:
-    """Load as batchinfer.engine.load.build.load_weights does."""
+    """Load weights like batchinfer.engine.load.build.load_weights, with a rank that is lost."""
     from batchinfer.engine.load import build as building
     from batchinfer.pipeline.workers.ranks import others
 

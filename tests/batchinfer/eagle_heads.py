@@ -51,7 +51,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def rotated(x: Tensor, theta: float) -> Tensor:
-    """x: (n, heads, dim), at positions 0 … n - 1."""
+    """Return x, [n, heads, dim], rotated for positions 0 … n - 1."""
     count, _, dim = x.shape
     angles = torch.arange(count)[:, None] * theta ** (-torch.arange(0, dim, 2) / dim)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -177,7 +177,7 @@ class EagleOf:
 
 
 def save_eagle(folder: Path, head: EagleReference, vocab: int, start: str = "midlayer.", **said: Any) -> Path:
-    """Save a head as its authors publish it; with another `start`, as vLLM's speculators do."""
+    """Save a head in the authors' layout, or with another `start` in the layout of vLLM's speculators."""
     folder.mkdir()
     weights = {name.replace("midlayer.", start): one.contiguous() for name, one in head.state_dict().items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -23,7 +23,7 @@ COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
 
 class FarTensor(Tensor):
-    """A tensor on the device."""
+    """A tensor on the fake device."""
 
     near: Tensor
 
@@ -79,6 +79,6 @@ def _lies_far(into_first: bool, far: list[Tensor], args: Any) -> bool:
 
 @contextmanager
 def far_away() -> Iterator[None]:
-    """Have the device within the block. Tensors like these cannot be views in inference mode."""
+    """Provide the fake device within the block. Its tensors cannot be views in inference mode."""
     with patch.object(torch, "inference_mode", torch.no_grad), torch.no_grad(), _Everywhere():
         yield

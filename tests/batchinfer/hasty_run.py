@@ -1,5 +1,5 @@
-"""The command `batchinfer run`, with little patience for engines that are silent, and as if there were four cores: for
-tests that strike its processes."""
+"""The command `batchinfer run` with a short watchdog and four assumed cores, for tests that strike its
+processes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ INT4 = (("model.quantization", "int4"), ("model.dtype", "float32"))
 
 
 def make_divisible(folder: Path, family: str = "llama", **sizes: Any) -> Path:
-    """Make a model whose layers divide into groups of 32 inputs."""
+    """Make a model whose layers are multiples of groups of 32 inputs."""
     make_checkpoint(folder, family, **{"hidden_size": 64, "intermediate_size": 96, "head_dim": 16} | sizes)
     make_tokenizer(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed, beside runs that were not."""
+"""Runs that are killed and resumed, next to undisturbed runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ DETERMINISTIC = {"device": "cpu", "deterministic": True, "block_size": 16}
 
 
 def published(path: Path) -> list[bytes]:
-    """The files of a job's result."""
+    """Return the files of a job's result."""
     return [file.read_bytes() for file in sorted((path.parent / "out/res").glob("*.parquet"))]
 
 
 def killed_and_whole(
     whole: Path, killed: Path, monkeypatch: pytest.MonkeyPatch, *small: tuple[str, str]
 ) -> tuple[Outcome, Outcome]:
-    """Run one job with two engines; and the other, which is equal, with one that dies after 9 answers and is started
-    again, as `small` says. Return the outcomes of the first and of the last; their results have the same bytes."""
+    """Run one job with two engines, and an equal job with an engine that dies after 9 answers and restarts.
+
+    Return the outcomes of the first run and of the resumed run, whose results have equal bytes.
+
+    Args:
+        small: settings of the second job.
+    """
     outcome = run(whole, REAL, ("engine.data_parallel", "2"))
     assert (outcome.exit_code, outcome.row["replicas"]) == (0, 2)
     monkeypatch.setenv("DIES_AFTER", "9")

@@ -37,8 +37,11 @@ NAME, THETA, EPS = "larch", 10_000.0, 1e-5
 
 
 def parse_larch(files: ConfigFiles) -> ModelSpec:
-    """`reads`: of each layer the layer whose K and V it reads, its own number if they are its own, null: it has no
-    attention. `windows`: of each layer. `cache_dtype`: of the codes that caches keep, if they do."""
+    """Parse a configuration.
+
+    Its keys: `reads` has per layer the layer whose K and V it reads, its own number, or null without
+    attention. `windows` has the window per layer. `cache_dtype` is the dtype of quantised caches, if any.
+    """
     fields = files.config
     norm, fed = NormSpec(hidden_size(fields), rms_eps(fields)), gated_feed_forward(fields)
     normed, biased = fields.boolean("qk_norm", False), fields.boolean("attention_bias", False)
@@ -57,7 +60,7 @@ LARCH = Family(NAME, ("LarchForCausalLM",), parse_larch)
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
-    """Until the patch is undone."""
+    """Register the family until the patch is undone."""
     patch.setitem(FAMILIES, NAME, LARCH)
 
 
@@ -84,7 +87,7 @@ class MadeUp:
         return parse_config(self.config, {}, Path("larch") / "config.json")
 
     def write(self, folder: Path, seed: int) -> None:
-        """A checkpoint with random weights, in norms too."""
+        """Write a checkpoint with random weights, also in norms."""
         generator = torch.Generator().manual_seed(seed)
         tensors = dict(DummyWeights(self.spec, torch.float32, "cpu", seed).named_tensors())
         for tensor in tensors.values():
@@ -100,7 +103,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """(n, heads, D), row i at position i."""
+    """Return x, [n, heads, D], rotated with row i at position i."""
     half = x.shape[-1] // 2
     angles = torch.arange(len(x))[:, None] / THETA ** (torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -133,13 +136,13 @@ class PlainDecoder:
         return F.linear(x, self._tensors[start + ".weight"], self._tensors.get(start + ".bias"))
 
     def _heads(self, layer: int, name: str, x: Tensor) -> Tensor:
-        """(n, heads, D), normed if they are."""
+        """Return [n, heads, D], with norms if the layer has them."""
         made = self._linear(layer, f"self_attn.{name}_proj", x).view(len(x), -1, self._raw["head_dim"])
         norm = self._tensors.get(f"model.layers.{layer}.self_attn.{name}_norm.weight")
         return made if norm is None else rms(made, norm)
 
     def _kept(self, x: Tensor) -> Tensor:
-        """K or V as a layer keeps it: the largest magnitude of a head becomes the largest code."""
+        """Return K or V rounded like the layer's cache: a head's largest magnitude becomes the largest value."""
         if not self.coded or "cache_dtype" not in self._raw:
             return x
         most = x.abs().amax(-1, keepdim=True)
@@ -163,7 +166,7 @@ class PlainDecoder:
         return self._linear(layer, "self_attn.o_proj", made)
 
     def logits(self, ids: list[int]) -> Tensor:
-        """(n, vocab)"""
+        """Return the logits, [n, vocab]."""
         tensors, kept = self._tensors, dict[int, tuple[Tensor, Tensor]]()
         h = tensors["model.embed_tokens.weight"][ids]
         for layer, read in enumerate(self._raw["reads"]):
@@ -176,7 +179,7 @@ class PlainDecoder:
         return rms(h, tensors["model.norm.weight"]) @ tensors["lm_head.weight"].T
 
     def greedy(self, prompt: list[int], most: int) -> tuple[list[int], Tensor]:
-        """An answer, and the logits that its tokens are chosen from."""
+        """Return a greedy answer and the logits before its tokens."""
         ids, end = list(prompt), self._raw["eos_token_id"]
         while len(ids) < len(prompt) + most and (len(ids) == len(prompt) or ids[-1] != end):
             ids.append(int(self.logits(ids)[-1].argmax()))

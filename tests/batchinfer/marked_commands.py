@@ -1,4 +1,4 @@
-"""Commands whose processes tests strike: each process is known by a mark in its environment."""
+"""Commands whose processes have a mark in their environment, for tests that send signals to them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.patience import PATIENCE_S, wait_until
 
 @dataclass(frozen=True)
 class MarkedCommand:
-    """A command at work, and the file that has all it writes."""
+    """A running command, and the file with its output."""
 
     process: subprocess.Popen[bytes]
     mark: str
     said: Path
 
     def pids(self, who: bytes = b"") -> list[int]:
-        """Return its processes with `who` on their command line."""
+        """Return the ids of its processes with `who` on their command line."""
         found = []
         for pid in marked(self.mark):
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -37,7 +37,7 @@ class MarkedCommand:
 
 @contextmanager
 def started(folder: Path, words: Sequence[str], **env: str) -> Iterator[MarkedCommand]:
-    """Run `python -m words` in a folder to its end. A process that outlives it fails the test."""
+    """Run `python -m words` in a folder to its end, and fail the test if a process remains."""
     mark, said = uuid.uuid4().hex, folder / "said"
     with said.open("wb") as file, subprocess.Popen(
         [sys.executable, "-m", *words], cwd=folder, env=environment(**{MARK: mark}, **env),

@@ -19,7 +19,7 @@ SHARED = "You are given a word of a language that nobody speaks any more, and sa
 
 
 def measured_run(folder: Path, model: Path) -> Place:
-    """Run a job whose rows begin alike."""
+    """Run a job whose rows share a prefix."""
     place = make_place(folder / "job", model)
     texts = [f"word {i}" + " and more" * (i % 7) for i in range(ROWS)]
     texts += texts[::4]

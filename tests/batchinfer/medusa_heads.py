@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class ResBlock(nn.Module):
-    """As in FasterDecoding/Medusa."""
+    """A residual block as in FasterDecoding/Medusa."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A DeepSeek-V3 with a layer for further tokens, as it is published: behind its last layer, with names of its own."""
+"""A DeepSeek-V3 with an MTP layer after its last layer, with names as in published checkpoints."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def add_mtp(folder: Path, layers: int = 2, **options: Any) -> MtpReference:
 
 
 def weights_changed(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Change what such a layer has stored."""
+    """Change the stored tensors of such a layer."""
     weights, start = load_file(folder / WEIGHTS), start_of(2)
     own = {name.removeprefix(start): one for name, one in weights.items() if name.startswith(start)}
     others = {name: one for name, one in weights.items() if not name.startswith(start)}

@@ -21,7 +21,7 @@ PLACE = {
 
 
 def whole(required: bool = True, **properties: Any) -> dict[str, Any]:
-    """An object of these properties."""
+    """Return the schema of an object with these properties."""
     made: dict[str, Any] = {"type": "object", "properties": properties}
     return {**made, "required": list(properties)} if required else made
 

@@ -1,4 +1,4 @@
-"""Whole jobs whose rows have adapters of their own."""
+"""Runs whole jobs whose rows use different adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLOAT32 = ("model.dtype", "float32")
 
 @pytest.fixture(scope="module")
 def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two adapters of the model, and the models that they make: `one` and `two`, `merged-one` and `merged-two`."""
+    """Two adapters and the merged models: `one` and `two`, `merged-one` and `merged-two`."""
     folder = tmp_path_factory.mktemp("adapters")
     source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model)
     for seed, name in enumerate(("one", "two")):
@@ -60,7 +60,7 @@ def answers(path: Path) -> list[str | None]:
 
 
 def alone(folder: Path, model: Path, rows: list[dict[str, Any]]) -> list[str | None]:
-    """The answers of a model without adapters to all rows."""
+    """Return the answers of a model without adapters to all rows."""
     folder.mkdir()
     path = write_job(folder, model, rows, **PLAIN)
     assert run(path, REAL, FLOAT32).exit_code == 0
@@ -111,7 +111,7 @@ def computed(outcome: Outcome) -> int:
 
 
 def test_answers_are_known_by_what_the_adapter_computes(tmp_path: Path, model: Path, models: Path) -> None:
-    """Another name for it, or another folder, computes nothing; other weights compute what they change."""
+    """Another name or folder computes nothing; other weights compute the rows that use them."""
     adapters = tmp_path / "adapters"
     shutil.copytree(models / "one", adapters / "one")
     shutil.copytree(models / "two", adapters / "two")
@@ -243,7 +243,7 @@ def test_a_dora_is_merged_if_all_rows_use_it(tmp_path: Path, family: str) -> Non
 def test_adapters_fit_the_channels_that_a_calibration_has_changed(
     tmp_path: Path, model: Path, models: Path
 ) -> None:
-    """Their log-probabilities are nearer to those in floats than where the factors of the channels are lost."""
+    """Log-probabilities are closer to float weights than without the channels' factors."""
     sections = {"model": {"adapter_from_column": "who"}, "sampling": {"max_tokens": 2, "logprobs": 5}}
     rows = [{"text": f"word {at} and more of it", "who": ("one", "two", None)[at % 3]} for at in range(12)]
     exact, coded = (job(tmp_path / name, model, models, rows, **sections) for name in ("exact", "int4"))
@@ -266,7 +266,7 @@ def distance(one: Path, other: Path) -> float:
 
 
 def test_the_plan_counts_what_adapters_take(tmp_path: Path, model: Path, models: Path) -> None:
-    """Their memory, and in steps their products, of the rows that have one."""
+    """Their memory, and the time of their products for rows that use them."""
     rows = rows_of([None, "one", "two", "one"] * 2)
     own = {"model": {"adapter_from_column": "who"}, "sampling": {"max_tokens": 6, "ignore_eos": True}}
     paths = [

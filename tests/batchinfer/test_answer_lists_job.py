@@ -27,12 +27,12 @@ ERRORS = ("error_code", "error_class", "error_message", "retryable")
 
 
 def answers(path: Path) -> list[dict[str, Any]]:
-    """The result of a job that has a row for each answer."""
+    """Return the result of a job with a row per answer."""
     return sorted(table(path), key=lambda row: (row["row_id"], row["sample_index"]))
 
 
 def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the rows of one answer each become in lists."""
+    """Return the rows of single answers grouped into lists."""
     found = []
     for number in sorted({row["row_id"] for row in rows}):
         own = [row for row in rows if row["row_id"] == number]
@@ -51,7 +51,7 @@ def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_lists_hold_what_rows_of_answers_do(
     tmp_path: Path, model: Path, sampling: dict[str, Any], per_file: int
 ) -> None:
-    """With log-probabilities of answers and prompts; from one to the other nothing is computed."""
+    """With log-probabilities of answers and prompts. Changing the option computes nothing."""
     rows: list[Any] = rows_of(8)
     rows[3]["text"] = None
     asked = sampling | {"logprobs": 1, "prompt_logprobs": 0}

@@ -1,4 +1,4 @@
-"""Whole jobs in int4: the first run calibrates the weights, and every later one has the same."""
+"""Runs whole jobs in int4: the first run calibrates the weights, later runs reuse them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(job: Path) -> dict[str, bytes]:
-    """What the state holds of calibrated weights, by path."""
+    """Return the calibrated weights in the state folder, by path."""
     state = next(job.parent.rglob(".batchinfer-res"))
     return {str(path): path.read_bytes() for path in sorted(state.glob("int4/*/*"))}
 
@@ -93,7 +93,7 @@ def die_halfway(order: CalibrationOrder, *_: Any) -> None:
 def test_a_model_of_ranks_answers_where_it_fits_one_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
-    """`short`: bytes that a GPU has less than the model in int4 needs of it."""
+    """A GPU has `short` bytes less than the int4 model needs."""
     has_gpus(monkeypatch, "0", "1")
     model = make_divisible(tmp_path / "model", intermediate_size=128)
     path = write_job(tmp_path, model, ROWS[:4], engine={"device": "cuda", "tensor_parallel_size": 2}, **PLAIN)
@@ -134,7 +134,7 @@ def test_the_verb_calibrates_again_only_when_asked(model: Path, tmp_path: Path) 
 
 
 def name_of(model: Path, version: str) -> str:
-    """Return the name of the folder of a model's calibrated weights."""
+    """Return the folder name of a model's calibrated weights."""
     of = inspect_checkpoint(model).fingerprint({})
     return hashlib.sha256(f"{of} {version}".encode()).hexdigest()[:24]
 
@@ -153,7 +153,7 @@ def test_experts_with_few_tokens_are_reported(tmp_path: Path) -> None:
 
 
 def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path) -> None:
-    """A job on it has the answers of the job that calibrated it; transformers reads what it says of its weights."""
+    """A job on it has the calibrating job's answers, and transformers reads the description of its weights."""
     file = write_job(tmp_path, model, ROWS, **PLAIN)
     found = export_job_model(load_job(file, INT4), tmp_path / "exported", 32, SILENT)
     with pytest.raises(OutputConflict, match="is there already"):
@@ -202,7 +202,7 @@ def test_rows_that_are_all_errors_calibrate_nothing(model: Path, tmp_path: Path)
 def test_the_command_calibrates_on_a_file_of_prompts_as_on_a_job_with_these_rows(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing but the folder is left."""
+    """Only the folder remains."""
     job = write_job(tmp_path, model, ROWS, **PLAIN)
     (tmp_path / "lines.txt").write_text("\n\n".join(row["text"] for row in ROWS))
     before, made = {path.name for path in tmp_path.iterdir()}, []

@@ -52,8 +52,10 @@ def job(
 def alike(
     folder: Path, texts: list[str], options: RunOptions, sets: dict[str, int], drafts: Any, **sampling: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """Run the model in `folder` on a CPU and on GPUs, where it publishes the same. Return the file of the second job,
-    and its row in the report."""
+    """Run the model on a CPU and on stand-in GPUs, and check that results are equal.
+
+    Return the second job's file, and its row in the report.
+    """
     alone = job(folder / "alone", folder / "model", texts, {"device": "cpu"}, **sampling)
     on_gpus = {"device": "cuda", "data_parallel": 1}
     path = job(folder / "ranks", folder / "model", texts, on_gpus, drafts, **sampling)
@@ -69,8 +71,7 @@ def alike(
 def test_captured_steps_of_ranks_answer_as_one_process_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, division: str
 ) -> None:
-    """Some captures come up in mid-job. All ranks meet in each of them, as a recording makes its collectives, and in
-    each replay."""
+    """Some captures happen during the job. All ranks run the collectives of each capture and each replay."""
     has_gpus(monkeypatch, "0", "1")
     experts = {"num_local_experts": 4} if family == "mixtral" else {}
     make_model_folder(tmp_path / "model", family, seed=2, num_hidden_layers=1, **experts)
@@ -89,7 +90,7 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
 def test_captured_ranks_have_experts_by_how_often_each_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of one process measures; then each rank's graphs are of the experts that it has, copies included."""
+    """A run of one process measures the counts. Each rank's graphs then use its experts, copies included."""
     has_gpus(monkeypatch, "0", "1")
     monkeypatch.setattr(Setting, "peaks", property(lambda _: None))  # only tokens count
     monkeypatch.setattr(expert_places, "_free_bytes", lambda *_: 1 << 24)  # of no GPU
@@ -112,7 +113,7 @@ def test_captured_ranks_have_experts_by_how_often_each_was_chosen(
 
 @pytest.mark.parametrize("ranks", first_of([2, 1], 1))
 def test_captured_steps_verify_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """Every rank has the graphs of the others, and as many: none waits for one that captures."""
+    """All ranks have equal graphs: no rank waits for another one's capture."""
     has_gpus(monkeypatch, "0", "1")
     monkeypatch.setattr(Setting, "peaks", property(lambda _: Peaks(1e12, 1e9)))
     make_model_folder(tmp_path / "model", "llama", seed=2, num_hidden_layers=1)
@@ -155,7 +156,7 @@ BOTH = (97, 98)
 
 
 def saying_both(model: Path, folder: Path) -> Path:
-    """Make three heads whose likeliest candidates are both tokens that answers have."""
+    """Make three heads whose two most likely candidates both occur in answers."""
     weights = load_file(model / WEIGHTS)
     vocab, hidden = weights["model.embed_tokens.weight"].shape
     heads = heads_of(hidden, vocab, 3, 1)

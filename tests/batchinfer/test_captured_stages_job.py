@@ -47,7 +47,6 @@ class Work:
     rows: int = 8
 
     def job(self, folder: Path, **engine: Any) -> Path:
-        """Write it."""
         folder.mkdir()
         model = folder.parent / "model"
         if not model.exists():
@@ -64,7 +63,7 @@ class Work:
     def found(
         self, folder: Path, options: RunOptions, sizes: dict[str, int], **engine: Any
     ) -> tuple[Path, Any]:
-        """Run it, and return its file and its row in the report."""
+        """Run the job; return its file and its row in the report."""
         path = self.job(folder, **engine)
         return path, run(path, options, *self.options, *((key, str(size)) for key, size in sizes.items())).row
 
@@ -109,7 +108,7 @@ def test_stages_on_gpus_answer_as_one_process_does(
 
 @pytest.mark.parametrize("dtype", first_of(("float32", "bfloat16"), 1))
 def test_captured_stages_keep_the_bits(tmp_path: Path, dtype: str) -> None:
-    """Of sampled answers and log-probabilities, which a single GPU would give."""
+    """Sampled answers and log-probabilities equal a single GPU's."""
     sections = {"sampling": {"max_tokens": 5, "ignore_eos": True} | SAMPLED}
     options = ("model.dtype", dtype), ("engine.deterministic", "true")
     work, found = Work(sections=sections, options=options, rows=4), []

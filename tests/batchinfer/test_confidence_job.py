@@ -1,4 +1,4 @@
-"""Whole jobs with `output.confidence`: probabilities among what was allowed, as transformers' logits give them."""
+"""Runs whole jobs with `output.confidence`: probabilities among the allowed tokens equal transformers'."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Logits = Callable[[list[int]], torch.Tensor]
 
 
 class Reference:
-    """The probabilities of texts under a constraint that allows only these, token by token."""
+    """Probabilities of texts under a constraint that only allows these texts, token by token."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -41,7 +41,7 @@ class Reference:
         self._texts = {id: self._tokenizer.decode([id], skip_special_tokens=True) for id in ids}
 
     def of(self, prompt: str, texts: list[str]) -> Mapping[str, float]:
-        """Return the probability of each text, over all ways to write it in tokens."""
+        """Return the probability of each text, over all its tokenisations."""
         found: dict[str, float] = defaultdict(float)
         pending = [("", self._tokenizer.encode(prompt).ids, 1.0)]
         while pending:
@@ -119,7 +119,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def test_fields_have_theirs_in_a_map(tmp_path: Path, tiny: Path) -> None:
-    """Each is what transformers says of the field's values behind what was written before it."""
+    """Each equals transformers' probability of the field's values after the text before."""
     path = job(tmp_path, tiny, {"confidence": True, "schema": SCHEMA}, max_tokens=120, temperature=1.5)
     assert run(path, REAL).exit_code == 0
     rows, reference = table(path), Reference(tiny)

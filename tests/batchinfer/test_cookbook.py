@@ -1,4 +1,4 @@
-"""docs/cookbook.md: every query is answered over a real result, and says what the text above it says."""
+"""Tests docs/cookbook.md: each query runs over a real result and returns the values in the text."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_shared_beginning_paid_most(opened: OpenResult) -> None:
 
 @pytest.mark.slow
 def test_several_answers_to_each_row(tmp_path: Path, model: Path) -> None:
-    """The job of the page: each repetition is a request of its own, sampled differently, and the prompt runs once."""
+    """The page's job: each repetition is a separate request with its own draws, and the prompt runs once."""
     questions = "".join(json.dumps({"question_id": i, "question": f"Why {i}?"}) + "\n" for i in range(3))
     (tmp_path / "questions.jsonl").write_text(questions)
     (job_file := tmp_path / "job.yaml").write_text(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])

@@ -1,4 +1,4 @@
-"""Whole jobs with `task: rerank` and cross-encoders, against transformers."""
+"""Runs whole jobs with `task: rerank` and cross-encoders, and compares them with transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FAMILIES = [
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "tells_types"), FAMILIES)
 def test_scores_equal_transformers(tmp_path: Path, family: str, tells_types: bool) -> None:
-    """Special tokens, types and heads; a pair that is there twice runs once, and one that is too long is cut."""
+    """Special tokens, types and heads. A duplicate pair runs once, and a long pair is cut."""
     model = tmp_path / "model"
     make_cross_encoder(model, family, tells_types)
     long = {"query": "why " * 20, "document": "because " * 30}
@@ -136,7 +136,7 @@ def test_wrong_jobs_are_told(
 
 
 def test_what_is_no_cross_encoder_is_refused(tmp_path: Path, place: Place) -> None:
-    """Three labels, no head under the name of a class that has one, a GPU, a decoder."""
+    """Three labels, a class name without its head, a GPU, and a decoder."""
     model = tmp_path / "model"
     make_cross_encoder(model, num_labels=3)
     path = write_job(tmp_path, model, pairs(2))

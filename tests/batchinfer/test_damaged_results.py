@@ -1,4 +1,5 @@
-"""A published file that changed on the disk: readers give the right values or exit code 74, and a run heals it."""
+"""Tests published files that changed on disk: readers give right values or exit code 74, and a run repairs
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Place:
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory, finished: Place) -> Path:
-    """The result of the night before: the same rows but one."""
+    """The result of an earlier run with all rows except one."""
     place = copy_of(finished, tmp_path_factory.mktemp("older") / "job")
     place.rows(*({"id": f"r{i}", "text": f"word {i or 'other'}"} for i in range(20)))
     run_once(place)
@@ -41,7 +42,7 @@ def older(tmp_path_factory: pytest.TempPathFactory, finished: Place) -> Path:
 
 @pytest.fixture
 def copy(finished: Place, tmp_path: Path) -> Place:
-    """A place to damage. Its job file lies elsewhere than the one that made it: it has been run there, too."""
+    """A copy to damage, with its own job file that has also run."""
     return run_once(copy_of(finished, tmp_path / "copy"))
 
 
@@ -50,7 +51,11 @@ def result_of(place: Place) -> RunResult:
 
 
 def readers(place: Place, whole: Path) -> dict[str, Callable[[], Any]]:
-    """All that read a result's values, each by a name; `whole`: a result that is the same."""
+    """Return all readers of a result by name.
+
+    Args:
+        whole: an undamaged copy of the result.
+    """
     return {
         "query": lambda: _fetched(place.results),
         "report folder": lambda: _fetched(place.results.with_name("res-report")),
@@ -66,7 +71,12 @@ def _fetched(folder: Path) -> Any:
 
 
 def check(place: Place, whole: Path, right: dict[str, Any], damaged: str, harmless: bool = False) -> None:
-    """`damaged` is in the message; `harmless`: readers may also be right."""
+    """Check the readers of a damaged result.
+
+    Args:
+        damaged: file name that messages contain.
+        harmless: if True, readers may also be right.
+    """
     for name, read in readers(place, whole).items():
         value, error = attempt(read)
         if error is None:
@@ -90,7 +100,7 @@ def right_values(finished: Place) -> dict[str, Any]:
 
 
 def offsets(size: int) -> Sequence[int]:
-    """Middle and end; of everything every 61st, which with three masks are 600 a file."""
+    """Return offsets to damage: middle and end, or in full tests every 61st, 600 per file with three masks."""
     return range(0, size, 61) if everything() else [size // 2, size - 9]
 
 
@@ -132,7 +142,7 @@ def changed(folder: Path, older: Path) -> Iterator[tuple[str, Callable[[], objec
 
 
 def test_a_run_heals_what_readers_refuse(finished: Place, copy: Place, older: Path, cli_of: CliOf) -> None:
-    """From the store: no engine starts."""
+    """Answers come from the store: no engine starts."""
     before, run = copy.published(), cli_of(NO_ENGINE)
     cases = range(12) if everything() else (3, 11)
     for case in cases:
@@ -178,7 +188,7 @@ def test_repair_runs_a_trial_with_what_it_was_run_with(place: Place, cli_of: Cli
 
 
 def test_repair_without_a_note_names_the_step(copy: Place, cli_of: CliOf) -> None:
-    """As with results of versions that noted nothing, or where the state is gone."""
+    """As for results of older versions, or without state."""
     shutil.rmtree(copy.state)
     next(copy.results.glob("*.parquet")).unlink()
     run = cli_of(NO_ENGINE)
@@ -202,7 +212,7 @@ def test_a_damaged_part_of_the_store_is_never_published(copy: Place, cli_of: Cli
 
 @pytest.mark.slow
 def test_errors_are_counted_from_a_result_that_is_whole(place: Place, cli_of: CliOf) -> None:
-    """What "already published" says of error rows is read from the result."""
+    """The message "already published" reads the number of error rows from the result."""
     place.rows(*({"id": f"r{i}", "text": f"word {i}"} for i in range(19)), {"id": "bad"})
     job = place.job("on_error: {max_error_rate: 0.5}")
     run = cli_of(FAKE)

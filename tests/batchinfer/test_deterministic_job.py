@@ -1,5 +1,7 @@
-"""Whole jobs with `engine.deterministic: true`, with values and with codes in the cache: the published bytes do not
-depend on how the work was done, and the report counts what it took."""
+"""Runs whole jobs with `engine.deterministic: true`, with float and quantised caches.
+
+The published bytes do not depend on chunks and batches, and the report counts the memory.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(place: Place, *settings: str) -> None:
-    """The command line in this process, engine and all."""
+    """Run the command line and its engine in this process."""
     words = [word for setting in settings for word in ("--set", setting)]
     assert cli._guarded(["run", str(place.folder / "job.yaml"), "--quiet", *words]) == 0
 
 
 def published(place: Place) -> list[str]:
-    """What is in the files; their names hold a number of their own for each publication."""
+    """Return the content of the files; their names differ per publication."""
     files = sorted(place.results.glob("*.parquet"))
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 def ask(place: Place, quantization: str, kept: str) -> None:
-    """Sampled answers at a high temperature: the last bit of a logit would show sooner or later."""
+    """Set sampled answers at a high temperature, which reveal any changed bit of a logit."""
     place.job(
         model=f"model: {{path: model, dtype: bfloat16, quantization: {quantization}, kv_cache_dtype: {kept}}}",
         sampling="sampling: {max_tokens: 16, temperature: 1.5, ignore_eos: true, logprobs: 3}",
@@ -62,7 +64,7 @@ def last(place: Place, table: str) -> list[dict[str, Any]]:
 
 
 def moved(place: Place, layers: int) -> tuple[int, int]:
-    """Bytes of all steps, and how many times a layer wrote or read a token's K and V; a copy does both."""
+    """Return the bytes of all steps, and the number of times that a layer wrote or read a token's K and V."""
     steps = last(place, "steps")
     stored = sum(step["prefill_tokens"] + step["decode_tokens"] + 2 * step["copied_tokens"] for step in steps)
     return sum(step["bytes"] for step in steps), sum(step["kv_tokens"] for step in steps) + stored * layers

@@ -49,7 +49,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and two adapters of it in all of its layers."""
+    """A model, and two adapters of all its layers."""
     folder = tmp_path_factory.mktemp("models")
     make_model_folder(folder / "model", num_hidden_layers=3, num_key_value_heads=2)
     source: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -83,7 +83,7 @@ def job(folder: Path, models: Path, adapters: bool, **sections: Any) -> Path:
 def test_a_divided_model_answers_as_one_process_does(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, what: str, division: dict[str, int]
 ) -> None:
-    """With log-probabilities. One process has no drafts."""
+    """With log-probabilities. The single process has no drafts."""
     has_cores(monkeypatch, 4)
     sections = dict(WORK[what])
     if sections.get("drafts") == "MODEL":

@@ -1,4 +1,4 @@
-"""Whole jobs with drafts and without: the same rows, fewer steps."""
+"""Runs whole jobs with and without drafts: equal rows, fewer steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def job(folder: Path, model: Path, drafts: Any, **sections: Any) -> Path:
 
 
 class Plain(NamedTuple):
-    """What a job without drafts has published, and the row of its report."""
+    """The published rows of a job without drafts, and its report row."""
 
     table: list[dict[str, Any]]
     row: dict[str, Any]
@@ -93,7 +93,7 @@ class Plain(NamedTuple):
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -> Callable[[Path, str], Plain]:
-    """Runs a job of a model and a kind without drafts, once for all that are held against it."""
+    """Return a function that runs a job without drafts, once per model and kind."""
 
     @functools.cache
     def found(model: Path, kind: str) -> Plain:
@@ -143,14 +143,14 @@ def test_drafts_do_not_change_the_rows_of_a_job(
 
 
 def changed(path: Path, rows: list[dict[str, Any]], **sections: Any) -> None:
-    """Give a job other rows and other sections."""
+    """Replace the rows and sections of a job."""
     said = json.loads(path.read_text())
     (path.parent / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     path.write_text(json.dumps(said | {name: said.get(name, {}) | one for name, one in sections.items()}))
 
 
 class Seen:
-    """Gives drafts, and remembers which."""
+    """A draft source that records its drafts."""
 
     def __init__(self) -> None:
         self.given: list[Sequence[int] | None] = []
@@ -165,7 +165,7 @@ class Seen:
 def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, waves: bool
 ) -> None:
-    """They are found by their ids, and stand elsewhere now."""
+    """Rows are found by their ids at other positions."""
     monkeypatch.setattr(earlier_drafts, "with_draft", seen := Seen())
     options = replace(REAL, waves_from_s=0.0) if waves else REAL
     given = {
@@ -193,7 +193,7 @@ def test_rows_whose_job_changed_are_drafted_by_their_last_answers(
 def test_engines_begin_with_the_last_answers_of_the_last_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The quickstart's model writes texts that become its tokens again."""
+    """The quickstart's model writes texts that tokenise to their own tokens."""
     orders = [json.loads(line) for line in (QUICKSTART / "data/orders.jsonl").read_bytes().splitlines()[:3]]
     prompt = YAML(typ="safe").load(QUICKSTART / "job.yaml")["prompt"]
     path = job(tmp_path / "a", QUICKSTART / "model", "auto", prompt=prompt, sampling={"max_tokens": 48})
@@ -223,7 +223,7 @@ def test_rows_with_several_answers_have_no_earlier_ones(
 
 
 def deep(model: Path, folder: Path) -> Path:
-    """Make a model with eight times the layers. The further ones change little: both models answer alike."""
+    """Make a model with eight times the layers, whose additional layers change few answers."""
     copied = Path(shutil.copytree(model, folder))
     config, weights = json.loads((copied / "config.json").read_text()), load_file(copied / WEIGHTS)
     own = config["num_hidden_layers"]
@@ -238,7 +238,7 @@ def deep(model: Path, folder: Path) -> Path:
 
 
 def windowed(model: Path, folder: Path) -> Path:
-    """Copy a model; each layer of the copy has a window."""
+    """Copy a model and give each layer a window."""
     copied = Path(shutil.copytree(model, folder))
     architecture = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     edit_json(copied / "config.json", **architecture, sliding_window=16)
@@ -318,7 +318,7 @@ def test_rows_with_adapters_have_drafts_by_a_model_without(
 
 
 def asked_first(path: Path, options: RunOptions = REAL) -> int:
-    """Run a job, and return how many requests its draft model answered first."""
+    """Run a job and return the number of requests that its draft model answered first."""
     said: list[str] = []
     run_job(
         load_job(path, [FLOAT32]), options, Progress(io.StringIO(), quiet=True), Interrupts(), said.append
@@ -331,7 +331,7 @@ def asked_first(path: Path, options: RunOptions = REAL) -> int:
 def test_a_draft_model_that_is_killed_goes_on_where_it_was(
     tmp_path: Path, model: Path, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engine has answered some rows, and the job's engine has not begun."""
+    """Its engine has answered some rows, and the job's engine has not started."""
     path = job(tmp_path / "job", large, {"model": str(model), "runs": "first"}, sampling={"max_tokens": 12})
     changed(path, [{"text": f"row {at} has some words"} for at in range(24)])
     monkeypatch.setenv("DIES_AFTER", "9")
@@ -466,8 +466,8 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
 def test_rows_are_those_of_a_job_without_heads(
     tmp_path: Path, model: Path, large: Path, without: Callable[[Path, str], Plain], kind: str, heads: str
 ) -> None:
-    """Heads propose the last token again: answers of a small random model repeat themselves. Of trees only second
-    candidates are right, so chains would be wrong."""
+    """Heads propose the last token again: a small random model's answers repeat. In trees only second
+    candidates are right, and chains are wrong."""
     base = model if heads == "trees" else large
     folder = {"medusa": repeating, "eagle": echoing, "trees": second}[heads](base, tmp_path / "heads")
     path = job(tmp_path / "job", base, {"heads": str(folder)}, **WITH_MODELS[kind])
@@ -539,7 +539,7 @@ NEVER = 5  # a token
 def test_heads_count_as_weights_and_those_with_a_layer_as_cache(
     tmp_path: Path, model: Path, large: Path
 ) -> None:
-    """A layer has K and V of each token, and the state that it reads of it."""
+    """A layer caches K and V of each token, and the state that it reads."""
     folders = {"medusa": repeating(large, tmp_path / "medusa"), "eagle": echoing(large, tmp_path / "eagle")}
     plain = planned(job(tmp_path / "plain", large, "off"), FLOAT32).memory
     assert plain is not None
@@ -572,7 +572,8 @@ def test_heads_that_do_not_fit_are_refused_before_anything_runs(
 
 
 def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(tmp_path: Path, model: Path) -> None:
-    """It is in the model's own folder, and says what follows a token where nothing else counts: nearly nothing does."""
+    """The layer is in the model's folder. It gives the next token if nothing else matters, which is nearly
+    always the case."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     add_mtp(folder, 12, vocab=json.loads((model / "config.json").read_text())["vocab_size"])
@@ -591,7 +592,7 @@ def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(tmp_path: 
 
 
 def by_last_token(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a model whose layers change little, and its layer for further tokens one that gives the embedding."""
+    """Make a model whose layers change little, with an MTP layer that returns the embedding."""
     hidden, start = len(weights["model.norm.weight"]), start_of(12)
     for name, one in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

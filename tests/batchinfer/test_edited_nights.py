@@ -1,4 +1,4 @@
-"""Whole jobs whose input is edited at random, night after night: each night publishes what a fresh job does."""
+"""Runs jobs repeatedly over randomly edited input: each result equals a fresh job's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WRITERS: dict[str, Callable[[Path, Sequence[Row]], None]] = {"jsonl": jsonl, "cs
 
 
 class Input:
-    """The files of a job, edited by dice. Only what an edit touches is written."""
+    """The files of a job, randomly edited. Only edited files are written."""
 
     def __init__(self, folder: Path, form: str, seed: int) -> None:
         self._folder, self._form, self._dice, self._made = folder, form, random.Random(seed), 0
@@ -80,7 +80,7 @@ class Input:
         self._write(name, rows)
 
     def _rows(self, name: str, rows: list[Row]) -> None:
-        """Insert, repeat and remove rows; some have the work of another row and nothing else."""
+        """Insert, repeat and remove rows; some inserted rows have another row's request."""
         at = self._dice.randrange(len(rows) + 1)
         other = self._dice.choice(self._dice.choice([*self.files.values()]) or [self._new()])
         equal = self._new() | {"text": other["text"], "can": other["can"]}
@@ -134,7 +134,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(folder: Path, model: Path, kind: str) -> Path:
-    """Write a job over the files in `in`. The tools of a row are in a column."""
+    """Write a job over the files in `in`, with a column of tools."""
     return job(
         folder,
         model,
@@ -165,7 +165,7 @@ def test_a_night_of_many_edits_in_waves(tmp_path: Path, model: Path, known: list
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.usefixtures("slowly")
 def test_edited_nights(tmp_path: Path, model: Path, known: list[int], kind: str, form: str) -> None:
-    """Now all rows are planned at once, now they run in waves."""
+    """Rows are planned all at once, or run in waves."""
     files = Input(tmp_path / "in", form, seed=len(kind + form))
     path = written(tmp_path, model, kind)
     for night in range(6):

@@ -1,4 +1,4 @@
-"""Whole jobs with `task: embed`, against transformers."""
+"""Runs whole jobs with `task: embed`, and compares them with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole jobs with encoders that ask for a GPU. Without one, Triton's kernels are interpreted."""
+"""Runs whole jobs with encoders on a GPU, or in Triton's interpreter without one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, its stand-in is one."""
+    """Use the stand-in for a GPU if there is none."""
     if DEVICE == "cpu":
         has_gpus(monkeypatch)
 
@@ -43,7 +43,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vectors_are_those_of_a_cpu(
     tmp_path: Path, family: str, pooling: str, layers: dict[str, int]
 ) -> None:
-    """Windows with two sides; rotated positions with norms of heads; learned positions; and distances."""
+    """Two-sided windows, rotated positions with head norms, learned positions, and distances."""
     model, texts = tmp_path / "model", [*TEXTS[1:5:3], "a", "b" * 40]
     make_sentence_encoder(model, family, pooling, layers=layers)
     prompt = {"text": "text", "truncate": "right"}

@@ -1,4 +1,4 @@
-"""Whole jobs with encoders, against transformers and torch's own layers."""
+"""Runs whole jobs with encoders, and compares them with transformers and torch's layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_vectors_equal_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_layers_behind_the_pooling(tmp_path: Path) -> None:
-    """As EmbeddingGemma has them: the store keeps what they are made of, and a changed layer computes nothing."""
+    """As in EmbeddingGemma: the store keeps the vectors before these layers, and a changed layer computes
+    nothing."""
     model, kinds = tmp_path / "model", ("Identity", "Tanh")
     make_sentence_encoder(model, "gemma3_text", "mean_tokens", default_prompt_name="query")
     write_dense(model, (48, 80, 40), kinds)

@@ -1,4 +1,4 @@
-"""An input with too few rows is refused. The published result and the stored answers stay."""
+"""Tests that an input with too few rows is rejected, and the published result and stored answers stay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def planned(path: Path, sets: SETS, sample: int | None = None) -> None:
 
 
 def refused(path: Path, words: str, *sets: tuple[str, str]) -> None:
-    """`run` and `plan` refuse the input with the same words, and the result stays as it is."""
+    """Check that `run` and `plan` reject the input with these words, and the result stays."""
     before = published(path.parent)
     for attempt in (lambda: run(path, NO_ENGINE, *sets), lambda: planned(path, sets)):
         with pytest.raises(TooFewRows, match=words) as caught:

@@ -36,7 +36,7 @@ def queried(results: Path, sql: str) -> list[dict[str, Any]]:
 
 
 def answers(place: Place, fake: Command) -> dict[str, str]:
-    """What the fake engine answers to the rows, by id."""
+    """Return the fake engine's answers by row id."""
     assert fake("run", place.job()).code == 0
     return {row["custom_id"]: row["generated_text"] for row in place.table()}
 
@@ -107,7 +107,7 @@ SHAPE = {
 
 
 def test_typed_answers_are_measured_by_field(tmp_path: Path, model: Path) -> None:
-    """With a tiny model, labels of Parquet as a struct, some of one field only, and a rerun without any computing."""
+    """A tiny model, labels of Parquet as a struct, some with one field, and a rerun without computing."""
     labels = 3 * [
         {"state": "open", "count": 1}, {"state": "paid", "count": None}, None, {"state": None, "count": 3}
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How many tokens each expert was given, in the report of a whole job."""
+"""Tests the report's counts of tokens per expert, in a whole job."""
 
 from __future__ import annotations
 

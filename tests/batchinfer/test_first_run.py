@@ -1,4 +1,4 @@
-"""The first run on a machine: the operators are compiled while the input is read."""
+"""Tests the first run on a machine: operators are compiled while the input is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batchinfer(cache: Path, compiler: Path, *words: str) -> subprocess.Completed
 
 @pytest.fixture
 def quick(tmp_path: Path) -> Path:
-    """A compiler that takes no time: whatever it is asked for, it gives the operators that are compiled already."""
+    """Write a fake compiler that returns the compiled operators at once."""
     path = tmp_path / "quick-cc"
     path.write_text(
         f'#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && exec cp \'{build_library()}\' "$2"; shift; done\n'
@@ -44,7 +44,7 @@ def quick(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which nothing is compiled so far, with a fake compiler; the path of its log."""
+    """Set up a machine without compiled operators and with a fake compiler; return the path of its log."""
     compiler, log = fake_compiler(tmp_path)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""A whole job on a model that transformers computes, from the command to the report."""
+"""Runs a whole job on a model that transformers computes, from the command to the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def described_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Describe the model in this process and not in one of its own, which would import transformers first."""
+    """Describe the model in this process, as another one would first import transformers."""
     monkeypatch.setattr(open_checkpoint, "__defaults__", (describe,))
 
 

@@ -27,7 +27,7 @@ NAME = "models/tiny-Q4_K_M.gguf"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file in the folder `models`, and its dequantised checkpoint in `plain`."""
+    """A GGUF model in the folder `models`, and its dequantised checkpoint in `plain`."""
     folder = tmp_path_factory.mktemp("gguf")
     keys = tokenizer_keys(make_tokenizer(folder / "plain"))
     (folder / "models").mkdir()
@@ -64,14 +64,14 @@ def test_values_of_4_bits_stay_as_they_are_stored(tmp_path: Path, folder: Path) 
 
 
 def test_a_file_is_read_through_a_link_that_the_job_names(tmp_path: Path, folder: Path) -> None:
-    """But none in a folder that leads elsewhere."""
+    """A link in the folder that leads elsewhere is rejected."""
     link = tmp_path / "x.gguf"
     link.symlink_to(folder / NAME)
     assert open_checkpoint(link).spec == open_checkpoint(folder / NAME).spec
 
 
 def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path) -> None:
-    """The file names one; the others are known by their texts, if the file calls them control tokens."""
+    """The file names one. Others are known by their texts, if they are control tokens."""
     special = ["<|eot_id|>", "<|end_of_text|>", "<|other|>"]
     fast = make_family_tokenizer(tmp_path / "plain", "x", special, ["<end_of_turn>"])
     keys = tokenizer_keys(fast)

@@ -1,4 +1,4 @@
-"""Whole jobs that ask for a GPU, from the file to the report. Without one, Triton's kernels are interpreted."""
+"""Runs whole jobs on a GPU, from the file to the report, or in Triton's interpreter without one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def job(folder: Path, model: Path, quantization: str, kv_cache_dtype: str = "aut
 
 @pytest.fixture(autouse=True)
 def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, its stand-in is one; it sees to how Triton is imported."""
+    """Use the stand-in for a GPU if there is none; it selects Triton's interpreter."""
     if DEVICE == "cpu":
         has_gpus(monkeypatch)
 
@@ -65,7 +65,7 @@ def run_on_gpu(path: Path, factory: str = "build_quick") -> Outcome:
 def test_codes_and_deterministic_from_the_file_to_the_report(
     tmp_path: Path, model: Path, again: bool
 ) -> None:
-    """The report says what was run; and run again, the published bytes do not depend on how the work was cut."""
+    """The report states the settings. Published bytes of another run do not depend on chunks."""
     at_once = job(tmp_path / "at-once", model, "int8", "fp8", deterministic=True)
     outcome = run_on_gpu(at_once)
     assert outcome.exit_code == 0
@@ -106,7 +106,7 @@ def test_what_only_triton_can_do_is_refused_without_it(
 
 @pytest.mark.slow
 def test_experts_count_each_token_once(tmp_path: Path) -> None:
-    """Not what was run to measure and to capture, nor the padding of graphs."""
+    """Neither steps of the warm-up and captures nor padding count."""
     make_model_folder(tmp_path / "model", "qwen2_moe", seed=2)
     path = job(tmp_path / "job", tmp_path / "model", "none", max_num_seqs=4, max_num_batched_tokens=512)
     assert run_on_gpu(path, "build").exit_code == 0

@@ -1,4 +1,4 @@
-"""Jobs under constraints that are killed, resumed, read before they are done, and run again with other constraints."""
+"""Runs jobs with constraints that are killed, resumed, read early, and run again with other constraints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(place: Place, shape: Mapping[str, Any]) -> Path:
 
 
 def check(rows: list[dict[str, Any]], shape: Mapping[str, Any]) -> int:
-    """How many answers are whole. These are valid, and in the columns; others have nothing in them."""
+    """Return the number of complete answers, after checking that they are valid and in the columns."""
     names, whole = list(shape["properties"]), 0
     for row in rows:
         if row["status"] == "ok":
@@ -61,8 +61,8 @@ def check(rows: list[dict[str, Any]], shape: Mapping[str, Any]) -> int:
 def test_a_killed_job_is_read_and_resumed(
     place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engine is killed in the middle of answers, and so is the next one. Rows 0 … 3 are equal: sampled, each is
-    computed."""
+    """Its engine is killed within answers, and so is the next one. Rows 0 … 3 are duplicates: each is
+    sampled."""
     place.rows(*({"id": f"r{n}", "text": f"word {n}" if n > 3 else "same"} for n in range(16)))
     job = write(place, NUMBERS)
     monkeypatch.setenv("DIES_AFTER", "6")
@@ -105,10 +105,10 @@ def test_a_job_with_another_schema_has_other_columns(place: Place, cli_of: CliOf
     assert found[0] == found[2], "answers of the first schema are still stored"
 
 
-def test_a_tokenizer_that_can_follow_nothing_is_told_before_the_model_loads(
+def test_a_tokenizer_without_constraints_is_reported_before_the_model_loads(
     place: Place, cli_of: CliOf
 ) -> None:
-    """For a constraint of the job; rows with one of their own are errors, and others run."""
+    """For a constraint of the job. Rows with their own constraint are error rows, and others run."""
     validate = cli_of(NO_ENGINE)
     words().save(str(place.own_model() / "tokenizer.json"))
     place.rows({"id": "a", "text": "yes", "choice": ["no"]}, {"id": "b", "text": "no"})

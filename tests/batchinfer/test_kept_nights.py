@@ -36,7 +36,7 @@ FIELDS: dict[str, Any] = {
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows of each chunk were known."""
+    """Return a list that receives the number of known rows of each chunk."""
     found: list[int] = []
     append = KeptIndex.append
 
@@ -50,7 +50,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line is a chunk."""
+    """Make each line a chunk."""
     opened = Ingestion._opened
 
     def small(self: Ingestion, files: Sequence[InputFile]) -> Reader:
@@ -65,7 +65,7 @@ def published(folder: Path) -> dict[str, bytes]:
 
 
 def check(path: Path) -> None:
-    """Hold what was published against a run without state."""
+    """Compare the published result with a run without state."""
     found = published(path.parent)
     assert verify_result(Location.at(path.parent / "out/res")) == []
     shutil.move(path.parent / "out", path.parent / "aside")
@@ -92,9 +92,7 @@ def test_a_night_without_rows_leaves_the_state_usable(tmp_path: Path, model: Pat
     assert published(tmp_path) == full
 
 
-def test_what_the_version_before_kept_is_not_used_and_goes(
-    tmp_path: Path, model: Path, known: list[int]
-) -> None:
+def test_state_of_an_older_version_is_dropped(tmp_path: Path, model: Path, known: list[int]) -> None:
     """The input is read again, and no answer is lost."""
     path = write_job(tmp_path, model, people(20), **FIELDS)
     run(path)
@@ -117,7 +115,7 @@ def test_what_the_version_before_kept_is_not_used_and_goes(
 def test_answers_that_are_lost_after_the_rows_were_read(
     tmp_path: Path, model: Path, known: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if they were lost then: what tells of rows that need no tokens is wrong, once. The next run is right."""
+    """The list of rows without tokens is wrong for one run. The next run is right."""
     path = write_job(tmp_path, model, people(30), **FIELDS)
     run(path)
     for file in (tmp_path / "out/.batchinfer-res/completions").glob("part-*"):

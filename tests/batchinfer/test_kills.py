@@ -1,5 +1,7 @@
-"""Kills and stops of a run's processes, in real runs of the real engine: the same command then finishes the job, with
-the very bytes of a run that nothing disturbed, and leaves no process behind."""
+"""Kills and stops processes of real runs: the same command then finishes with an undisturbed run's bytes.
+
+No process remains.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def disturbances(dice: random.Random, lives_s: dict[str, float], later_s: float)
 
 
 def suffers(command: MarkedCommand, what: Disturbance) -> bool:
-    """Disturb a process of the command; return True if the process was there."""
+    """Disturb a process of the command; return True if the process existed."""
     pids = list[int]()
     while not pids and command.process.poll() is None:
         pids = command.pids(what.who.encode())
@@ -114,7 +116,7 @@ def make(folder: Path, model: Path) -> Place:
 
 
 def whole(place: Place, words: Sequence[str] = ()) -> None:
-    """Run the command to its end, which nothing disturbs."""
+    """Run the command to its end without disturbances."""
     command = [sys.executable, "-m", *COMMAND, "run", "job.yaml", "--quiet", *words]
     done = warm_commands.run(command, cwd=place.folder, capture_output=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -155,7 +157,7 @@ def disturb(
 def test_kills_and_stops_change_no_byte(
     seed: int, tmp_path: Path, undisturbed: tuple[Path, list[str]]
 ) -> None:
-    """Four a seed, of the command itself, of what renders and checks, and of the engine."""
+    """Four per seed: of the command, of processes that render and check, and of the engine."""
     model, expected = undisturbed
     place = make(tmp_path / "job", model)
     disturb(place, seed)

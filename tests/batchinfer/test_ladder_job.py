@@ -1,4 +1,4 @@
-"""Whole jobs with `on_invalid`: rows whose answers are cut or unfit run again, as the ladder says."""
+"""Runs whole jobs with `on_invalid`: rows with cut or invalid answers run again, as the ladder says."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PROMPT = {"system": None, "user": None, "token_ids": "ids"}
 
 @pytest.fixture(autouse=True)
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The keys of the requests that were computed."""
+    """The log of computed requests' keys."""
     monkeypatch.setenv("FAKE_ENGINE_LEVELS", str(LEVELS))
     monkeypatch.setenv("FAKE_ENGINE_LOG", str(tmp_path / "log"))
     return tmp_path / "log"
 
 
 def rows(count: int = COUNT) -> list[dict[str, Any]]:
-    """Row n has the hardness n % LEVELS."""
+    """Return rows whose hardness is n % LEVELS."""
     return [{"id": f"r{n}", "ids": [20 + n, 20]} for n in range(count)]
 
 
@@ -65,7 +65,7 @@ def wanted(hardness: int, most: int) -> tuple[int, str]:
 def test_rows_run_again_until_they_fit(
     tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch, engines: int
 ) -> None:
-    """The first of them run again before the last has run once, and the report knows which request answered."""
+    """The first rows run again before the last row has run once. The report names the request that answered."""
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
     monkeypatch.setenv("FAKE_ENGINE_DELAY_S", "0.1")
     path = job(tmp_path / "j", model, engine={"data_parallel": engines})
@@ -101,7 +101,7 @@ def test_equal_rows_run_again_together_and_equal_samples_apart(
 
 
 def rows_that_run_no_more(path: Path, model: Path, spill: Path) -> list[dict[str, Any]]:
-    """What a partial result of a job has."""
+    """Return the rows of a job's partial result."""
     state = path.parent / "out/.batchinfer-res"
     (marker,) = state.glob("**/index.json")
     reader = partial_reader(Index.open(marker.parent), state / "completions", Tokenizer.load(model), spill)
@@ -181,7 +181,7 @@ def test_openai_lines_have_the_answer_that_counts(tmp_path: Path, model: Path) -
 
 
 def test_each_sample_has_a_ladder_of_its_own(tmp_path: Path, model: Path, log: Path) -> None:
-    """As in a file in which each row stands twice: the same work, and so one job's answers are the other's."""
+    """As in a file with each row twice: work is equal, and the jobs share answers."""
     sampled: dict[str, Any] = {"on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]}
     path = job(tmp_path / "n", model, rows(8), sampling={"temperature": 0.05, "n": 2}, **sampled)
     assert run(path).exit_code == 0

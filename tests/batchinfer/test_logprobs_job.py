@@ -1,4 +1,4 @@
-"""Whole jobs that ask for log-probabilities, from the job file to the typed column and OpenAI's files."""
+"""Runs whole jobs with log-probabilities, from the job file to the typed column and OpenAI's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole job whose answers run in circles: rows that ask for it end there, and the results say so."""
+"""Runs a whole job with looping answers: rows with the option end at the loop, and results mark them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokens(row: dict[str, Any]) -> list[int]:
 
 
 def test_answers_that_loop_end_where_they_do(tmp_path: Path) -> None:
-    """Each is the beginning of the answer without the option, to the bit; nothing of it is computed again."""
+    """Each is a prefix of the answer without the option, bit by bit, and is not computed again."""
     model = tmp_path / "model"
     make_model_folder(model, seed=3)
     rows = [row | {"stop_at": (None, 0, 8, 24)[i % 4]} for i, row in enumerate(people(examples(8, 24)))]

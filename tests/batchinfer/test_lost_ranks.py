@@ -1,7 +1,7 @@
-"""Ranks are killed, stopped and without memory at random moments of their lives; and the command that has them is
-killed, stopped, or told to end.
+"""Kills, stops and starves ranks at random moments, and kills, stops and ends their command.
 
-`pytest -s -m slow tests/batchinfer/test_lost_ranks.py` prints a line for each; LOST_RANKS_SEED draws other moments.
+`pytest -s -m slow tests/batchinfer/test_lost_ranks.py` prints a line per case; LOST_RANKS_SEED draws other
+moments.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Undisturbed:
 
 
 def victims(command: MarkedCommand, who: str, ranks: int) -> list[int]:
-    """The processes that are meant, once all of them are there."""
+    """Return the processes to strike, once all of them exist."""
     if who == "the command":
         return [command.process.pid]
     kind, count = (ENGINE, 1) if who == "rank 0" else (RANK, ranks - 1)
@@ -96,14 +96,14 @@ def strike(pid: int, what: str) -> None:
 
 
 def running(path: Path, division: dict[str, int]) -> AbstractContextManager[MarkedCommand]:
-    """Start the command, and see to it that no process is left in the end."""
+    """Start the command, and check at the end that no process remains."""
     sets = (FLOAT32, *((name, str(size)) for name, size in division.items()))
     arguments = [part for name, value in sets for part in ("--set", f"{name}={value}")]
     return started(path.parent, ["tests.batchinfer.hasty_run", str(path), *arguments])
 
 
 def run_whole(path: Path, division: dict[str, int]) -> None:
-    """Run the job, undisturbed: in this process, which takes less time; in `make test-all` as a command."""
+    """Run the job in this process, which is faster, or as a command in `make test-all`."""
     if everything():
         with running(path, division) as command:
             pass
@@ -117,7 +117,7 @@ def run_whole(path: Path, division: dict[str, int]) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_children: None) -> Undisturbed:
-    """What one process answers, and how long that takes."""
+    """The answers of one process, and its duration."""
     folder = tmp_path_factory.mktemp("undisturbed")
     sizes: dict[str, Any] = {"num_local_experts": 4, "num_hidden_layers": 4}
     make_model_folder(folder / "model", "mixtral", **sizes)

@@ -1,4 +1,4 @@
-"""Damaged JSON files of a checkpoint: each is refused by its name, or the job works."""
+"""Tests damaged JSON files of a checkpoint: an error names the file, or the job works."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each family, and one with an index of its weights."""
+    """A checkpoint per family, and one with an index of its weights."""
     found = {
         name: tmp_path_factory.mktemp("models") / "model" for name in ("llama", "gpt_oss", "deepseek_v3")
     }
@@ -59,7 +59,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
 
 def drawn(name: str, data: bytes, count: int) -> list[Mutant]:
-    """The same ones each time."""
+    """Return fixed random mutants of a file."""
     found = list(mutants(data))
     return random.Random(name).sample(found, min(count, len(found)))
 
@@ -83,7 +83,7 @@ def check_refused(mutant: Mutant, path: Path, code: int, told: str) -> None:
 
 
 def check(place: Place, path: Path, damaged: list[Mutant], run: Any) -> list[Mutant]:
-    """Those that are accepted."""
+    """Return the damaged files that were accepted."""
     accepted = []
     for mutant in damaged:
         path.write_bytes(mutant.data)
@@ -120,7 +120,7 @@ def test_many_damaged_files(name: str, tmp_path: Path, models: dict[str, Path], 
 
 @pytest.mark.slow
 def test_damaged_chat_templates(tmp_path: Path, models: dict[str, Path], run: Any) -> None:
-    """One that gives empty prompts, or raises, makes error rows: more than the job allows."""
+    """A template that gives empty prompts or raises makes error rows, more than the job allows."""
     place = make_place(tmp_path / "job", models["llama"])
     path = place.own_model() / "chat_template.jinja"
     for mutant in file_mutants(path.read_bytes()):

@@ -1,4 +1,4 @@
-"""A job with ${date} in its output.path: one store and one history for all nights, and state that stays bounded."""
+"""Tests a job with ${date} in its output.path: one store and one history for all runs, and bounded state."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_date_below_a_mount_point_is_refused_before_anything_runs(tmp_path: Pa
 def test_what_a_long_run_published_was_used_when_it_published(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A query's run that took longer than `keep` must not find its own answers unused."""
+    """A query's run that took longer than `keep` must not treat its own answers as unused."""
     sql = {"path": None, "sql": "SELECT text FROM 'in.jsonl'"}
     job = write_job(tmp_path, model, people(5), input=sql, output={"path": "out/res"})
 

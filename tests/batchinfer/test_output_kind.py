@@ -1,6 +1,6 @@
-"""A kind of answers is one object and one line of the registry: the rest of the product takes whatever it says.
+"""Tests that a kind of answers is one object and one line of the registry.
 
-The kind here is made up: how many prompt tokens there are to each token of the answer.
+The kind here is made up: the number of prompt tokens per token of the answer.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ FIELD = pa.field("ratio", pa.float64())
 
 @dataclass(frozen=True)
 class Ratio:
-    """Prompt tokens to each token of the answer."""
+    """The number of prompt tokens per token of the answer."""
 
     value: float
     held_bytes = 0
 
 
 class Divide:
-    """Turns texts into ratios. An answer of seven tokens is refused."""
+    """Turns texts into ratios. An answer of seven tokens is an error."""
 
     def __init__(self) -> None:
         self._prompts: dict[bytes, int] = {}
@@ -107,7 +107,7 @@ class RatioKind(OutputKind):
 
 @pytest.fixture
 def ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line of the registry, and jobs that ask for it."""
+    """Register the kind, and let jobs request it."""
     kind = RatioKind()
     monkeypatch.setitem(KINDS, kind.name, kind)
     monkeypatch.setattr("batchinfer.plan.setup.job_setup.kind_of", lambda job: kind)
@@ -162,7 +162,7 @@ def test_its_columns_are_reserved_in_its_jobs(tmp_path: Path, model: Path) -> No
 def test_kinds_share_a_store_and_keep_apart(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Texts that were stored before are read as texts, whatever else the store holds."""
+    """Earlier texts are read as texts, with any other answers in the store."""
     path = job(tmp_path, model, 12)
     run(path)
     texts, store = table(path), next((tmp_path / "out").rglob("completions"))

@@ -87,7 +87,7 @@ def test_other_ways_to_quantize_are_refused(models: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_int8_is_multiplied_as_it_is_stored(tmp_path: Path) -> None:
-    """Once more with quantization: none, the answers are other work."""
+    """With quantization: none, the answers are other work."""
     make_published(tmp_path / "model", tmp_path / "plain", "w8a8")
     make_tokenizer(tmp_path / "model")
     job = write_job(tmp_path, tmp_path / "model", ROWS, **PLAIN)
@@ -99,7 +99,7 @@ def test_int8_is_multiplied_as_it_is_stored(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_are_rounded_to_int4(tmp_path: Path) -> None:
-    """Twice in one and the same way, and in less memory than int8 takes."""
+    """Rounding is deterministic, and uses less memory than int8."""
     model = tmp_path / "model"
     make_checkpoint(model, "llama", hidden_size=128, intermediate_size=256)
     make_tokenizer(model)

@@ -1,4 +1,4 @@
-"""Paths that hold bytes which are not UTF-8: pyarrow and DuckDB take none, so they are refused with a plain message."""
+"""Tests paths that are not UTF-8: pyarrow and DuckDB do not accept them, and an error says it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def test_a_folder_for_duckdb(odd: Path) -> None:
 
 
 def test_a_result_that_is_asked(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message shows bytes, not the half characters by which Python keeps them."""
+    """The message shows bytes, not Python's surrogates."""
     assert cli._guarded(["query", str(odd), "select 1"]) == 66
     assert r"/caf\xe9: no published result there" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Jobs whose ranks have experts by how often earlier runs chose each: the first run measures, the second one places."""
+"""Runs jobs whose ranks place experts by earlier counts: the first run measures, the second one places."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_second_run_places_experts_and_keeps_the_bits(
 def test_all_stages_tell_what_their_experts_were_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, str]
 ) -> None:
-    """By the numbers of the whole model's layers; tensor ranks place whole experts, too."""
+    """Counts have the layer numbers of the whole model; tensor ranks place whole experts, too."""
     has_cores(monkeypatch, 4)
     path = job(tmp_path / "staged", skewed_model(tmp_path / "model", "mixtral"), FEWER // 2)
     off = ("engine.deterministic", "false"), ("sampling.temperature", "0")

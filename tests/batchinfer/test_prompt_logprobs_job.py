@@ -1,4 +1,4 @@
-"""Whole jobs that ask for log-probabilities of prompts, against transformers."""
+"""Runs whole jobs with log-probabilities of prompts, and compares them with transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check(rows: list[dict[str, Any]], found: list[dict[str, Any]], folder: Path)
 def test_a_column_of_the_result_for_those_that_ask(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal rows ask once, and a night with the same rows computes nothing."""
+    """Duplicates are computed once, and a run with equal rows computes nothing."""
     rows, sampling = rows_of(12), SAMPLING | {"from_columns": {"prompt_logprobs": "asked"}}
     sections: dict[str, Any] = {"sampling": sampling, "prompt": PROMPT, "output": {"path": "results/tickets"}}
     path = write_job(tmp_path, checkpoint, rows, **sections)
@@ -105,7 +105,7 @@ def fenced() -> list[str]:
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two engines in one run; in the other an engine with chunked prompts and little memory, which dies."""
+    """One run has two engines; the other has an engine with chunked prompts and little memory, which dies."""
     jobs = []
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
@@ -121,7 +121,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
 
 @pytest.mark.slow
 def test_several_answers_and_forced_ones_have_them(tmp_path: Path, checkpoint: Path) -> None:
-    """An answer that its constraint leaves no choice runs its prompt all the same."""
+    """An answer without a choice still runs its prompt."""
     rows, asked = rows_of(2), {"prompt_logprobs": 1}
     several = SAMPLING | {"n": 2} | asked
     path = write_job(tmp_path, checkpoint, rows, sampling=several, prompt=PROMPT)

@@ -1,5 +1,5 @@
-"""What int8, and codes in the KV cache, cost in quality, on the quickstart's model: divergence, and answers that stay
-right.
+"""Measures the accuracy of int8 and of quantised KV caches on the quickstart's model: divergence, and right
+answers.
 
 `pytest -s -m slow tests/batchinfer/test_quality.py` prints the figures of docs/measurements/quantisation.md.
 """
@@ -52,7 +52,7 @@ MOST_MEAN, MOST = 5e-4, 1.0
 
 @cache
 def forced_rows(count: int) -> tuple[Row, ...]:
-    """So many rows of the job, evenly spread, as the model reads them, each with its right answer."""
+    """Return `count` rows of the job, evenly spread, as tokens with their right answers."""
     if str(QUICKSTART) not in sys.path:
         sys.path.insert(0, str(QUICKSTART))
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
@@ -82,12 +82,12 @@ def log_probabilities(
 
 
 def divergence(of: Tensor, against: Tensor) -> Tensor:
-    """KL(of ‖ against) in nats at every position."""
+    """Return KL(of ‖ against) in nats at each position."""
     return (of.exp() * (of - against)).sum(-1)
 
 
 def told(what: str, of: Tensor, against: Tensor, rows: int) -> Tensor:
-    """Return KL(of ‖ against); print what docs/measurements/quantisation.md quotes."""
+    """Return KL(of ‖ against), and print the figures of docs/measurements/quantisation.md."""
     off, same = divergence(of, against), of.argmax(-1).eq(against.argmax(-1)).double().mean()
     found = f"mean {off.mean():.2e}, 99th percentile {off.quantile(0.99):.2e}, largest {off.max():.2e} nats"
     print(f"KL({what}) over {len(off)} positions of {rows} rows: {found}; most likely token: {same:.3%}")
@@ -97,7 +97,7 @@ def told(what: str, of: Tensor, against: Tensor, rows: int) -> Tensor:
 def measured(
     rows: Seq[Row], dtype: Dtype, quantization: Quantization, model: Path = QUICKSTART / "model"
 ) -> Tensor:
-    """KL from the same model in bfloat16."""
+    """Return the KL divergence from the model in bfloat16."""
     plain = log_probabilities(rows, "bfloat16", model=model)
     other = log_probabilities(rows, dtype, quantization, model)
     return told(f"bfloat16 || {dtype}, {quantization}", plain, other, len(rows))
@@ -129,7 +129,7 @@ class RoundedCache(TorchOps):
 
 
 class Fp8Linear(Linear):
-    """As batchinfer_kernels.fp8_matmul says what it is, which a GPU computes."""
+    """A linear layer with the arithmetic of batchinfer_kernels.fp8_matmul, as on a GPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -140,14 +140,14 @@ class Fp8Linear(Linear):
 
 
 class Fp8Head(Fp8Linear, Head):
-    """The same for logits."""
+    """An fp8 head for logits."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return fp8_matmul_reference(x, *self._weight, out_dtype=torch.float32)
 
 
 class Fp8Weights(TorchOps):
-    """Linear layers in fp8."""
+    """Operators with linear layers in fp8."""
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return Fp8Linear(values_of(weight, self.name), bias)
@@ -157,7 +157,7 @@ class Fp8Weights(TorchOps):
 
 
 def measured_codes(monkeypatch: pytest.MonkeyPatch, coded: TorchOps, what: str, dtype: Dtype) -> Tensor:
-    """KL from torch's operators on values."""
+    """Return the KL divergence of quantised caches from torch's operators on float ones."""
     rows, found = forced_rows(SAMPLE), []
     for ops in (TorchOps(), coded):
         monkeypatch.setattr(sources, "choose_ops", lambda *_, ops=ops, **__: ops)
@@ -241,7 +241,7 @@ def test_outlier_channels_of_norms_cost_int8_nothing(times: int, tmp_path: Path)
 def test_outliers_that_stay_are_warned_of(
     times: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where no smaller weights read a channel, half of its ratio is moved into them, and half stays."""
+    """If no smaller weights read a channel, half of its ratio moves into them, and half stays."""
     model = with_outliers(tmp_path / "model", times)
     if warned:
         tensors, plain = (load_file(at / "model.safetensors") for at in (model, QUICKSTART / "model"))
@@ -257,7 +257,7 @@ def test_outliers_that_stay_are_warned_of(
 
 @pytest.mark.slow
 def test_accuracy_holds_in_every_arithmetic(tmp_path: Path) -> None:
-    """Points lost against float32: at most 0.3 in bfloat16, 1 in int8."""
+    """Accuracy lost against float32: at most 0.3 points in bfloat16, 1 in int8."""
     right = {}
     for name, dtype, quantization in (
         ("float32", "float32", "none"),
@@ -294,7 +294,7 @@ def calibrated(rows: Seq[Row], group: int) -> Loss:
 
 
 def all_linears(layer: LayerSpec, *_: object) -> list[LinearSpec]:
-    """Also those whose last group is short, which no checkpoint could hold."""
+    """Return all linear layers, even if the last group is partial, which checkpoints cannot store."""
     return list(layer.linears)
 
 

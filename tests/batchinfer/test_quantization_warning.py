@@ -1,4 +1,4 @@
-"""A job that quantises weights warns about its accuracy."""
+"""Tests that a job with quantised weights warns about its accuracy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_run_plan_and_validate_warn_that_quantisation_changes_answers(tmp_path: 
 
 
 def test_weights_that_stay_as_they_are_stored_need_no_warning(tmp_path: Path) -> None:
-    """A checkpoint that is stored in int4 is multiplied so; in int8 its weights are quantised again."""
+    """Stored int4 is multiplied as int4; in int8 its weights are quantised again."""
     make_published(tmp_path / "model", tmp_path / "plain", "gptq")
     make_tokenizer(tmp_path / "model")
     path = write_job(tmp_path, tmp_path / "model", people(1))

@@ -1,4 +1,4 @@
-"""The quickstart job, run as a user runs it: the shipped model answers, and the answers are right."""
+"""Runs the quickstart job like a user: the shipped model gives right answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST = 0.97
 
 
 def run(output: Path, *arguments: str, job: Path = JOB) -> dict[str, object]:
-    """The run table's row of `batchinfer run`, with the results in `output`."""
+    """Run `batchinfer run` with results in `output`, and return its report row."""
     words = ["run", str(job), "--json", "--set", f"output.path={output}", *arguments]
     command = [sys.executable, "-m", "batchinfer", *words]
     done = warm_commands.run(command, capture_output=True, text=True, timeout=1200, check=False)
@@ -28,7 +28,7 @@ def run(output: Path, *arguments: str, job: Path = JOB) -> dict[str, object]:
 
 
 def accuracy(results: Path) -> tuple[int, int, float]:
-    """(clean rows, bad rows that are error rows, share of clean rows that are exactly right)."""
+    """Return (clean rows, bad rows that are error rows, share of clean rows that are exactly right)."""
     found = duckdb.sql(
         "SELECT count(*) FILTER (WHERE expected IS NOT NULL), "
         "count(*) FILTER (WHERE expected IS NULL AND status = 'error' AND error_code IS NOT NULL), "
@@ -58,7 +58,7 @@ def test_the_job_is_right(tmp_path, key, least):
 
 @pytest.mark.slow
 def test_with_a_schema_its_columns_have_types(tmp_path):
-    """And hold what the right answers say."""
+    """The columns contain the right answers' values."""
     output = tmp_path / "typed"
     row = run(output, "--set", "input.limit=60", job=TYPED)
     clean, _, right = accuracy(output)

@@ -1,4 +1,4 @@
-"""The report says what the ranks of an engine cost: memory, bytes read, and time spent on one another."""
+"""Tests the report's costs of an engine's ranks: memory, bytes read, and time spent waiting for each other."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_each_rank_reads_and_reports_only_its_part(
 def _check_times(
     row: dict[str, Any], ranks: list[dict[str, Any]], steps: list[dict[str, Any]], division: Division
 ) -> None:
-    """Each rank waits at least for another one's part of a step; none waits longer than the run takes."""
+    """Check that each rank waits for another rank's part, and no rank longer than the run."""
     took, said = row["engine_wall_s"], summary(row)
     assert "of the model" in said
     summed = [one["collective_s"] for one in ranks]

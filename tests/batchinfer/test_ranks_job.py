@@ -1,4 +1,4 @@
-"""An engine of several ranks: the rows of one process, whatever becomes of a rank, and no process that outlives it."""
+"""Tests an engine of several ranks: rows equal one process's, also after a rank dies, and no process remains."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
-    """Prompts of many lengths, more than run at once, with a prefix that they share."""
+    """Return prompts of different lengths with a common prefix, more than run at once."""
     return [one | {"text": f"{one['text']} " * (1 + n % 7)} for n, one in enumerate(people(count))]
 
 
@@ -84,7 +84,7 @@ def asking_job(folder: Path, model: Path) -> Path:
 def alone(
     tmp_path_factory: pytest.TempPathFactory, windowed: Path, warm_children: None
 ) -> list[dict[str, Any]]:
-    """What one process answers."""
+    """The answers of one process."""
     path = asking_job(tmp_path_factory.mktemp("alone") / "job", windowed)
     row = run(path, REAL, FLOAT32).row
     of_ranks = ("stage_wait_s", "collective_s", "rank_peak_rss_bytes", "rank_read_bytes")
@@ -125,7 +125,7 @@ def test_ranks_answer_as_one_process_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [4, 5])
 def test_ranks_share_the_experts(tmp_path: Path, experts: int) -> None:
-    """2 whole ones each, or a half of each of 5."""
+    """2 whole experts each, or half of each of 5."""
     make_model_folder(tmp_path / "model", "mixtral", num_local_experts=experts)
     found = []
     for name, options in (("alone", ()), ("shared", ((TENSOR, "2"),))):
@@ -149,7 +149,7 @@ def test_ranges_of_experts_keep_the_bits(
     division: dict[str, int],
     more: tuple[tuple[str, str], ...],
 ) -> None:
-    """Of sampled answers and log-probabilities."""
+    """Sampled answers and log-probabilities."""
     has_cores(monkeypatch, 4)
     make_model_folder(tmp_path / "model", "mixtral", num_local_experts=4)
     sampling = (("sampling.temperature", "1.2"), ("sampling.logprobs", "2"), ("engine.deterministic", "true"))
@@ -179,7 +179,8 @@ def test_the_engine_is_started_again_and_says_which_rank_was_lost(
     tmp_path: Path, windowed: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
     at: str, division: str, how: str, said: str,
 ) -> None:  # fmt: skip
-    """After the rank's seventh step, or while it loads. The next engine runs smaller steps where memory ran out."""
+    """After the rank's seventh step, or while it loads. After lost memory, the next engine runs smaller
+    steps."""
     for name, value in (
         (dying_rank.AT, at),
         (dying_rank.HOW, how),
@@ -205,7 +206,7 @@ def test_the_engine_is_started_again_and_says_which_rank_was_lost(
 
 @pytest.mark.slow
 def test_three_stages_of_different_depths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven layers and three engines that take turns, which have 8 rows among them."""
+    """Seven layers and three engines in turn, with 8 rows in total."""
     has_cores(monkeypatch, 4)
     make_model_folder(tmp_path / "deep", num_hidden_layers=7)
     found = []
@@ -239,7 +240,7 @@ def assert_alike(found: Any, wanted: Any) -> None:
 
 
 def _parted(value: Any, floats: list[float]) -> Any:
-    """Return a value without its floats, which are added to these."""
+    """Return a value without its floats, which are appended to `floats`."""
     if isinstance(value, dict):
         return {key: _parted(one, floats) for key, one in value.items()}
     if isinstance(value, list | tuple):

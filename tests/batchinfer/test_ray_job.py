@@ -1,4 +1,4 @@
-"""Whole jobs on a Ray cluster: the same bytes as on one machine, whatever becomes of actors, nodes and the driver."""
+"""Runs whole jobs on a Ray cluster: bytes equal one machine's, also if actors, nodes or the driver die."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def pace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pace]:
 
 @pytest.fixture(scope="module")
 def on(pace: Pace) -> Iterator[RayCluster]:
-    """A head and two nodes of one CPU."""
+    """A cluster with a head and two nodes of one CPU."""
     with cluster() as found:
         yield found
 
 
 @pytest.fixture
 def slow_steps(pace: Pace) -> Iterator[Pace]:
-    """Sets a step of half a second, until the test sets another."""
+    """Make steps take half a second until the test changes the pace."""
     pace(0.5)
     yield pace
     pace(STEP_S)
@@ -77,7 +77,7 @@ def place(tmp_path: Path, model: Path) -> Place:
 
 
 def ended(process: Any, code: int = 0) -> tuple[str, str]:
-    """Wait for a command. Return its stdout and stderr."""
+    """Wait for a command and return its stdout and stderr."""
     out, err = process.communicate(timeout=PATIENCE_S)
     print(err)
     assert process.returncode == code, err
@@ -85,7 +85,7 @@ def ended(process: Any, code: int = 0) -> tuple[str, str]:
 
 
 def committed(place: Place) -> int:
-    """Count the parts that a run has stored."""
+    """Return the number of parts that a run has stored."""
     return len([*place.state.glob("completions/*.json")])
 
 
@@ -115,8 +115,9 @@ def test_the_quickstart_has_the_same_bytes(on: RayCluster, tmp_path: Path) -> No
     assert results["two"] == results["alone"] != []
 
 
-def test_killed_actors(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
-    """No row is lost, answered twice or blamed."""
+def test_killed_actors_lose_and_blame_no_row(
+    on: RayCluster, place: Place, tmp_path: Path, cli_of: Any
+) -> None:
     drawn = random.Random(seed())
     process = on.run("job.yaml", folder=place.folder)
     for _ in range(3):
@@ -138,8 +139,10 @@ STOPPED = [
 
 
 @pytest.mark.parametrize("signum", STOPPED)
-def test_a_killed_driver(signum: int, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any) -> None:
-    """Ray ends the actors, and the same command resumes."""
+def test_after_a_killed_driver_the_same_command_resumes(
+    signum: int, on: RayCluster, place: Place, tmp_path: Path, cli_of: Any
+) -> None:
+    """Ray ends the actors."""
     process = on.run("job.yaml", folder=place.folder)
     wait_until(lambda: committed(place))
     process.send_signal(signum)
@@ -158,7 +161,7 @@ def test_a_killed_driver(signum: int, on: RayCluster, place: Place, tmp_path: Pa
 def test_many_killed_actors(
     run: int, on: RayCluster, slow_steps: Pace, place: Place, tmp_path: Path, cli_of: Any
 ) -> None:
-    """Kills at random moments. An engine that gets nothing done between several deaths would be given up."""
+    """Kills happen at random moments. An engine without an answer between several deaths would be given up."""
     drawn, killed = random.Random(f"{seed()} {run}"), 0
     place.rows(*LONGER)
     process = on.run("job.yaml", folder=place.folder)
@@ -177,8 +180,7 @@ def test_many_killed_actors(
 
 
 @pytest.mark.slow
-def test_a_row_that_kills_its_engine(on: RayCluster, place: Place) -> None:
-    """Only that row becomes an error row."""
+def test_only_the_row_that_kills_its_engine_becomes_an_error(on: RayCluster, place: Place) -> None:
     node = on.add(2, {"FAKE_ENGINE_DIES_OF_MORE_TOKENS": "130", "FAKE_ENGINE_BATCH": "64"})
     place.rows(*MANY[:40], {"id": "long", "text": "word " * 25})
     place.job("on_error: {max_error_rate: 0.1}")
@@ -194,7 +196,7 @@ def test_a_row_that_kills_its_engine(on: RayCluster, place: Place) -> None:
 def test_lost_nodes(
     graceful: bool, on: RayCluster, slow_steps: Pace, place: Place, tmp_path: Path, cli_of: Any
 ) -> None:
-    """A run outlives nodes that are removed while others are added. No row is blamed, and no engine."""
+    """A run survives removed nodes while others are added. No row and no engine is blamed."""
     place.rows(*LONGER)
     node = on.add()
     process = on.run("job.yaml", folder=place.folder)
@@ -238,7 +240,7 @@ def test_a_frozen_node(on: RayCluster, place: Place, tmp_path: Path, cli_of: Any
 
 @pytest.mark.slow
 def test_stages_in_an_actor(on: RayCluster, tmp_path: Path) -> None:
-    """An engine divided into stages, and two engines without Ray, give the bytes of one process."""
+    """An engine sharded into stages, and two engines without Ray, give one process's bytes."""
     node = on.add(2)
     cases = {"alone": (False, []), "stages": (True, ["engine.pipeline_parallel_size=2", "ray.cpus=2"]),
              "two": (False, ["engine.data_parallel=2"])}  # fmt: skip
@@ -266,7 +268,7 @@ def test_stages_in_an_actor(on: RayCluster, tmp_path: Path) -> None:
 def test_what_comes_before_the_first_row_runs_on_nodes(
     settings: dict[str, str], said: str, on: RayCluster, tmp_path: Path
 ) -> None:
-    """Weights are calibrated, and a draft model answers, with the results of one machine."""
+    """Calibration and a draft model give one machine's results."""
     model = make_divisible(tmp_path / "model")
     results = {}
     for name, joins in (("alone", False), ("node", True)):
@@ -281,7 +283,7 @@ def test_what_comes_before_the_first_row_runs_on_nodes(
 
 @pytest.mark.slow
 def test_a_node_of_another_class(on: RayCluster, slow_steps: Pace, place: Place, tmp_path: Path) -> None:
-    """It stays unused, unless the job allows any class. Then the result names the class of each answer."""
+    """The node stays unused, unless the job allows any class. Then the result names each answer's class."""
     (tmp_path / "sitecustomize.py").write_text(OTHER_CPU)
     node = on.add(1, {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"})
     try:
@@ -334,13 +336,11 @@ hardware.detect = lambda *given, **named: __import__("dataclasses").replace(real
 
 
 def machine_classes(place: Place) -> set[str]:
-    """Return the classes of machines in the report."""
     files = sorted((place.folder / "out").glob("res-report/activities-*.parquet"))
     return {row["machine_class"] for row in pq.read_table(files[-1]).to_pylist()} - {None}
 
 
 def here() -> str:
-    """Return the class of this machine."""
     from batchinfer.pipeline.workers.ray.machine_facts import node_facts
 
     return node_facts("cpu").machine_class

@@ -58,7 +58,8 @@ def tables_of(place: Place) -> list[bytes]:
 
 
 def check(rows: list[dict[str, Any]]) -> list[str]:
-    """What became of each row. A whole answer is valid, whether reasoning came before it or not."""
+    """Return the outcome of each row, after checking that complete answers are valid with or without
+    reasoning."""
     found = []
     for row in rows:
         thinks = "/no_think" not in row["text"]
@@ -105,7 +106,7 @@ def test_a_schema_follows_the_reasoning_and_a_killed_job_ends_with_the_same_byte
 
 
 def test_the_columns_come_and_go_without_computing_anything(place: Place, cli_of: CliOf) -> None:
-    """Answers without a constraint are the same, however they are split; nothing is said twice."""
+    """Answers without a constraint are unchanged by splitting, and no text occurs twice."""
     output = {"path": "out/res", "columns": ["text"]}
     job = write(place, output=output, sampling={"max_tokens": 60, "temperature": 1.0, "seed": 1})
     assert cli_of(REAL)("run", job).code == 0
@@ -131,7 +132,7 @@ def test_the_columns_come_and_go_without_computing_anything(place: Place, cli_of
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REASONING_FAMILIES)
 def test_every_family_answers_under_a_schema_and_a_budget(name: str, tmp_path: Path, cli_of: CliOf) -> None:
-    """Granite writes its markers as text: its answers are constrained from their first token, without a budget."""
+    """Granite's markers are text: its answers are constrained from the first token, without a budget."""
     make_reasoning_model(tmp_path / "model", name)
     place = make_place(tmp_path / "job", tmp_path / "model")
     place.rows(*ROWS)

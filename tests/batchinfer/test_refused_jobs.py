@@ -1,4 +1,4 @@
-"""What is refused before an engine starts: wrong sections of a job, wrong files, and folders that are taken."""
+"""Tests errors before an engine starts: wrong sections of a job, wrong files, and folders in use."""
 
 from __future__ import annotations
 
@@ -169,9 +169,9 @@ def test_wrong_sections_are_refused(
 
 @dataclass(frozen=True)
 class Wrong:
-    """One wrong thing: the exit code, the words that the message must hold, and how it is made.
+    """A mistake: the exit code, the words of its message, and a function that makes it.
 
-    `run` and `validate` tell it alike. So does `preview`, which is tried for one mistake of each kind.
+    `run` and `validate` report it equally. So does `preview`, which is tested for one mistake per kind.
     """
 
     code: int
@@ -219,7 +219,7 @@ def other_job(p: Place) -> None:
 
 
 def linked(p: Place, name: str, to: str = "") -> None:
-    """Put a link to a folder there."""
+    """Create a link to a folder."""
     path = p.folder / name
     path.parent.mkdir()
     path.symlink_to(p.folder / to)

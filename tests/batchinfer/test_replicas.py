@@ -1,4 +1,4 @@
-"""Several engines share a job's work: the same rows, nothing lost, nothing twice, whatever dies or is signalled."""
+"""Tests that several engines share a job's work: equal rows, none lost or repeated, with deaths and signals."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_more_engines_than_cores_are_refused_before_anything_is_read(job: Path) 
 def test_real_engines_give_the_same_rows_as_one(
     tmp_path: Path, model: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of them is killed. Greedy in float32, and sampled to the bit where bits are promised."""
+    """One engine is killed. Greedy rows in float32, and sampled rows in deterministic mode."""
     monkeypatch.setenv("DIED", str(tmp_path / "died"))
     sampled = {"temperature": 1.2, "logprobs": 2} if deterministic else {}
     real, found = RunOptions().engine, []
@@ -143,7 +143,7 @@ def test_real_engines_give_the_same_rows_as_one(
 
 
 def mortal(*arguments: Any) -> Any:
-    """Load a real engine in its own process. The one that is first to finish rows is killed at its next step."""
+    """Load a real engine in its own process. The first engine that finishes rows is killed at its next step."""
     from batchinfer.engine.load.build import load_weights
     from batchinfer.engine.loop.engine import Engine
 

@@ -1,4 +1,4 @@
-"""The report of a run of a real engine: its tables agree with each other, and its splits are whole."""
+"""Tests the report of a real engine's run: its tables agree, and its parts add up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Table = Callable[[str], list[dict[str, Any]]]
 
 
 def reader(place: Place) -> Table:
-    """The rows of a query over the tables of a place's only run."""
+    """Return a function that queries the tables of a place's only run."""
     report = place.results.with_name("res-report")
     database = duckdb.connect()
     for name in ("run", "steps", "requests", "phases", "buckets", "prefixes", "rows", "activities"):

@@ -1,4 +1,4 @@
-"""Whole jobs of OpenAI requests for chats, texts and vectors, mixed in one file."""
+"""Runs whole jobs of OpenAI requests for chats, texts and vectors, mixed in one file."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def body_of(line: Any) -> Any:
 
 
 def test_one_file_asks_for_chats_texts_and_vectors(tmp_path: Path, sentences: Path) -> None:
-    """Each line has the body of its endpoint."""
+    """Each line has its endpoint's body."""
     requests = [
         chat("hello"),
         vectors(["one", "two and more", "one"], model="m", user="u"),
@@ -129,7 +129,7 @@ def test_the_job_of_the_page_runs(tmp_path: Path, sentences: Path, monkeypatch: 
 
 
 def test_columns_of_texts_and_vectors(tmp_path: Path, sentences: Path) -> None:
-    """A row has what its request asks for; without `dimensions` of their own, vectors have a fixed length."""
+    """A row has the columns of its request; without their own `dimensions`, vectors have a fixed length."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     requests = [chat("hello", max_tokens=40), vectors(["one", "two"]), vectors("")]
     path = write_job(tmp_path, sentences, requests, output={"schema": schema})
@@ -201,7 +201,7 @@ def _none_of_seven(engine: FakeEngine, request: Request) -> Completion:
 def test_an_input_without_a_vector_fails_its_line(
     tmp_path: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result has the vectors of the others; a line of OpenAI's has all of them, or none."""
+    """The result has the other vectors. OpenAI's output has all vectors of a line, or none."""
     monkeypatch.setattr(FakeEngine, "_complete", _none_of_seven)
     path = write_job(tmp_path, sentences, [vectors([[1], [7], [2]]), vectors([3])])
     out = tmp_path / "out.jsonl"
@@ -228,7 +228,7 @@ def mixed(rows: int) -> list[tuple[str, Any]]:
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch, pooling: str
 ) -> None:
-    """Two engines in one run, one with small steps that dies in the other; and a second night."""
+    """One run has two engines, another an engine with small steps that dies; then a run with known rows."""
     places = [tmp_path / name for name in ("whole", "killed")]
     shared = {"embed": {"pooling": pooling}, "engine": DETERMINISTIC}
     jobs = []
@@ -339,7 +339,7 @@ INPUTS = st.one_of(
 def test_a_line_has_a_vector_of_each_input(
     tmp_path_factory: pytest.TempPathFactory, sentences: Path, asked: list[tuple[str, Any]]
 ) -> None:
-    """In the order of the inputs, and equal where inputs are; equal ones are computed once, in whatever lines."""
+    """In the order of the inputs. Duplicates are computed once across lines."""
     place = tmp_path_factory.mktemp("lines")
     path = write_job(place, sentences, asked)
     out = place / "out.jsonl"
@@ -368,7 +368,7 @@ def test_a_line_has_a_vector_of_each_input(
 
 @pytest.mark.slow
 def test_vectors_are_not_made_again(tmp_path: Path, sentences: Path) -> None:
-    """A ladder is for texts: a vector that could not be made has one attempt, too."""
+    """A ladder is for texts: a failed vector has one attempt."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     requests = [chat("hello", max_tokens=2), vectors(["one", "two"])]
     ladder = [{"temperature": 0.5, "seed": 1}]

@@ -1,4 +1,4 @@
-"""Whole jobs with `task: rerank`, against transformers."""
+"""Runs whole jobs with `task: rerank`, and compares them with transformers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_steps_and_engines_change_no_byte(tmp_path: Path, checkpoint: Path) -> N
 
 
 def test_a_pair_that_is_too_long_is_told(tmp_path: Path, checkpoint: Path) -> None:
-    """With advice that the job may follow; the last token of an answer takes no position."""
+    """With advice that the job can follow. The last token of an answer takes no position."""
     fits = {"query": "", "document": "a" * 8}
     rows, room = [fits, fits | {"document": "b" * 9}], {"text": "document"}
     model = {"path": str(checkpoint), "max_model_len": 8}
@@ -85,7 +85,7 @@ def test_a_pair_that_is_too_long_is_told(tmp_path: Path, checkpoint: Path) -> No
 
 
 def fenced(language: str, section: str = "") -> str:
-    """The only such block of a section of the page, or before all sections."""
+    """Return the only fenced block of a language in a section of the page, or before all sections."""
     text = PAGE.partition(f"\n## {section}\n")[2] if section else PAGE
     (found,) = re.findall(rf"```{language}\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
     return str(found)

@@ -1,4 +1,4 @@
-"""Two runs that want the same answers at once: the second one waits, and computes what the first one leaves."""
+"""Tests two parallel runs with common rows: the second one waits, and computes only the rest."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Run:
         self.outcome = run_job(job, options, progress, Interrupts(), self.told.append)
 
     def waits(self) -> bool:
-        """Whether it begins to wait before it ends."""
+        """Return True if the run waits for another one before it ends."""
         while self._thread.is_alive() and not any(WAITING in line for line in self.told):
             time.sleep(0.01)
         return self._thread.is_alive()
@@ -75,7 +75,7 @@ def planned(folder: Path, keys: list[bytes]) -> Path:
 
 
 def hidden(store: Path, aside: Path) -> tuple[list[bytes], Callable[[], None]]:
-    """Take the answers out of a store; their keys, and what puts them back."""
+    """Move the answers out of a store; return their keys, and a function that restores them."""
     parts = sorted(read_records(store)[0])
     keys = [key for part in parts for key in pq.read_table(part)["key"].to_pylist()]
     moves = [(file, aside / file.name) for part in parts for file in (part, part.with_suffix(".json"))]
@@ -114,7 +114,7 @@ def test_a_killed_run_is_not_waited_for(job: Path, store: Path, tmp_path: Path) 
 
 
 def test_two_processes_compute_nothing_twice(place: Place) -> None:
-    """Two dates that are started at once, each a command of its own."""
+    """Two dates start at once, in separate commands."""
     place.job(output="output: {path: 'out/res/${date}'}", prompt='prompt: {user: "{{ text }}"}')
     place.rows(*({"id": f"r{n}", "text": "a" * (n + 1)} for n in range(40)))
     slow = environment(FAKE_ENGINE_BATCH="5", FAKE_ENGINE_DELAY_S="0.1")

@@ -1,4 +1,4 @@
-"""Whole jobs with several answers to each row (sampling.n)."""
+"""Runs whole jobs with several answers per row (sampling.n)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def job(folder: Path, model: Path, rows: list[Any] | None, n: int, **sections: A
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_each_row_has_its_samples(tmp_path: Path, model: Path, form: str) -> None:
-    """A row without a prompt, and one that is greedy, is an error in each of them."""
+    """A row without a prompt, or a greedy one, is an error in each sample."""
     rows: list[Any] = [row | {"heat": None} for row in rows_of(8)]
     rows[3]["text"], rows[6]["heat"] = None, 0.0
     sections: dict[str, Any] = {"sampling": {"from_columns": {"temperature": "heat"}}}
@@ -73,8 +73,8 @@ def means(rows: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("n", "per_file"), [(1, 3), (2, 5), (3, 1)])
 def test_the_best_of_several_are_published(tmp_path: Path, model: Path, n: int, per_file: int) -> None:
-    """Of all answers, as a job that publishes them has them, which therefore computes nothing. A row that is an error
-    is one n times."""
+    """From the answers of a job that publishes all of them: nothing is computed. An error row is an error n
+    times."""
     rows: list[Any] = rows_of(7)
     rows[3]["text"] = None
     sections: dict[str, Any] = {"on_error": {"max_error_rate": 0.5}}
@@ -101,7 +101,7 @@ def test_the_best_of_several_are_published(tmp_path: Path, model: Path, n: int, 
 
 
 def test_best_samples_are_chosen_by_their_own_tokens_alone() -> None:
-    """Of equal ones the first; an error, and a probability that is no number, only where nothing else is left."""
+    """The first of equal ones. An error or a NaN probability is only chosen if nothing else is left."""
     logprobs = [[-1.0, -2.0], [-1.5], [-1.5, -1.5], None, [-9.0], [float("nan")], [-0.1], [], [-2.0]]
     status = ["ok", "ok", "ok", "error", "ok", "ok", "error", "ok", "ok"]
     matched = pa.table({"logprobs": pa.chunked_array([pa.array(logprobs, pa.list_(pa.float32()))])})
@@ -119,7 +119,7 @@ def test_best_samples_are_chosen_by_their_own_tokens_alone() -> None:
 def test_a_killed_run_ends_with_the_same_samples(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two engines in one run, one engine that dies in the other; more samples compute only those."""
+    """One run has two engines, another an engine that dies. More samples compute only the new ones."""
     jobs = []
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
@@ -135,7 +135,7 @@ def test_a_killed_run_ends_with_the_same_samples(
 
 
 def request(name: str, text: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
-    """A request whose answers have at most four tokens."""
+    """Return a request with answers of at most four tokens."""
     prompt = (
         {"prompt": text} if url == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     )
@@ -174,7 +174,7 @@ def test_a_request_with_n_has_n_choices(tmp_path: Path, model: Path) -> None:
 
 
 def test_the_next_night_computes_only_other_samples(tmp_path: Path, model: Path) -> None:
-    """A job's n counts where a request has none of its own. Equal requests share their samples in their order."""
+    """The job's n applies to requests without their own. Duplicates share their samples in order."""
     path = write_job(tmp_path, model, [request("a", "x", n=2), request("b", "x")], prompt=None)
     assert run(path, FAKE).row["computed_requests"] == 3
     write_job(tmp_path, model, [request("b", "x"), request("a", "x", n=3)], prompt=None)

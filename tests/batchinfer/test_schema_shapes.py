@@ -1,4 +1,4 @@
-"""Answers of a model with random weights under schemas that use each feature: all are valid and fit their columns."""
+"""Tests answers of random weights under schemas with each feature: all are valid and fit their columns."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def columns_of(schema: Mapping[str, Any]) -> SchemaColumns:
 
 
 def run(requests: list[Request], limits: Limits = LIMITS) -> Ran:
-    """With a model of one layer and random weights."""
+    """Run requests on a model of one layer with random weights."""
     constraints = GrammarConstraints(tokenizer().definition, [EOS], VOCAB, 1)
     model = checkpoint("llama", num_hidden_layers=1)
     runner = make_runner(model, cpu_ops(model), limits)
@@ -65,7 +65,8 @@ def run(requests: list[Request], limits: Limits = LIMITS) -> Ran:
 
 
 def answers(schemas: Mapping[str, Any], each: int, most: int = MOST) -> dict[str, list[Completion]]:
-    """`each` answers under every schema, all in the same batches; half of them tend to close what is open."""
+    """Return `each` answers under every schema, all in the same batches; half of them tend to close brackets
+    early."""
     closers = tuple(tokenizer().rust.encode('"]},', add_special_tokens=False).ids)
     requests, of = [], {}
     for number, (name, schema) in enumerate(schemas.items()):
@@ -88,7 +89,7 @@ def answers(schemas: Mapping[str, Any], each: int, most: int = MOST) -> dict[str
 
 
 def check(name: str, schema: Mapping[str, Any], completions: list[Completion]) -> int:
-    """How many answers were whole. Each of these is valid under the user's schema and comes back from its columns."""
+    """Return the number of complete answers, after checking them against the schema and the columns."""
     columns = columns_of(schema)
     validator = jsonschema.Draft202012Validator(
         schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -112,7 +113,7 @@ def check(name: str, schema: Mapping[str, Any], completions: list[Completion]) -
 
 
 def same(kind: pa.DataType, held: Any, said: Any) -> bool:
-    """Whether a column holds what the answer's JSON says."""
+    """Return True if a column's value equals the answer's JSON value."""
     if said is None:
         return held is None or (pa.types.is_string(kind) and held == "null")
     if pa.types.is_struct(kind):
@@ -142,7 +143,7 @@ def in_utc(said: time) -> time:
 
 
 def test_whole_answers_are_valid_and_come_back_from_their_columns() -> None:
-    """The sweep below, thinned."""
+    """A small part of the sweep below."""
     schemas = {**SHAPES, **EDGES}
     for name, completions in answers(schemas, 1, 120).items():
         check(name, schemas[name], completions)
@@ -174,7 +175,7 @@ def test_a_number_with_an_exponent_beyond_reading_is_an_error_row() -> None:
 
 
 def test_forced_tokens_prefix_reuse_and_preemption_together_keep_answers_valid() -> None:
-    """With log-probabilities and min_tokens beside, too; there is too little memory for all rows at once."""
+    """With log-probabilities and min_tokens, and with too little memory for all rows at once."""
     schema, rng = SHAPES["nested"], np.random.default_rng(5)
     shared = rng.integers(0, 256, 40).astype(np.int32)
     requests = [

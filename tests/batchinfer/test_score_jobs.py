@@ -1,4 +1,4 @@
-"""Whole jobs with `task: score` and `task: classify`, against transformers."""
+"""Runs whole jobs with `task: score` and `task: classify`, and compares them with transformers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None, task: str,
 
 
 class Reference:
-    """What transformers says of a text behind another."""
+    """Scores of transformers for a text after another one."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -156,7 +156,7 @@ def test_a_text_is_scored_whole(tmp_path: Path, checkpoint: Path, reference: Ref
 
 
 def test_rows_have_labels_of_their_own(tmp_path: Path, checkpoint: Path, reference: Reference) -> None:
-    """Of any number; and a second night, which knows the rows, says the same."""
+    """With any number of labels. A second run, with known rows, gives equal results."""
     rows: list[dict[str, Any]] = [
         row | {"labels": LABELS[n % 3 : n % 3 + 2 + n % 2]} for n, row in enumerate(rows_of(7))
     ]
@@ -191,7 +191,7 @@ def test_rows_have_labels_of_their_own(tmp_path: Path, checkpoint: Path, referen
 def test_a_killed_run_ends_with_the_same_bytes(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two engines in one run, one engine with small steps that dies in the other; and a second night."""
+    """One run has two engines, another an engine with small steps that dies; then a run with known rows."""
     places, rows = [tmp_path / name for name in ("whole", "killed")], rows_of(40)
     classify = {"choices": LABELS, "calibrate": True}
     jobs = []
@@ -318,7 +318,7 @@ def probabilities(row: dict[str, Any]) -> list[float]:
 def test_labels_are_those_of_brute_force_also_when_they_are_calibrated(
     tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
 ) -> None:
-    """What was computed is used again, also by a row that is equal to the prompt without content."""
+    """Computed scores are reused, also by a row that equals the prompt without content."""
 
     def written(rows: list[dict[str, Any]], **more: Any) -> Path:
         prompt = {"user": f"{'A long text. ' * 9}Rate {{{{ text }}}} by {{{{ id }}}}:", "chat": False}
@@ -374,8 +374,8 @@ def test_labels_are_those_of_brute_force_also_when_they_are_calibrated(
 def test_a_prompt_without_content_that_failed_is_tried_again(
     tmp_path: Path, checkpoint: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store then has its error and, in a later part, its answer: the answer counts, as for any row. Meanwhile the
-    rows that are finished have no labels that could be shown."""
+    """The store has its error and, in a later part, its answer, which counts. Until then, finished rows have
+    no labels."""
     classify = {"choices": LABELS, "calibrate": True}
     sections: dict[str, Any] = {"classify": classify, "on_error": {"max_error_rate": 1}}
     path = write_job(tmp_path, checkpoint, rows_of(4), "classify", **sections)

@@ -1,4 +1,4 @@
-"""How fast the pipeline around an engine is, with an engine that takes no time."""
+"""Measures the pipeline around an engine that takes no time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.checkpoints import make_model_folder
 
 
 def rows_per_second(folder: Path, rows: int) -> tuple[float, dict[str, float]]:
-    """A whole job of short rows, from reading to publishing; model checks and process starts included."""
+    """Return the rows per second of a whole job of short rows, including start-up."""
     make_model_folder(folder / "model", "llama")
     text = "".join(json.dumps({"id": i, "text": f"customer {i} writes"}) + "\n" for i in range(rows))
     (folder / "in.jsonl").write_text(text)
@@ -29,7 +29,7 @@ def rows_per_second(folder: Path, rows: int) -> tuple[float, dict[str, float]]:
 
 
 def rows_tokenised_per_second(folder: Path, rows: int) -> float:
-    """By one process that does nothing else with them: how fast this machine is just now."""
+    """Return the rows per second that one process tokenises now."""
     tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
     lines = (folder / "in.jsonl").read_text().splitlines()[:rows]
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Jobs whose answers follow constraints, from the job file to typed columns, with a tiny model of random weights."""
+"""Runs jobs with constraints, from the job file to typed columns, with a tiny model of random weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def many(count: int) -> list[dict[str, Any]]:
 
 
 def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) -> None:
-    """Sampled at a high temperature, as far from JSON as a model can be; a third is cut by its own max_tokens."""
+    """Random texts at a high temperature; a third of the answers is cut by max_tokens."""
     place.rows(*({**row, "max_tokens": 9 if n % 3 == 0 else 200} for n, row in enumerate(many(30))))
     sampling = (
         "{temperature: 1.4, seed: 3, stop: ['zzzz'], frequency_penalty: 0.1, from_columns: [max_tokens]}"
@@ -94,7 +94,7 @@ def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) 
 
 
 def test_rows_set_constraints_of_their_own(place: Place, run: Command) -> None:
-    """A bad one costs its row; without one a row is free."""
+    """A bad constraint costs its row; rows without one are free."""
     rows = [
         {"id": "regex", "regex": r"[0-9]{3}-[a-c]+x"},
         {"id": "choice", "choice": ["yes", "no", "perhaps"]},
@@ -153,7 +153,7 @@ def test_validate_says_what_stays_text(place: Place, run: Command) -> None:
 
 @pytest.mark.slow
 def test_no_answer_is_cut_where_max_tokens_fits(place: Place, run: Command) -> None:
-    """As far from JSON as a model can be, and each answer is whole; rows fit their own constraint or number."""
+    """Random texts, but complete answers. Rows set their own constraint or limit."""
     shape = {**SCHEMA["properties"], "at": {"type": ["string", "null"], "format": "date-time"}}
     own = {"type": "object", "properties": shape, "required": list(shape)}
     endless = {"type": "array", "items": {"type": "boolean"}}

@@ -1,4 +1,5 @@
-"""Whole jobs that tell the chat template something: for all rows, by column, in OpenAI requests, or without one."""
+"""Runs whole jobs with template arguments: for all rows, by column, in OpenAI requests, or without a
+template."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def run(path: Path, options: RunOptions = FAKE, *sets: tuple[str, str]) -> tuple
 
 
 def test_arguments_of_all_rows_and_of_some_and_the_second_night(tmp_path: Path, model: Path) -> None:
-    """A night computes the rows whose prompts its arguments change, and no others."""
+    """A run computes only rows whose prompts the arguments change."""
     rows = [row | {"think": (True, False, None)[i % 3]} for i, row in enumerate(people(12))]
     columns = {"template_arguments_from_columns": {"enable_thinking": "think"}}
     path = job(tmp_path, model, rows, prompt={**JOB, **columns, "template_arguments": {"effort": "low"}})

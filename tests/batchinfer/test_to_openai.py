@@ -88,7 +88,7 @@ def test_no_other_file_is_written_over_and_nothing_runs(tmp_path, model, name):
 
 
 def test_a_file_among_the_inputs_is_refused(tmp_path, model):
-    """The first run would write it and the second one read it."""
+    """Otherwise the first run would write it and the second one read it."""
     path = batch(tmp_path, model, input={"path": "*.jsonl", "format": "openai"})
     with pytest.raises(OutputConflict, match="the next run would read it"):
         run(path, to(tmp_path / "out.jsonl", NO_ENGINE))
@@ -104,7 +104,7 @@ def test_replace_is_for_files_that_are_nobodys_input(tmp_path, model):
 
 
 def test_a_folder_that_takes_no_file_is_seen_before_the_engine(tmp_path, model):
-    """Root may write anywhere but to a place like /proc."""
+    """Root can write anywhere except for a place like /proc."""
     path = batch(tmp_path, model)
     folder = Path("/proc") if os.geteuid() == 0 else tmp_path / "locked"
     if os.geteuid():

@@ -1,4 +1,4 @@
-"""Whole jobs whose parameters name tokens: transformers gives the same answers, and unknown tokens are refused."""
+"""Runs whole jobs whose parameters name tokens: answers equal transformers', and unknown tokens are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy_of(model: Any, prompt: list[int], most: int, **options: Any) -> list[int]:
-    """Return what transformers answers."""
     with torch.inference_mode():
         found = model.generate(
             torch.tensor([prompt]), max_new_tokens=most, do_sample=False, use_cache=False, **options
@@ -61,7 +60,7 @@ KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def test_answers_are_those_of_transformers(tmp_path: Path, real: Path) -> None:
-    """Rows with parameters of their own, beside rows without."""
+    """Rows with their own parameters, next to rows without."""
     model = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32).eval()
     rows = [{"ids": PROMPT[: 4 + n], **KINDS[n % len(KINDS)][0]} for n in range(2 * len(KINDS))]
     names = sorted({name for asked, _ in KINDS for name in asked})

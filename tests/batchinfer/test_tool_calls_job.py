@@ -1,5 +1,8 @@
-"""Whole jobs whose answers call tools: every family's calls become a column, lines of an OpenAI file have them, and
-calls that are asked for follow the schema of their tool."""
+"""Runs whole jobs whose answers call tools.
+
+Calls of all families become a column, lines of an OpenAI file have them, and required calls follow the tool's
+schema.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def write(place: Place, **sections: Any) -> Path:
 
 
 def script(place: Place, fast: Any, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the engine answer prompts with these texts in them."""
+    """Let the engine answer prompts that contain these texts."""
 
     def ids(text: str) -> list[int]:
         return list(fast.encode(text, add_special_tokens=False))
@@ -77,8 +80,8 @@ SLOW = [name for name in TOOL_FAMILIES if name != "gpt-oss"]
 def test_the_calls_of_each_family_become_a_column(
     name: str, tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that have no tools make no calls. Nothing is computed to read calls, or not to; on a second night only the
-    rows whose tools have changed are."""
+    """Rows without tools make no calls. Reading calls computes nothing; a second run computes only rows with
+    changed tools."""
     fast = make_tool_model(tmp_path / "model", name)
     place = make_place(tmp_path / "job", tmp_path / "model")
     own = [{"type": "function", "function": {"name": "own"}}]
@@ -132,7 +135,7 @@ def test_the_calls_of_each_family_become_a_column(
 def test_stored_answers_are_published_again_when_calls_are_read_in_another_way(
     tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result of an earlier version gets the calls that this version reads. The engine computes nothing."""
+    """An older result gets the calls that this version reads. The engine computes nothing."""
     fast = make_tool_model(tmp_path / "model", "llama3")
     place = make_place(tmp_path / "job", tmp_path / "model")
     place.rows({"id": "a", "text": "row a"})
@@ -185,7 +188,7 @@ def chat(name: str, **body: Any) -> dict[str, Any]:
 def test_lines_of_an_openai_file_have_calls(
     tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file whose requests have no tools has no column for calls."""
+    """A file without tools in its requests has no column for calls."""
     make_tool_model(tmp_path / "model", "qwen3")
     place = make_place(tmp_path / "job", tmp_path / "model")
     fast = make_tool_tokenizer(tmp_path / "other", "qwen3")
@@ -236,7 +239,7 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
 def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
     name: str, tmp_path: Path, cli_of: CliOf
 ) -> None:
-    """A random model has no choice but to call: it calls what it was asked to, as often as it was asked to."""
+    """A random model is forced to call: the requested tools, in the requested number."""
     make_tool_model(tmp_path / "model", name)
     place = make_place(tmp_path / "job", tmp_path / "model")
     named = {"type": "function", "function": {"name": "get_weather"}}

@@ -1,4 +1,4 @@
-"""Whole jobs whose rows have tools, and conversations in which tools were called."""
+"""Runs whole jobs whose rows have tools, and conversations with earlier calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job(
 
 
 def test_the_jobs_tools_the_rows_own_and_the_second_night(tmp_path: Path, model: Path) -> None:
-    """A night computes the rows whose tools have changed, and no others."""
+    """A run computes only rows with changed tools."""
     own: tuple[Any, ...] = (None, [tool("own")], json.dumps([tool("text")]), [])
     rows = [row | {"can": given} for row, given in zip(people(4), own, strict=True)]
     path = job(tmp_path, model, rows, prompt={**PROMPT, "tools": [tool()], "tools_from_column": "can"})
@@ -98,7 +98,7 @@ def test_requests_have_tools_and_wrong_ones_are_error_rows(tmp_path: Path, model
 @pytest.mark.parametrize("form", CALLS)
 @pytest.mark.parametrize("given", [{"city": "Ulm"}, '{"city": "Ulm"}'])
 def test_earlier_calls_are_printed_in_every_form(tmp_path: Path, model: Path, form: str, given: Any) -> None:
-    """Arguments are an object or JSON text; each template gets what it can print."""
+    """Arguments are an object or JSON text; each template gets the form that it can print."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": given}}
     talk = [
         {"role": "user", "content": "hi"},

@@ -1,4 +1,4 @@
-"""Jobs with `output.schema` beside other jobs and requests that look for answers of another kind."""
+"""Runs jobs with `output.schema` in parallel with other jobs, and with answers of other kinds."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ TENSOR, STAGES = (f"engine.{way}_parallel_size" for way in ("tensor", "pipeline"
 
 @pytest.fixture(autouse=True)
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing read a weight."""
+    """Fail the test if a weight is read."""
 
     def read(*given: Any) -> None:
         raise AssertionError("a weight was read")
@@ -40,7 +40,8 @@ def stored_as(folder: Path, form: str) -> Path:
 
 @pytest.mark.parametrize("held", ["none", "stored"])
 def test_groups_that_ranks_would_divide_are_refused(tmp_path: Path, held: str) -> None:
-    """A feed-forward half of 96 columns in groups of 32: a third each could be, if heads divided so."""
+    """Halves of a feed-forward layer have 96 columns in groups of 32: thirds would fit, if the heads allowed
+    three ranks."""
     path = stored_as(tmp_path, "gptq")
     quantization = ("model.quantization", held)
     with pytest.raises(CannotSplit, match="no whole groups of 32") as refused:
@@ -92,7 +93,7 @@ def test_a_dora_is_refused_where_ranks_have_parts_of_rows(tmp_path: Path) -> Non
 def test_experts_that_ranks_would_cut_inside_a_group_are_refused(
     tmp_path: Path, calibration: str, experts: int, columns: int, ranks: int, works: str
 ) -> None:
-    """No run need calibrate the weights, or load them, to find out."""
+    """The error comes before weights are calibrated or loaded."""
     sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
     make_checkpoint(
         tmp_path / "model", "mixtral", **sizes, intermediate_size=columns, num_local_experts=experts

@@ -61,8 +61,10 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows() -> list[Any]:
-    """Every seventh row is one of 97 that come again and again, every eleventh has an id that is there already, and
-    some are bad."""
+    """Return rows with repeated texts, repeated ids and mistakes.
+
+    Every seventh row is one of 97 repeated ones, and every eleventh has an earlier id.
+    """
     found: list[Any] = [
         {"id": f"p{n - 7 if n % 11 == 10 else n}", "text": f"person {n % 97 if n % 7 == 0 else n}", "age": n}
         for n in range(ROWS)
@@ -92,7 +94,7 @@ def published(path: Path) -> list[bytes]:
 
 
 def keys(path: Path) -> Any:
-    """The key of each row, from the newest report."""
+    """Return the key of each row, from the newest report."""
     newest = sorted((path.parent / "out/res-report").glob("rows-*.parquet"))[-1]
     return pq.read_table(newest).drop_columns(["run_id"])
 
@@ -131,7 +133,7 @@ def test_waves_publish_what_one_plan_does(
 def test_rows_run_again_in_waves(
     tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows whose answers are cut run again beside rows that were read later."""
+    """Rows with cut answers run again next to rows that were read later."""
     monkeypatch.setenv("FAKE_ENGINE_LEVELS", "4")
     given = [{"id": f"r{n}", "ids": [20 + n % 100, 20 + n // 100]} for n in range(ROWS)]
     sections = {"on_invalid": LADDER, "prompt": PROMPT, "output": {"path": "out/res"}}
@@ -224,8 +226,8 @@ def test_an_input_that_is_damaged_at_its_end_ends_the_run(tmp_path: Path, model:
 def test_rows_that_share_with_rows_far_away_wait_for_them(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
 ) -> None:
-    """Every fifth row has the same long beginning as one of the first rows: their prefixes would be computed twice.
-    Where engines share none, there is nothing to wait for."""
+    """Every fifth row shares a long prefix with one of the first rows: it would be computed twice. Without
+    prefix sharing, rows do not wait."""
     monkeypatch.setattr(waves, "MOST_AGAIN", 0.05)
     long = [f"{n} " + "and so on " * 8 for n in range(120)]
     given = [{"id": str(n), "text": f"{long[n % 120]} {n}"} for n in range(ROWS)]

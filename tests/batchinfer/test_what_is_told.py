@@ -41,7 +41,7 @@ def test_a_mounted_disk_as_output_path_is_refused_before_anything_runs(
 
 
 def full(folder: Path, name: str) -> None:
-    """Whatever writes this file of a report finds no room."""
+    """Let writes of this report file fail with a full disk."""
     (folder / f"{name}{TEMPORARY}").symlink_to("/dev/full")
 
 
@@ -104,8 +104,8 @@ def test_how_a_run_ended_is_said_once() -> None:
 # --- permissions
 
 
-def test_nobody_else_can_write_what_a_run_creates(place: Place, cli_of: CliOf) -> None:
-    """Whatever the umask: results, report and the folders above them."""
+def test_no_other_user_can_write_to_files_of_a_run(place: Place, cli_of: CliOf) -> None:
+    """With any umask: results, report and the folders above."""
     place.job(output="output: {path: out/deep/res}")
     before = os.umask(0)
     try:

@@ -42,14 +42,14 @@ FIGURES = ("rows", "rows_ok", "rows_error", "distinct_requests", "duplicate_rows
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file is a stretch, and need not lie for a while to show that it was changed."""
+    """Make each file a unit of reuse, and trust file times at once."""
     monkeypatch.setattr(keeping, "SETTLED_S", -1.0)
     monkeypatch.setattr(segments, "_BYTES", 1)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each run took over whole."""
+    """Return a list that receives the number of reused rows of each run."""
     found: list[int] = []
     finish = KeptIndex.finish
 
@@ -65,7 +65,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Nights:
-    """A job over the files of a folder, run again and again."""
+    """A job over the files of a folder, run repeatedly."""
 
     def __init__(self, folder: Path, model: Path, **sections: Any) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Nights:
         return run(self.job, options)
 
     def check(self) -> None:
-        """Run, and hold what was published against a run without state."""
+        """Run the job and compare its result with a run without state."""
         report = self.run().row
         found = self.published()
         assert verify_result(Location.at(self.folder / "out/res")) == []
@@ -101,7 +101,7 @@ class Nights:
 def test_files_before_one_that_is_new_or_changed_are_taken_over(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first night is interrupted before it publishes."""
+    """The first run is interrupted before it publishes."""
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "9")
     nights, rows = Nights(tmp_path, model), people(60)
     rows[4] = rows[3] | {"text": "somebody else"}  # its id is repeated
@@ -195,7 +195,7 @@ def test_an_error_that_another_job_has_answered_since_is_published(
 def test_new_rows_are_searched_for_in_new_parts_only(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the plan found some of them among the stored ones."""
+    """Unless the plan found some of them in the store."""
     firsts, loaded = list[int](), join.load_chosen
 
     def noted(database: Any, parts: Any, attempts: int, keys: str | None, first: int) -> None:
@@ -321,7 +321,7 @@ def test_any_nights(
 
 
 def main(job: Path, number: int) -> None:
-    """Run the job, and die at this operation."""
+    """Run the job and die at this operation."""
     keeping.SETTLED_S, segments._BYTES = -1.0, 1
     state.FileOps = lambda: FailingOps(number)  # type: ignore[assignment,misc]
     run(job)

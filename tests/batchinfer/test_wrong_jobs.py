@@ -160,8 +160,8 @@ BAD_ROWS: list[tuple[object, str, str]] = [
 
 
 @pytest.mark.usefixtures("render_processes")
-def test_bad_rows(place: Place, cli_of: CliOf) -> None:
-    """Each costs itself, and not the good rows around it."""
+def test_each_bad_row_fails_alone(place: Place, cli_of: CliOf) -> None:
+    """Good rows around it are answered."""
     rows: list[object] = [{"id": "good", "text": "fine"}]
     for number, (line, _, _) in enumerate(BAD_ROWS):
         rows += [line, {"id": f"good-{number}", "text": "fine"}]
@@ -276,7 +276,7 @@ def test_the_disk_is_full(place: Place, cli_of: CliOf) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("render_processes")
 def test_a_template_that_never_ends(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows in a row show it, which take 20 s each."""
+    """Two rows in sequence reveal it, of 20 s each."""
     monkeypatch.setattr(render_worker, "_HANGS_IN_A_ROW", 2)
     loop = "".join(f"{{% for {name} in range(99999) %}}" for name in "ijk") + "{% endfor %}" * 3
     place.job(prompt=f"prompt: {{user: {json.dumps(loop + '{{ text }}')}}}")

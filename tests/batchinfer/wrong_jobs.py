@@ -1,4 +1,4 @@
-"""A folder with a right job in it, for tests that make one thing wrong and run the command line on it."""
+"""A folder with a right job, for tests that make one mistake and run the command line on it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ ROWS = [{"id": f"r{i}", "text": f"word {i}"} for i in range(20)]
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of one job. Every method makes something in it; `model` is shared until `own_model`."""
+    """The folder of one job. Its methods create files in it; `model` is shared until `own_model`."""
 
     folder: Path
     shared_model: Path
 
     def job(self, *extra: str, file: str = "job.yaml", **sections: str) -> Path:
-        """Write the job file with these sections in place of the right ones, in their order; `extra` at the end."""
+        """Write the job file with these sections replaced, and `extra` lines at the end."""
         lines = [*(SECTIONS | sections).values(), *extra]
         path = self.folder / file
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return path
 
     def rows(self, *rows: Any, name: str = "rows.jsonl") -> Path:
-        """Write a JSONL file; bytes go in as they are."""
+        """Write a JSONL file; bytes are written unchanged."""
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
         return self.bytes(b"".join(line + b"\n" for line in lines), name)
 
@@ -59,7 +59,7 @@ class Place:
         return path
 
     def own_model(self) -> Path:
-        """A copy of the checkpoint that may be damaged."""
+        """Return a copy of the checkpoint that may be damaged."""
         link = self.folder / "model"
         link.unlink()
         shutil.copytree(self.shared_model, link)
@@ -80,7 +80,7 @@ class Place:
         return {path.name: path.read_bytes() for path in sorted(self.results.iterdir()) if path.is_file()}
 
     def table(self) -> list[dict[str, Any]]:
-        """The published rows."""
+        """Return the published rows."""
         files = sorted(self.results.glob("*.parquet"))
         return [row for file in files for row in pq.read_table(file).to_pylist()]
 
@@ -96,7 +96,7 @@ def make_place(folder: Path, model: Path) -> Place:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The end of a command."""
 
     code: int
     out: str
@@ -110,7 +110,7 @@ CliOf = Callable[..., Command]  # the fixture `cli_of`: `command` for the engine
 def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str = FAKE
 ) -> Command:
-    """A function that runs the command line in this process, with that engine in the real one's place."""
+    """Return a function that runs the command line in this process with another engine."""
     monkeypatch.setattr(
         options, "RunOptions", partial(options.RunOptions, engine=engine, transport=FakeTransport())
     )
@@ -128,7 +128,7 @@ def command(
 
 
 def clear(message: str) -> None:
-    """Check that a message holds neither Python's insides nor nothing at all."""
+    """Check that a message is not empty and shows no internals of Python."""
     first, _, rest = message.partition("\n")
     message = rest if ": reads " in first else message  # the first line of a run, whose job file is right
     assert message.startswith("batchinfer: ")
@@ -137,14 +137,14 @@ def clear(message: str) -> None:
 
 
 def flip(path: Path, at: int, mask: int = 0x40) -> None:
-    """Change one bit of a file; a negative position counts from its end."""
+    """Flip one bit of a file; a negative position counts from its end."""
     data = bytearray(path.read_bytes())
     data[at] ^= mask
     path.write_bytes(data)
 
 
 def children(pid: int) -> Iterator[int]:
-    """The processes below a process, as Linux knows them."""
+    """Yield the descendants of a process."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
             yield int(child)
@@ -152,7 +152,7 @@ def children(pid: int) -> Iterator[int]:
 
 
 def run_once(place: Place) -> Place:
-    """The job has run, on the fake engine; for fixtures that many tests read."""
+    """Run the job on the fake engine, for fixtures of many tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             options, "RunOptions", partial(options.RunOptions, engine=FAKE, transport=FakeTransport())
@@ -162,13 +162,13 @@ def run_once(place: Place) -> Place:
 
 
 def copy_of(place: Place, folder: Path) -> Place:
-    """A place like it, that a test may change."""
+    """Return a copy of a place that a test may change."""
     shutil.copytree(place.folder, folder, symlinks=True)
     return Place(folder, place.shared_model)
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    """Those of the processes that still run (a zombie does not)."""
+    """Return the processes that still run, without zombies."""
     return [pid for pid in pids if _state(pid) not in ("Z", "X", "")]
 
 
@@ -190,6 +190,6 @@ def hears_signals() -> None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a command in a process of its own."""
+    """Return the environment of a child command."""
     root = Path(__file__).parents[2]
     return os.environ | {"PYTHONPATH": str(root)} | more

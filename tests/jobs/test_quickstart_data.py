@@ -24,14 +24,14 @@ MIB = 1024 * 1024
 
 
 def module(name: str) -> Any:
-    """A module of jobs/quickstart, which is a folder of scripts and not a package."""
+    """Import a module of jobs/quickstart, a folder of scripts that is no package."""
     if str(QUICKSTART) not in sys.path:
         sys.path.insert(0, str(QUICKSTART))
     return importlib.import_module(name)
 
 
 def training_stream() -> Any:
-    """The stream that `train.py` reads: the same seed, the same vocabulary pieces, the same filter."""
+    """Return the stream that `train.py` reads, with its seed, vocabulary pieces and filter."""
     train, tokens = module("train"), module("tokens")
     tokenizer = train.Tokenizer.from_file(str(QUICKSTART / "model" / "tokenizer.json"))
     return train.training_stream(tokens.letter_pieces(tokenizer))
@@ -48,7 +48,7 @@ def clean() -> list[Any]:
 
 
 def normal_form(sentence: str) -> str:
-    """A sentence without case, punctuation and slot contents: two that differ only there are the same."""
+    """Return a sentence without case, punctuation and slot contents, to compare sentences."""
     slots_closed = re.sub(r"\{\w+\}", " SLOT ", sentence)
     return " ".join(word if word == "SLOT" else word.lower() for word in re.findall(r"\w+", slots_closed))
 
@@ -70,7 +70,7 @@ def test_nothing_that_is_held_out_is_met_in_training(clean: list[Any]) -> None:
 
 
 def test_the_fixed_words_of_training_hold_no_held_out_word() -> None:
-    """The grammar is finite, so this is a proof and not a sample."""
+    """The grammar is finite: this is a proof, not a sample."""
     grammar, words_of = module("grammar"), module("sentences").words_of
     texts = [text for choices in grammar.GRAMMAR.values() for text in choices]
     texts += [text for choices in grammar.FORM_KEYS.values() for text in choices]
@@ -80,7 +80,7 @@ def test_the_fixed_words_of_training_hold_no_held_out_word() -> None:
 
 
 def test_every_made_up_word_passes_the_filter() -> None:
-    """With nearly every short word forbidden the generator still never says one: it cannot go round the filter."""
+    """With nearly all short words forbidden, the generator still never produces one."""
     sentences = module("sentences")
     pieces = ["ab", "cd", "ef"]
     forbidden = frozenset(a + b for a in pieces for b in pieces) | {"large", "box"}
@@ -122,7 +122,7 @@ def test_the_model_folder_is_small_and_holds_no_pickle() -> None:
 
 
 def test_the_template_renders_what_training_saw(clean: list[Any]) -> None:
-    """Rendered by the chat template or assembled by train.py: the same tokens, with one BOS."""
+    """The chat template and train.py give equal tokens, with one BOS."""
     train, tokens = module("train"), module("tokens")
     tokenizer = module("transformers").AutoTokenizer.from_pretrained(QUICKSTART / "model")
     system, text = train.instruction(), clean[0].text
@@ -143,7 +143,7 @@ def test_no_text_is_out_of_the_tokenizers_reach(text: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_model_answers_held_out_rows(clean: list[Any], dtype: str) -> None:
-    """Those in bfloat16 are fewer, as many a CPU has no products of it."""
+    """Fewer rows in bfloat16, as many CPUs have no bfloat16 products."""
     rows = examples(20, 60) if dtype == "float32" else 20
     sample = clean[:: len(clean) // rows][:rows]
     found = module("accuracy").answers([row.text for row in sample], dtype=dtype)

@@ -41,14 +41,14 @@ from tests.batchinfer.engine.test_drafts import PEAKS
 
 
 class HeadReference(Protocol):
-    """The published arithmetic of a head and its model."""
+    """A reference of a head and its model with the published arithmetic."""
 
     def proposed(self, tokens: Seq[int], count: int, allowed: Seq[int]) -> list[int]:
         """Return `count` proposed tokens after the tokens of a row, all of them in `allowed`."""
 
 
 def with_head(model: Checkpoint, stored: StoredLayer, limits: Limits) -> tuple[ModelRunner, DraftModelRunner]:
-    """A runner of the model, and what proposes by the head, whose K and V were never written."""
+    """Return a runner of the model and a runner of the head, with poisoned K and V."""
     runner = make_runner(model, cpu_ops(model), limits)
     config = SchedulerConfig(limits.seqs, limits.budget)
     arithmetic = Arithmetic(torch.float32, torch.device("cpu"), False, False, "auto")
@@ -131,7 +131,7 @@ class Asking(Drafts):
         return [(row, self._drafts(row, tree)) for row, tree in zip(asked, found, strict=True)]
 
     def _drafts(self, row: Sequence, tree: DraftTree) -> Seq[int] | DraftTree:
-        """What the head proposes, or the row's answer, or that behind tokens in a tree that are not right."""
+        """Return the head's proposal, the row's answer, or a tree with the answer after wrong tokens."""
         kind, answer = self.random.random(), self.answers[row.request.key][row.output_length :][:4]
         if kind < 0.4 or not self.branches:
             return tree if kind < 0.4 else answer
@@ -152,7 +152,7 @@ FEW = (1, 2, 3, 4, 5, 7)  # of so few tokens a proposal is often right
 
 
 def longer(number: int, row: Request) -> Request:
-    """Make two of three rows plain ones with longer answers, which may have few tokens or any."""
+    """Make two of three rows plain greedy ones with longer answers, some with few allowed tokens."""
     if not number % 3:
         return row
     return request(

@@ -1,4 +1,4 @@
-"""Operators that multiply quantised weights as the references of products say, and logits to compare with theirs."""
+"""Operators that multiply quantised weights like the products' references, and logits to compare."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ROWS = (Row([3, 17, 99, 4, 200], [7, 8]), Row([5] * 20, [9, 1]))
 def forced(
     model: Checkpoint, ops: Ops, device: str, limits: Limits = CHUNKED, rows: Sequence[Row] = ROWS
 ) -> dict[Place, Tensor]:
-    """Return the logits of answers that are given."""
+    """Return the logits of forced answers."""
     return forced_logits(make_runner(model, ops, limits, device), limits, rows)[0]
 
 
 class ReferenceLinear(Head):
-    """A linear layer as its reference says what it is."""
+    """A linear layer computed by its reference."""
 
     def __init__(self, shape: Sequence[int], product: Callable[[Tensor], Tensor]) -> None:
         (self.out_features, self.in_features), self._product = shape, product
@@ -60,7 +60,7 @@ def _coded(weight: CodedWeight, bias: Tensor | None) -> ReferenceLinear:
 
 
 class CodedExperts(Experts):
-    """Experts in int4 or fp8."""
+    """Experts with int4 or fp8 weights."""
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
         self._parts, self._activation = (gate_up, down), activation
@@ -89,7 +89,7 @@ def _multiplied(rows: Tensor, weights: ExpertWeights, starts: Tensor) -> Tensor:
 
 
 class CodedOps(TorchOps):
-    """torch's operators, with products of quantised weights as their references have them."""
+    """The torch operators, with products of quantised weights by their references."""
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         return _coded(weight, bias) if isinstance(weight, CodedWeight) else super().pack_linear(weight, bias)

@@ -22,7 +22,12 @@ from tests.batchinfer.engine.small_engine import (
 
 @dataclass(frozen=True)
 class Cut:
-    """`most`: tokens of a micro-batch, where steps look ahead; `windows`: whether some layers have them."""
+    """A way to cut prompts.
+
+    Attributes:
+        most: tokens per micro-batch, with look-ahead.
+        windows: if True, some layers have windows.
+    """
 
     limits: Limits
     ahead: bool
@@ -42,7 +47,7 @@ class Cut:
         return checkpoint(self.family, **self.options)
 
     def runner(self) -> Any:
-        """Make a runner of the model, which looks ahead or not."""
+        """Return a runner of the model, with or without look-ahead."""
         runner = make_runner(self.model, cpu_ops(self.model), self.limits)
         if not self.ahead:
             return runner

@@ -1,4 +1,4 @@
-"""Drives a scheduler without a model."""
+"""Runs a scheduler without a model."""
 
 from __future__ import annotations
 
@@ -82,20 +82,20 @@ def sequence(
 
 
 def distinct_tokens(rows: list[list[int]]) -> int:
-    """Count the nodes of the tokens' trie: the tokens to run when each node runs once."""
+    """Return the number of nodes of the rows' trie: the tokens to run if each node runs once."""
     nodes = (accumulate(row, _digest, initial=0) for row in rows)
     return len(set().union(*nodes)) - 1
 
 
 class Slots:
-    """What every cached slot holds: the cache group that wrote it, and a digest of the tokens up to its own."""
+    """The content of each cache slot: its cache group, and a digest of the tokens up to its own."""
 
     def __init__(self, windows: tuple[int | None, ...], block_size: int) -> None:
         self._windows, self._size = windows, block_size
         self._held: dict[tuple[int, int], tuple[int, int]] = {}
 
     def run(self, chunks: Seq[Chunk], copies: Seq[Copy], tokens: Callable[[Sequence], list[int]]) -> None:
-        """Write what the chunks compute, copy, and read what attention does: this sequence's own prefix."""
+        """Write the chunks' tokens, copy blocks, and check that attention reads each sequence's own prefix."""
         known = [
             list(accumulate(tokens(chunk.sequence), _digest, initial=hash(chunk.sequence.content_root)))[1:]
             for chunk in chunks
@@ -158,7 +158,7 @@ class Driver:
         return step
 
     def check_sharing(self, chunks: list[Chunk]) -> None:
-        """Counts the blocks that tables which keep all have in common, one by one."""
+        """Check the number of shared leading blocks by comparing tables one by one."""
         sizes = self.scheduler.tables.sizes
         if not sizes.unwindowed:
             assert self.scheduler.shared_blocks(chunks) == 0
@@ -169,7 +169,7 @@ class Driver:
         assert self.scheduler.shared_blocks(chunks) == again
 
     def check_rows(self, step: Step) -> None:
-        """Compares the arrays that plans keep from step to step with the tables, on the host and as a GPU has them."""
+        """Compare the incremental arrays of plans with the block tables, on the host and as on a GPU."""
         sequences = [chunk.sequence for chunk in step.chunks]
         plan = self.writer.of(step, [chunk.sequence for chunk in step.chunks if chunk.samples])
         count, pool = len(sequences), self.scheduler.pool

@@ -38,7 +38,7 @@ CHOICES = ("yes", "no", "perhaps not")
 
 
 def valid(text: str) -> bool:
-    """Whether it is one line of JSON under SCHEMA."""
+    """Return True if the text is one line of JSON under SCHEMA."""
     import jsonschema  # which a machine that is only to be measured need not have
 
     jsonschema.validate(json.loads(text), SCHEMA)
@@ -47,7 +47,7 @@ def valid(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """A constraint, and who says whether a text obeys it."""
+    """A kind of constraint, and a check of texts."""
 
     params: Mapping[str, Any]
     obeyed: Callable[[str], Any]
@@ -98,13 +98,13 @@ def tokenizer() -> Tokenizer:
 
 
 def rows(kinds: Seq[str] = tuple(KINDS), wishes: Seq[str] = tuple(WISHES)) -> list[Row]:
-    """One of each pair, in an order that mixes them."""
+    """Return a row per pair of kind and wish, in a mixed order."""
     return [row for row in _rows() if row.kind in kinds and row.wish in wishes]
 
 
 @cache
 def _rows() -> list[Row]:
-    """The prompts of two in three begin alike."""
+    """Return the rows; the prompts of two in three share a prefix."""
     rng = np.random.default_rng(3)
     shared, made = rng.integers(0, 256, 40), []
     for number, (kind, wish) in enumerate((kind, wish) for wish in WISHES for kind in KINDS):

@@ -42,8 +42,9 @@ class Unpadded(AttentionPlan):
 
 
 class Contexts(FixedPlan):
-    """What a graph would read: no length of a step but this tensor. A step whose longest context is an odd number of
-    eights cannot be replayed for an even one.
+    """A plan that reads context lengths from a tensor only, as a graph does.
+
+    It does not fit if the longest context, in units of eight, changes between odd and even.
     """
 
     padded_tokens = 0
@@ -74,7 +75,7 @@ class Contexts(FixedPlan):
 
 
 class HashingOps(TorchOps):
-    """Attends to nothing."""
+    """Operators without attention: the cache stores tokens."""
 
     def plan_attention(self, inputs: AttentionInputs, *_: Any) -> AttentionPlan:
         return Unpadded()
@@ -84,7 +85,7 @@ class HashingOps(TorchOps):
 
 
 def _attended(inputs: AttentionInputs, cache: LayerCache, plan: AttentionPlan, window: int | None) -> Tensor:
-    """(T, 1): in the rows of each sequence's last tokens a number made of the tokens that each sees, else -1."""
+    """Return [T, 1]: for each sequence's last tokens a hash of the visible tokens, otherwise -1."""
     contexts, queries_of = inputs.context_lens, inputs.query_lens
     if isinstance(plan, Contexts):
         contexts, queries_of = plan.contexts.tolist(), plan.queries.tolist()

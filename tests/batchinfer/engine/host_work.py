@@ -1,6 +1,7 @@
-"""How long the host takes to schedule, build, launch and retire a decode step, without CUDA calls and without a model.
+"""Measures the host's time to schedule, build, launch and retire a decode step, without CUDA calls and a
+model.
 
-    python -m tests.batchinfer.engine.host_work [ROWS PROMPT [SHARED [LONGEST [ENDS [STEPS]]]]]
+python -m tests.batchinfer.engine.host_work [ROWS PROMPT [SHARED [LONGEST [ENDS [STEPS]]]]]
 
 The engine, scheduler, runner, graphs and attention plans are the real ones; a graph's replay does nothing.
 """
@@ -68,7 +69,7 @@ class Load:
     at_once: int = 1
 
     def requests(self, most: int) -> list[Request]:
-        """Each may get `most` tokens."""
+        """Return the rows' requests, with `most` tokens each."""
         draw = np.random.default_rng(0)
         alike = draw.integers(5, VOCAB, self.shared)
         lengths = [max(self.longest, self.prompt), *[self.prompt] * (self.rows - 1)]
@@ -118,7 +119,7 @@ class NoModel:
 
 
 class MovedByNobody(TritonOps):
-    """Operators whose kernels the host launches between two replays, and which the interpreter would run."""
+    """Skips a kernel that the host launches between replays, which the interpreter would run."""
 
     def advance_rows(self, *_: Any) -> None:
         """Leave the rows unchanged."""
@@ -128,7 +129,7 @@ class LaidByNobody(DeviceTables):
     """Skips writing block tables, as the host of a GPU only launches that kernel."""
 
     def write(self, *_: Any) -> None:
-        """Leaves what the tensors hold."""
+        """Leave the tensors unchanged."""
 
 
 def _captured(run: Any) -> Captured:
@@ -136,7 +137,7 @@ def _captured(run: Any) -> Captured:
 
 
 def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
-    """An engine as for a GPU, on tensors in the host's memory."""
+    """Return an engine as for a GPU, with tensors in host memory."""
     device, layout = torch.device("cpu"), layer_each([None], BLOCK)
     needed = load.rows * -(-(load.prompt + most) // BLOCK) + -(-(load.longest + most) // BLOCK) + 1
     ops = MovedByNobody(SHAPE)
@@ -154,7 +155,7 @@ def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:
 
 
 def decoding(load: Load, most: int, model: NoModel | None = None) -> Engine:
-    """Return an engine whose rows all decode, and may get `most` tokens."""
+    """Return an engine whose rows all decode, with up to `most` tokens each."""
     engine = make_engine(load, most, model)
     engine.add(load.requests(most))
     while (sample := engine.step().sample) is None or sample.decode_tokens < load.rows:
@@ -183,7 +184,7 @@ def decode_steps(load: Load, steps: int = STEPS) -> Iterator[float]:
 
 
 def main(*arguments: str) -> None:
-    """Print the median and the least time of each load, in milliseconds."""
+    """Print the median and minimum time of each load in milliseconds."""
     torch.set_num_threads(1)  # copies that a GPU would make itself do not wait for another core
     loads = (Load(*map(int, arguments)),) if arguments else LOADS
     for load in loads:

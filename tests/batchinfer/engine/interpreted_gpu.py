@@ -93,7 +93,7 @@ def triton_ops(model: Checkpoint, deterministic: bool = False) -> Any:
 
 
 def build(*arguments: Any, **named: Any) -> LoadedWeights:
-    """Load a job's weights, as `load_weights` does, and without the steps that only compile kernels."""
+    """Load a job's weights like `load_weights`, without steps that only compile kernels."""
     stand_in(setattr, compiles=False)
     return load_weights(*arguments, **named)
 
@@ -116,7 +116,7 @@ def build_capturing_later(*arguments: Any, **named: Any) -> LoadedWeights:
 
 
 def build_drafting(*arguments: Any, **named: Any) -> LoadedWeights:
-    """The same, which believes that steps take what they cost: the drafts that are tried are so on every machine."""
+    """Load like `build`, with steps that take their roofline: drafts do not depend on the machine's speed."""
     stand_in(setattr, compiles=False, quick=True)
     for module in (graph_sizes, dummy_steps):
         module.MIN_CONTEXT_BOUND = 16  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def build_drafting(*arguments: Any, **named: Any) -> LoadedWeights:
 
 
 def build_without_triton(*arguments: Any) -> LoadedWeights:
-    """The same on a machine that has no Triton."""
+    """Load like `build` on a machine without Triton."""
     choose.importlib.util.find_spec = lambda _: None  # type: ignore[attr-defined]
     return build(*arguments)
 
@@ -136,6 +136,6 @@ def build_preempting(*arguments: Any, **named: Any) -> LoadedWeights:
 
 
 def build_uncaptured(*arguments: Any, **named: Any) -> LoadedWeights:
-    """The same of a model whose steps cannot be captured."""
+    """Load like `build` a model whose steps cannot be captured."""
     sources.ModelSource.can_be_captured = False
     return build_preempting(*arguments, **named)

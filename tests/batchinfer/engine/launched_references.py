@@ -1,5 +1,8 @@
-"""Stands in for some of Triton's kernels where tests are about how steps are launched: their references, as one launch
-each. The interpreter takes milliseconds for each program of a kernel; these two have one for each token and head."""
+"""References that replace two Triton kernels in tests of launches, each as a single launch.
+
+The interpreter takes milliseconds per program of a kernel, and these kernels have a program per token and
+head.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random work for engines: rows that ask for anything, that arrive at any time, and any way to cut it into steps."""
+"""Random work for engines: rows with any parameters and arrival times, and ways to cut them into steps."""
 
 from __future__ import annotations
 

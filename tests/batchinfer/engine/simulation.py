@@ -50,7 +50,7 @@ def simulate(
     peaks: Peaks = CPU,
     overhead_s: float = 0.0,
 ) -> Simulated:
-    """Run the rows in this order; a step takes its roofline time and `overhead_s`."""
+    """Run the rows in this order; a step takes its roofline time plus `overhead_s`."""
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
     machine = SimulatedEngine(
         cost,

@@ -1,4 +1,4 @@
-"""Engines on tiny checkpoints: any operators, any limits, any runner."""
+"""Engines on tiny checkpoints, with any operators, limits and runner."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class Ran:
         return {key: (c.tokens.token_ids.tolist(), c.finish_reason) for key, c in self.completions.items()}
 
     def tokens(self, row: int) -> list[int]:
-        """Return the answer to a row, by its number."""
+        """Return the answer of a row by its number."""
         answer: list[int] = self.completions[key_of(row)].tokens.token_ids.tolist()
         return answer
 
     def total(self, name: str) -> Any:
-        """Sum a field of all steps."""
+        """Return the sum of a field over all steps."""
         return sum(getattr(step, name) for step in self.steps)
 
     @property
@@ -115,7 +115,7 @@ class Ran:
 
 
 def key_of(row: int) -> bytes:
-    """Make a key that is a row's own in its first half, too, from which its draws are made."""
+    """Return a key whose first half is unique, too, as draws depend on it."""
     return 2 * row.to_bytes(16, "big")
 
 
@@ -147,7 +147,7 @@ def checkpoint(family: str, **options: Any) -> Checkpoint:
 
 
 def quantized(model: Checkpoint, quantization: Quantization) -> Checkpoint:
-    """The checkpoint with weights that are quantised when they are loaded."""
+    """Return the checkpoint with weights that are quantised when they are loaded."""
     return replace(model, spec=model.spec.quantized(quantization))
 
 
@@ -158,13 +158,13 @@ def cpu_ops(model: Checkpoint, codes: bool = False) -> Ops:
 
 
 def poison(cache: LayerCache, blocks: Any = slice(None)) -> None:
-    """Fill blocks with NaN, integers with -128, which is no code: nothing may read what was never written."""
+    """Fill blocks with NaN, or integers with -128: unwritten slots may not be read."""
     for values in (cache.k, cache.v, *(cache.scales or ())):
         values[blocks].fill_(float("nan") if values.is_floating_point() else -128)
 
 
 class PoisoningPool(BlockPool):
-    """Poisons blocks as soon as they are free: nothing may read them."""
+    """A block pool that poisons freed blocks."""
 
     def __init__(self, limits: Limits, groups: int, caches: Sequence[LayerCache]) -> None:
         super().__init__(limits.blocks, limits.block_size, groups)
@@ -178,7 +178,11 @@ class PoisoningPool(BlockPool):
 
 @dataclass(frozen=True)
 class RecordingSampler(Sampler):
-    """Keeps the logits from which each token was chosen. `answers` are forced upon the rows."""
+    """Records the logits of each chosen token.
+
+    Args:
+        answers: forced tokens per row.
+    """
 
     answers: Sequence[Sequence[int]] | None = None
     seen: dict[Place, Tensor] = field(default_factory=dict)
@@ -199,12 +203,12 @@ class RecordingSampler(Sampler):
 
 
 def looking_ahead(runner: ModelRunner, kind: type[DeviceRunner] = DeviceRunner) -> DeviceRunner:
-    """Make a runner that launches steps ahead, as on a GPU, of one that does not."""
+    """Return a runner with look-ahead, as on a GPU."""
     return kind(**{each.name: getattr(runner, each.name) for each in fields(ModelRunner)})
 
 
 def sampled_answers(plan: StepPlan) -> list[tuple[bytes, int]]:
-    """The key of each sampled row, and how many tokens its answer has."""
+    """Return the key of each sampled row, and the length of its answer."""
     assert plan.requests is not None
     if plan.sampled is None:
         return plan.requests
@@ -221,7 +225,7 @@ class NotedStep:
 
 @dataclass
 class Noted:
-    """Stands before a runner, notes its steps, and tells a recording sampler whose tokens it samples."""
+    """Wraps a runner, records its steps, and names the sampled rows to a recording sampler."""
 
     runner: Any
     steps: list[NotedStep] = field(default_factory=list)
@@ -264,7 +268,7 @@ class _Reading:
 
 @dataclass
 class Watched:
-    """Stands before a runner, and calls `before` with each plan that is launched."""
+    """Wraps a runner and calls `before` with each launched plan."""
 
     runner: Any
     before: Callable[[StepPlan], object]
@@ -278,7 +282,7 @@ class Watched:
 
 
 def spoil(runner: Any, bad: int, value: float = float("nan")) -> None:
-    """Have the model give hidden states that are no numbers behind one token."""
+    """Make the model return `value` as the hidden state after token `bad`."""
     forward = runner.model.forward
 
     def spoilt(token_ids: Tensor, *rest: Any) -> Any:
@@ -329,10 +333,11 @@ def make_engine(
     kind: type[Scheduler] | None = None,
     **more: Any,
 ) -> Engine:
-    """Make an engine whose free blocks are poisoned.
+    """Return an engine that poisons free blocks.
 
-    `kind` of its scheduler: by default, where few memories are so scarce that a row is preempted, because windows give
-    blocks back as fast as rows grow, rows are preempted all the same.
+    Args:
+        kind: class of its scheduler. By default, with scarce memory and windows, it preempts rows regularly,
+            as windows free blocks as fast as rows grow.
     """
     least = 1 if limits.copying else None
     places = getattr(getattr(runner, "state", None), "adapters", AdapterSlots()).slots
@@ -347,7 +352,7 @@ def make_engine(
 
 
 class AlwaysRepeated(MultiStepDecoding):
-    """Launches as many steps at once as it may, and lets rows wait for drafts whenever they want to."""
+    """Launches the maximum number of steps at once, and lets rows wait for drafts at any time."""
 
     @property
     def can_hold_rows(self) -> bool:
@@ -363,13 +368,14 @@ def at_once(steps: int) -> MultiStepDecoding | None:
 
 
 def layer_each(windows: Sequence[int | None], block_size: int) -> CacheLayout:
-    """A cache group for each of these layers."""
+    """Return a layout with a cache group per layer."""
     groups = [CacheGroup((i,), window, frozenset([window])) for i, window in enumerate(windows)]
     return CacheLayout(tuple(windows), tuple(groups), 1, block_size)
 
 
 def watcher(_: SamplingParams) -> Callable[[int], int | None]:
-    """The stop string is there once an answer's ids sum up to a multiple of 7, from the second on."""
+    """Return a watcher that finds a stop string if the ids of an answer's tokens add up to a multiple of 7,
+    from the second token."""
     seen: list[int] = []
 
     def watch(token: int) -> int | None:
@@ -387,7 +393,9 @@ def drain(
 ) -> Ran:
     """Run requests and check the engine's integrity after every step.
 
-    `arrivals`: the number of the step before which each request comes, ascending; all come before the first one else.
+    Args:
+        arrivals: number of the step before which each request arrives, ascending; by default all arrive
+            first.
     """
     ran, number = Ran(), 0
     waiting: deque[tuple[Any, int]] = deque(zip_longest(requests, arrivals, fillvalue=0))

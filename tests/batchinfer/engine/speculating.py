@@ -20,7 +20,7 @@ Guess = Callable[[Sequence], Seq[int] | DraftTree]
 
 
 class Drafts:
-    """Proposes what `guess` says, for every row, whatever it costs."""
+    """Proposes the tokens of `guess` for every row, at any cost."""
 
     def __init__(self, guess: Guess, waits: bool = True, holds: float = 0.0) -> None:
         self._guess, self._waits = guess, waits
@@ -100,8 +100,7 @@ def branching(ran: Ran, right: float, seed: int, most: int = 9) -> Callable[[Seq
 
 
 def assert_unchanged(got: Ran, wanted: Ran, forcing: Ran) -> None:
-    """Rows with drafts have the answers of those without, each token counted once, and as many that a constraint chose
-    as where it forces tokens without drafts."""
+    """Assert that drafts change no answer, count each token once, and keep the number of forced tokens."""
     assert got.answers == wanted.answers
     assert got.logprobs == wanted.logprobs
     given = sum(len(c.tokens.token_ids) for c in got.completions.values())

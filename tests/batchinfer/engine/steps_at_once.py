@@ -25,8 +25,8 @@ ROWS, CONTEXT = (8, 64, 256, 1024), 512
 
 
 def line(cost: ModelCost, peaks: Peaks, rows: int, length: int) -> str:
-    """Return the cells of a model: times of the device and the host for a step, how many are launched at once, and how
-    many times as many tokens a second that gives."""
+    """Return a table row of a model: the step's time on device and host, the number of steps per launch, and
+    the gain."""
     chooser = MultiStepDecoding(admission_costs(cost, peaks))
     chooser.record_tokens(1000 * length, 1000)
     cached = rows * CONTEXT
@@ -37,7 +37,11 @@ def line(cost: ModelCost, peaks: Peaks, rows: int, length: int) -> str:
 
 
 def main(gpu: str = "NVIDIA H100 80GB HBM3", length: str = "256") -> None:
-    """Print a line for each number of rows. LENGTH: tokens of an answer."""
+    """Print a line per number of rows.
+
+    Args:
+        length: tokens of an answer.
+    """
     sheet = datasheet(gpu)
     peaks = Peaks(sheet.peak_flops["bfloat16"], sheet.bandwidth)
     print("| rows |", " | ".join(f"{name}: GPU, host, ms | steps | gain" for name in MODELS), "|")
@@ -64,7 +68,7 @@ def job_line(rows: int) -> str:
 
 
 def jobs() -> None:
-    """Print a line of simulated jobs for each number of rows."""
+    """Print a line of simulated jobs per number of rows."""
     print("| rows | 0.5B: single, several, s | gain | 1B: single, several, s | gain |")
     print("|---|---|---|---|---|")
     for rows in ROWS[:3]:

@@ -40,7 +40,7 @@ class Taped(GraphRecorder):
 
     @property
     def taken_bytes(self) -> int:
-        """As if each recording took a MiB."""
+        """Return a MiB per recording."""
         return len(self.launches) << 20
 
     def warm_up(self, run: Callable[[], object]) -> None:
@@ -61,15 +61,17 @@ class Taped(GraphRecorder):
 
 
 class QuicklyTaped(Taped):
-    """Records without a warm-up: the interpreter compiles nothing."""
+    """Records without a warm-up, as the interpreter compiles nothing."""
 
     def warm_up(self, run: Callable[[], object]) -> None:
         pass
 
 
 class TapedGroup(TorchGroup):
-    """Ranks whose collectives a recording holds, as NCCL's are part of a graph: each is one call, which a replay makes
-    again, on the same tensors, and in which all ranks have to meet."""
+    """Ranks whose collectives are recorded like NCCL's in a graph.
+
+    A replay repeats each collective on the same tensors, with all ranks.
+    """
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return launched(partial(super().all_reduce, x), x)
@@ -94,7 +96,7 @@ def launched(call: Callable[[], object], result: Tensor) -> Tensor:
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators of torch, with the tensors that they were given and have made; and Triton's kernels."""
+    """Records torch operators with their inputs and outputs, and Triton kernels."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,11 +118,11 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """Note a kernel of Triton's, or a collective: as in a capture of CUDA's, only replays run it."""
+        """Record a Triton kernel or a collective, which only replays run, as in CUDA's capture."""
         self.calls.append((partial(_nothing, kernel), []))
 
     def poison(self) -> None:
-        """Overwrite what it has made: NaN, and integers that are no index."""
+        """Overwrite the outputs with NaN, or with integers that are no index."""
         for tensor in self._made.values():
             byte = 0xFF if tensor.is_floating_point() else 0x7F
             if tensor.numel() and tensor.dtype != torch.bool:
@@ -128,7 +130,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def play(self) -> None:
-        """Launch everything again."""
+        """Run all recorded calls again."""
         self.poison()
         for call, results in self.calls:
             again = [leaf for leaf in tree_leaves(call()) if isinstance(leaf, Tensor)]
@@ -154,7 +156,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _kernels_on(tape: _Tape) -> Iterator[None]:
-    """Interpreted kernels go to the tape."""
+    """Record interpreted kernels on the tape."""
     from triton.runtime import interpreter
 
     run = interpreter.GridExecutor.__call__

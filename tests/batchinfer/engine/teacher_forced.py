@@ -36,7 +36,7 @@ from tests.batchinfer.engine.small_engine import (
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt and the answer that is forced upon the model."""
+    """A prompt and its forced answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Way:
-    """How the work is cut, shared and spread."""
+    """A way to cut, share and distribute work."""
 
     budget: int = 4096
     seqs: int = 64
@@ -98,7 +98,7 @@ def load(
 
 
 class Forced:
-    """One engine on a loaded model. Rows may be run again: their prefixes are then in the cache."""
+    """An engine on a loaded model. Rows that run again find their prefixes in the cache."""
 
     def __init__(self, loaded: LoadedModel, rows: Seq[Row], way: Way) -> None:
         self.way = way
@@ -121,7 +121,7 @@ class Forced:
         self.steps: list[StepSample] = []
 
     def run(self, numbers: Seq[int] | None = None) -> dict[Place, Tensor]:
-        """Logits by place, of these rows or of all. The number of threads is set back afterwards."""
+        """Return the logits by place, of the given rows or of all. Restores the number of threads."""
         numbers = range(len(self._requests)) if numbers is None else numbers
         before = torch.get_num_threads()
         torch.set_num_threads(self.way.threads)
@@ -144,7 +144,7 @@ def run_alone(loaded: LoadedModel, rows: Seq[Row]) -> dict[Place, Tensor]:
 
 
 def different(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[Place]:
-    """Where the bits are not the same. NaN differs from itself, and so is found too."""
+    """Return the places whose bits differ. NaN differs from itself."""
     assert got.keys() == wanted.keys()
     return sorted(place for place in wanted if not torch.equal(got[place], wanted[place]))
 
@@ -158,6 +158,6 @@ def forced_logits(runner: ModelRunner, limits: Limits, rows: Seq[Row]) -> tuple[
 
 
 def farthest(got: dict[Place, Tensor], wanted: dict[Place, Tensor]) -> list[float]:
-    """How far each token's logits are away from the wanted ones, ascending."""
+    """Return the maximum difference of each token's logits, ascending."""
     assert got.keys() == wanted.keys()
     return sorted(float((got[place] - wanted[place]).abs().max()) for place in wanted)

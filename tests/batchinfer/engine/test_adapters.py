@@ -1,4 +1,5 @@
-"""Rows with different adapters in one batch have the answers of the model into which their adapter is merged."""
+"""Tests that a row with an adapter has the answers of a model with the merged adapter, in batches with other
+adapters."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def adapters(family: str) -> dict[str, StoredAdapter]:
 
 @cache
 def reference(family: str, name: str, row: Row) -> tuple[Any, Any]:
-    """What transformers says of each continuation with the merged model."""
+    """Return transformers' log-probabilities of each continuation with the merged model."""
     return scored(merged(base(family), adapters(family)[name].path) if name else base(family), row)
 
 
@@ -119,7 +120,7 @@ def test_scores_are_those_of_the_merged_models(family: str, kind: str) -> None:
 @TRITON
 @pytest.mark.parametrize("places", first_of([2, None], 1))
 def test_triton_s_operators_score_as_the_merged_models(places: int | None) -> None:
-    """Also where two of three adapters are on the device at a time."""
+    """Two of three adapters fit on the device at a time."""
     rows, limits = drawn(2, ((9, (3, 2)), (9, (4,)), (20, (2,)), (3, (1, 1)))), Limits(budget=24)
     ops = triton_ops(checkpoint("llama"))
     runner = runner_of("llama", ops, limits, DEVICE, places)

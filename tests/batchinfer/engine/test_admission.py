@@ -43,8 +43,8 @@ def steps_until_filled(
 
 
 def test_places_are_filled_when_waiting_has_wasted_as_much_as_filling_them_would():
-    """Each step wastes 2 ms times the share of the places that are free: 1, 3, 6, … % of 2 ms. Filling them takes the
-    host 6.1 ms; the device works 2 ms of it in the step itself, and 0.9 ms longer than the host in the one before."""
+    """Each step wastes 2 ms times the share of free slots: 1, 3, 6, … % of 2 ms. Filling them takes the host
+    6.1 ms. The device works for 2 ms of it in the step itself, and for 0.9 ms more in the step before."""
     filled = steps_until_filled(COSTS, every=1, prompt=0)
     wasted = [2e-3 * sum(range(1, steps + 1)) / 100 for steps in (filled - 1, filled)]
     assert wasted[0] < 3.2e-3 <= wasted[1] < 3.6e-3
@@ -53,7 +53,7 @@ def test_places_are_filled_when_waiting_has_wasted_as_much_as_filling_them_would
 
 
 def test_steps_that_are_launched_at_once_waste_as_much_each():
-    """Here a sequence ends with each launch."""
+    """A sequence ends with each launch."""
     single, four = (steps_until_filled(COSTS, every=1, prompt=0, at_once=steps) for steps in (1, 4))
     assert single / 2 <= four < single / 2 + 1, "the waste grows with the square of launches"
 
@@ -150,7 +150,7 @@ def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
 )
 @settings(max_examples=examples(15, 200), deadline=None, print_blob=True)
 def test_nothing_is_preempted_when_lengths_are_known(rows, blocks, budget, windows):
-    """Whatever rows share, and whichever layers have a window."""
+    """With any shared prefixes and any windows."""
     sequences = [
         sequence([99] * shared + [key] * prompt, output, key, exact=True)
         for key, (shared, prompt, output) in enumerate(rows)
@@ -161,7 +161,7 @@ def test_nothing_is_preempted_when_lengths_are_known(rows, blocks, budget, windo
 
 
 class FullDriver(Driver):
-    """Looks at what the scheduler left in the queue although the step had tokens to spare, after a row has ended."""
+    """Checks the queue after a row has ended, if the step had tokens to spare."""
 
     refused, ended = 0, 0
 
@@ -180,7 +180,7 @@ class FullDriver(Driver):
 
 
 def test_a_batch_is_as_full_as_memory_permits():
-    """Whenever a row waits, admitting it would overflow the cache before the rows that run have ended."""
+    """Whenever a row waits, admitting it would overflow the cache before the running rows end."""
     rng = random.Random(8)
     rows = [sequence([key] * rng.randint(5, 80), rng.randint(5, 120), key, exact=True) for key in range(60)]
     driver = driver_for(rows, blocks=300, seqs=64, budget=512, kind=FullDriver)
@@ -196,7 +196,7 @@ def test_a_batch_is_as_full_as_memory_permits():
 
 
 def answers(kind: str, rng: random.Random) -> Iterator[int]:
-    """Output tokens of rows, which may give up to 512, or 2048 where they become longer."""
+    """Yield output lengths of rows with a limit of 512, or of 2048 for longer ones."""
     for row in range(200 if kind == "ever longer" else examples(100, 400)):
         if kind == "exponential":
             yield max(1, min(512, round(rng.expovariate(1 / 64))))
@@ -210,7 +210,7 @@ def answers(kind: str, rng: random.Random) -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", first_of(("exponential", "ever longer", "longest", "two peaks"), 1))
 def test_wrong_estimates_cost_little_and_never_thrash(kind):
-    """A run whose lengths are known is compared with one that has to guess them."""
+    """Compares runs with known lengths with runs that estimate them."""
     rng, longer = random.Random(4), kind == "ever longer"
     rows = [(rng.randint(20, 300), output) for output in answers(kind, rng)]
     limits, most = {"blocks": 250 if longer else 800, "budget": 512}, 2048 if longer else 512
@@ -224,7 +224,8 @@ def test_wrong_estimates_cost_little_and_never_thrash(kind):
 
 
 def test_short_answers_do_not_leave_the_batch_half_empty():
-    """max_tokens fills the cache with 12 rows; the answers, a fiftieth as long, run 64 at once before long."""
+    """With max_tokens the cache is full with 12 rows. Answers are a fiftieth of that: 64 rows run at once
+    soon."""
     rng = random.Random(1)
     rows = [Row(32, 1 + round(rng.expovariate(1 / 40)), max_tokens=2000) for _ in range(800)]
     got = simulate(rows, blocks=1600, seqs=64, budget=512)

@@ -1,4 +1,4 @@
-"""The step budget follows from the roofline."""
+"""Tests that the step budget follows from the roofline."""
 
 from __future__ import annotations
 

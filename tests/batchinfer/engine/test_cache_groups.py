@@ -52,7 +52,7 @@ def test_layers_of_two_kinds_take_turns_in_a_block() -> None:
 
 
 def test_a_window_that_no_row_outgrows_is_none() -> None:
-    """A job of short rows runs as if the model had no windows: one table."""
+    """If no row exceeds the window, the job runs as if the model had none, with one block table."""
     layout = layout_of([4096, None] * 13, longest=4096)
     assert shape(layout) == (26, [(None, 26)])
     assert layout.groups[0].windows == {4096, None}
@@ -113,7 +113,7 @@ def test_no_step_holds_more_than_is_set_aside(rows, window, tables, size) -> Non
 
 
 def test_what_is_set_aside_is_used_up() -> None:
-    """Long chunks of two steps take nearly all of it: fewer blocks would not do."""
+    """Long chunks of two steps use nearly all of the reserved blocks."""
     sizes, budget = TableSizes(16, (8, None, 8)), 16 * 100
     held = 2 * 2 * sizes.span(8, budget)
     spare = 2 * 2 * (sizes.span(8) + 1) + sizes.for_chunks(budget) - held
@@ -166,7 +166,7 @@ def test_blocks_that_a_window_has_left_are_free_again() -> None:
 
 
 def test_a_window_needs_less_memory_and_the_same_memory_holds_more_rows(monkeypatch) -> None:
-    """For rows of 300 tokens and a window of 24 in 5 of 7 layers: 2 of 7 layers keep all."""
+    """Rows have 300 tokens. 5 of 7 layers have a window of 24; 2 of 7 layers keep all tokens."""
     windows = loaded()
     least = windows.runner.layout.sizes.alone(300, 32) * windows.info.kv_bytes // windows.info.blocks
     memory = 3 * least

@@ -1,4 +1,4 @@
-"""Calibrations where the engine is on a GPU: on one if there is one, else in the interpreter."""
+"""Tests calibration by an engine on a GPU, or in the interpreter without one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def calibrate(
 
 
 def codes(folder: Path) -> dict[str, Tensor]:
-    """The int4 values of the first layer, by module."""
+    """Return the int4 values of the first layer by module."""
     first = load_file(folder / inspect_checkpoint(folder).files[0].name)
     packed = {name: words for name, words in first.items() if name.endswith("weight_packed")}
     return {

@@ -1,4 +1,4 @@
-"""A calibration runs real steps of real engines: here of smaller models, and fewer of them."""
+"""Tests calibration with real steps of real engines, with smaller and fewer models."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_an_engine_without_a_tokenizer_refuses_constraints() -> None:
 
 
 def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
-    """Memory for the longest is not set aside for it, as it is where nothing else can end the answer."""
+    """Memory for its longest answer is only reserved if no other token can end it."""
     free = SamplingParams(max_tokens=9, ignore_eos=True)
     prompt = np.arange(3, dtype=np.int32)
     exact = [
@@ -111,7 +111,7 @@ def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
 
 
 def test_an_engine_counts_its_own_work_alone() -> None:
-    """Constraints that served another engine have worked already."""
+    """Constraints may have worked for another engine before."""
     constraints = WordConstraints(EOS, work=ConstraintWork(compile_s=100.0, mask_s=100.0))
     ran = drain(engine_for(constraints), [request(0, [3, 1, 4], 12, choice=("bad", "cab"))])
     assert ran.total("compile_s") == 0.5

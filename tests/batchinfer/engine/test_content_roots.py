@@ -1,5 +1,8 @@
-"""Requests with different content roots share nothing, in the plan, the engine, the simulation and the report. Requests
-with one root share their whole common prefix. The roots are made up: only `ContentRoots` knows the reason."""
+"""Tests that requests with different content roots share nothing in plan, engine, simulation and report.
+
+Requests with one root share their whole common prefix. The roots are made up: only `ContentRoots` knows the
+reason for a root.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def planned(rows: list[tuple[list[int], int, int]], folder: Path) -> tuple[Plan,
 
 
 def shared_within_roots(requests: list[Request]) -> int:
-    """The prompt tokens that need not run when each node of each root's tree runs once."""
+    """Return the prompt tokens that are saved if each node of each root's tree runs once."""
     by_root: dict[bytes, list[list[int]]] = {}
     for request in requests:
         root = ROOTS.of(len(request.prompt), request.params)
@@ -82,7 +85,7 @@ def shared_within_roots(requests: list[Request]) -> int:
 
 
 def run_engine(requests: list[Request]) -> Driver:
-    """Run them on the real scheduler and cache; the driver raises when a row reads K or V of another root."""
+    """Run requests on the real scheduler and cache, and check that no row reads another root's K or V."""
     rows = [Sequence.of(request, ROOTS, None, 0.0) for request in requests]
     driver = driver_for(rows, blocks=2000, size=BLOCK, seqs=64, budget=2048)
     driver.drain()

@@ -97,7 +97,7 @@ def ran(
     warmed_up: bool = False,
     drafter: Drafter | None = None,
 ) -> Ran:
-    """Run 20 rows, their decode steps by graphs if they can be captured."""
+    """Run 20 rows, with graphs for decode steps if `capture` is given."""
     runner = hashing_runner(DeviceRunner, LIMITS.blocks, LIMITS.block_size)
     if capture is not None:
         drafts = drafter is not None
@@ -132,7 +132,7 @@ def test_graphs_of_many_rows_share_the_memory_of_their_results(monkeypatch):
 
 
 def test_steps_that_verify_drafts_are_replayed_and_captured_once():
-    """Whatever rows share them: their tokens are padded together."""
+    """Tokens of any number of rows are padded together."""
     wanted, capture = ran(drafter=Drafts(lambda _: [])), Counting()
     drafts = Drafts(remembered(wanted, 0.8, 1, most=2))
     got = ran(capture, drafter=drafts)
@@ -174,7 +174,7 @@ def test_what_no_graph_covers_runs_without(rows, longest):
     ids=["no memory", "an operator refuses"],
 )
 def test_what_was_captured_is_replayed_once_nothing_more_is(caplog, room, lacks, said):
-    """Nothing more is tried, and other steps are launched without a graph."""
+    """After an out-of-memory error, other steps run without a graph."""
     capture, enough = Counting(room, lacks), Counting()
     got, wanted = ran(capture), ran(enough)
     assert got.answers == wanted.answers == ran().answers
@@ -187,7 +187,7 @@ def test_what_was_captured_is_replayed_once_nothing_more_is(caplog, room, lacks,
 
 
 def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
-    """Kinds that come once or twice are launched as they are; the answers are the same."""
+    """Kinds of steps that occur once or twice run eagerly; answers are equal."""
     at_once, later = Counting(), Counting()
     wanted, got = ran(at_once), ran(later, warmed_up=True)
     assert got.answers == wanted.answers
@@ -197,8 +197,7 @@ def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
 
 
 class OneRow:
-    """Decode graphs of one row, run without an engine; its plans note whether they carry on the one before, and its
-    steps which blocks they read."""
+    """Decode graphs of one row without an engine, which record reused plans and read blocks."""
 
     def __init__(self) -> None:
         self.read: list[list[list[int]]] = []
@@ -231,7 +230,7 @@ class CarryingOps(HashingOps):
 
 
 def test_graphs_read_what_tables_hold_now():
-    """A row that was preempted and read again has other blocks, and may come back one token further."""
+    """A row that was preempted has other blocks, and may return one token later."""
     one, row = sequence([1] * 20, 20), OneRow()
     for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9]), (13, [7, 8, 9, 4])):
         one.tables = [table]
@@ -263,7 +262,7 @@ def test_engines_that_take_turns_on_graphs_do_not_carry_on_each_others_plans():
 
 
 def test_tables_that_were_written_in_part_are_written_again(monkeypatch):
-    """Graphs of all sizes share their memory."""
+    """Graphs of all sizes share one buffer of tables."""
     sequences = [sequence([1] * 8, 20) for _ in range(4)]
     for number, one in enumerate(sequences):
         one.tables = [[2 * number + 1, 2 * number + 2], [2 * number + 21, 2 * number + 22]]

@@ -90,7 +90,7 @@ def yardstick(
 
 
 def cases():
-    """A way in every arithmetic; a llama's others each in a fifth of them, unless everything is asked for."""
+    """Yield a case per way and arithmetic; other llama cases only for a fifth, unless everything is tested."""
     for name in MODELS:
         for turn, (dtype, quantization) in enumerate(ARITHMETICS):
             for number, way in enumerate(WAYS):
@@ -119,7 +119,7 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantizati
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [1, 9, 11, 12])
 def test_codes_in_the_cache_change_no_bit_either(dtype, number):
-    """MicroBatches of prompts, prefixes read together, blocks that are scarce, two threads."""
+    """Micro-batches of prompts, shared prefixes, scarce blocks and two threads."""
     loaded, wanted = yardstick("llama-wide", dtype, "none", "int8")
     assert different(Forced(loaded, rows(), WAYS[number]).run(), wanted) == []
     _, values = yardstick("llama-wide", dtype, "none")
@@ -127,13 +127,13 @@ def test_codes_in_the_cache_change_no_bit_either(dtype, number):
 
 
 def few_rows() -> tuple[Row, ...]:
-    """Return short rows and a part of the tree, for what takes long."""
+    """Return short rows and a part of the tree, for slow cases."""
     return *rows()[2:6], *rows()[11:14]
 
 
 @cache
 def in_tiles(name: str, quantization: Quantization) -> tuple[LoadedModel, dict]:
-    """As `yardstick`, in bfloat16 and matrix tiles in C."""
+    """Return `yardstick` in bfloat16 with matrix tiles in C."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "tile_grant", lambda: Grant(True))
         patch.setattr(
@@ -148,7 +148,7 @@ def in_tiles(name: str, quantization: Quantization) -> tuple[LoadedModel, dict]:
 @pytest.mark.parametrize(("name", "quantization"), each_first(("llama-wide", "qwen2-moe"), ("none", "int8")))
 @pytest.mark.parametrize("way", [Way(64), pytest.param(Way(4096, threads=2), marks=pytest.mark.slow)])
 def test_matrix_tiles_keep_the_promise(name, quantization, way):
-    """Tiles of one row in decoding, of sixteen in prefill."""
+    """Decoding uses tiles of one row, prefill tiles of sixteen."""
     loaded, wanted = in_tiles(name, quantization)
     assert different(Forced(loaded, few_rows(), way).run(), wanted) == []
 
@@ -157,7 +157,7 @@ def test_matrix_tiles_keep_the_promise(name, quantization, way):
 @pytest.mark.parametrize(("dtype", "quantization"), ARITHMETICS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_prefixes_that_are_read_once_for_all_change_nothing(monkeypatch, dtype, quantization, caching):
-    """The tree of prefixes is attended level after level, or every row attends to all of its own copy."""
+    """The prefix tree is attended level by level, or each row attends to its own copy."""
     loaded, wanted = yardstick("llama", dtype, quantization)
     plan, levels = CpuOps.plan_attention, []
 
@@ -184,8 +184,7 @@ def test_the_block_size_in_vectors_changes_nothing(dtype, quantization):
 @settings(max_examples=examples(2, 25), deadline=None)
 @given(st.sampled_from(ARITHMETICS), st.integers(0, 10**6), st.booleans())
 def test_random_company(arithmetic, seed, caching):
-    """Rows that come in random groups, in random order, while others run, under random limits, and again on K and V
-    that other batches wrote."""
+    """Rows arrive in random groups and order, with random limits, and read K and V that other batches wrote."""
     loaded, wanted = yardstick("llama", *arithmetic)
     rng = random.Random(seed)
     way = Way(rng.choice((5, 33, 130, 2048)), rng.randint(1, 20), caching, threads=rng.randint(1, 2))
@@ -225,7 +224,7 @@ def refuse(**_: object) -> None:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_without_a_compiler_it_is_refused(monkeypatch, quantization):
-    """torch's own operators choose by the shape of a batch how to add: they cannot promise it."""
+    """torch's operators select their order of sums by the batch's shape, and are not deterministic."""
     monkeypatch.setattr("batchinfer.models.ops.choose.CompiledOperators", refuse)
     with pytest.raises(Unavailable, match=r"needs? the compiled CPU operators.*no C compiler"):
         load(checkpoint("llama"), "float32", quantization)

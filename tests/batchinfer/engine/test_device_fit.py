@@ -125,7 +125,7 @@ class Device:
         return getattr(self._decoder, name)
 
     def free(self) -> int:
-        """A step for each token that was run leaves less."""
+        """Return free bytes, which fall with each token that was run."""
         return (64 << 30) - sum(self.steps)
 
     def restart(self) -> None:
@@ -181,7 +181,6 @@ class Replayed(GroupedPlan):
         """Dummy steps of as many rows are alike."""
 
     def serves(self, context_lens: Any) -> bool:
-        """Return whether it does for longer contexts: never."""
         return False
 
 
@@ -207,7 +206,7 @@ def test_the_largest_step_that_is_captured_in_pieces_is_measured_too(caplog):
 
 
 def test_ranks_agree_on_blocks_and_on_whether_steps_are_captured():
-    """Each has what the one with the least could allocate."""
+    """All ranks use the minimum of the blocks that each could allocate."""
     device = Device(ops=AsOnAGpu())
     fitted = device.fit(capture=Taped(), mixed=90, agreed=lambda count: min(count, 50))
     assert (fitted.blocks, device.wanted[-1]) == (50, 61)
@@ -219,7 +218,7 @@ def test_ranks_agree_on_blocks_and_on_whether_steps_are_captured():
 
 @pytest.mark.parametrize("pieces", [False, True])
 def test_a_rank_that_cannot_capture_a_step_leaves_its_group(pieces, monkeypatch):
-    """The others have captured it, or wait for this one."""
+    """Other ranks have captured the step, or wait for this rank."""
     refused, taped = Mock(side_effect=torch.OutOfMemoryError("none left")), Taped()
     if pieces:
         monkeypatch.setattr(device_fit, "GraphTables", refused)
@@ -231,7 +230,7 @@ def test_a_rank_that_cannot_capture_a_step_leaves_its_group(pieces, monkeypatch)
 
 
 def test_ranks_run_the_same_steps_before_the_first_one_whoever_knows_masks():
-    """The rank that leads knows them; the others, which do not, run steps with masks as it does."""
+    """Only the leading rank knows masks; other ranks run steps with masks, too."""
     leads, follows = Device(), Device()
     leads.runner = replace(
         leads.runner, sampler=replace(leads.runner.sampler, mask=ConstraintMasks(WordConstraints(0)))
@@ -242,7 +241,7 @@ def test_ranks_run_the_same_steps_before_the_first_one_whoever_knows_masks():
 
 
 def test_what_graphs_read_is_there_before_the_rest_is_asked_for(monkeypatch):
-    """Their block tables are then no part of the memory that is free, and are not taken off it again."""
+    """Block tables of graphs are allocated before free memory is measured, and are not subtracted again."""
     asked, device = [], Device(ops=AsOnAGpu())
 
     def made(*sizes: Any) -> GraphTables:
@@ -256,7 +255,7 @@ def test_what_graphs_read_is_there_before_the_rest_is_asked_for(monkeypatch):
 
 
 def test_decode_steps_are_launched_where_there_is_no_memory_for_what_graphs_read(monkeypatch, caplog):
-    """Their block tables may be long, and a cache of as many bytes as the job asked for leaves what it leaves."""
+    """Block tables may be long, and a cache of a requested size may leave too little memory."""
     none_left = Mock(side_effect=torch.OutOfMemoryError("no memory for block tables"))
     monkeypatch.setattr(device_fit, "GraphTables", none_left)
     device = Device(ops=AsOnAGpu())
@@ -307,7 +306,7 @@ def test_what_steps_need_is_taken_from_the_share_of_the_cache():
 
 @pytest.mark.parametrize(("free", "kept"), [(4 << 30, 0.15), (8 << 30, 0.09), (64 << 30, 0.03)])
 def test_a_gpu_s_cache_gets_all_but_the_reserve(free, kept):
-    """Memory that steps were measured to take is taken once; the reserve and a small share are left."""
+    """Measured memory of steps is subtracted once; the reserve and a small share remain."""
     sizes = (1 << 20, TableSizes(16), JobSize(4096, 100_000, 8192))
     needed = free // 8
     left = free - needed - (cache_blocks(*sizes, None, free, "cuda", needed) << 20)
@@ -328,7 +327,7 @@ def test_dummy_steps_are_as_large_as_they_can_be():
 
 
 def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
-    """Their copy of the logits is measured, and their kernel compiled before the first timed step."""
+    """Their copy of the logits is measured, and their kernel is compiled before the first timed step."""
     asked, device = [], Device()
 
     def noted(_: object, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -385,7 +384,8 @@ def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
 
 
 def test_the_warm_up_runs_steps_with_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many sizes as without, once, of a short prompt, too; and the step whose memory is measured has one, too."""
+    """The warm-up has the usual sizes and a short prompt. The step whose memory is measured has an adapter,
+    too."""
     checked = checkpoint("llama")
     runner = make_runner(
         checked, cpu_ops(checked), Limits(blocks=61, block_size=SIZE), adapters=adapters("llama")

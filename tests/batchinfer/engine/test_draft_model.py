@@ -1,4 +1,4 @@
-"""A draft model in the job's engine reads the tokens of rows and changes no answer."""
+"""Tests that a draft model in the job's engine reads the tokens of rows and changes no answer."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ from tests.examples import examples
 
 
 class Beside(Drafts):
-    """Drafts without regard to cost: asks the model about 80 % of rows, each time for up to `most` tokens.
+    """A draft model that is queried for about 80 % of rows, with up to `most` tokens, at any cost.
 
-    `always`: asks about every row, for exactly `most` tokens.
+    Attributes:
+        always: query every row for exactly `most` tokens.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Beside(Drafts):
 
 
 def beside(limits: Limits, windows: tuple[int | None, ...] = (None,), **more: Any) -> DraftModelRunner:
-    """The hashing model again, with a cache in the blocks of layers that see all tokens."""
+    """Return another hashing model as a draft model, cached in blocks of layers without windows."""
     spare = spare_blocks(limits.block_size, limits.seqs)
     runner = hashing_runner(ModelRunner, limits.blocks + spare, limits.block_size, more.pop("nan_every", 0))
     found = DraftModelRunner(
@@ -115,7 +116,7 @@ def beside(limits: Limits, windows: tuple[int | None, ...] = (None,), **more: An
 
 
 def run(work: Work, way: Way, limits: Limits, seed: int = 0) -> tuple[Ran, Beside | None]:
-    """As `Way.run` does, with the model beside where a layer sees all tokens."""
+    """Run the rows like `Way.run`, with a draft model if a layer has no window."""
     runner = way.runner(limits, work.nan_every, work.windows)
     runner, masks = following(runner, WordConstraints(EOS, way.forces), way.on_host)
     drafter = None
@@ -167,7 +168,7 @@ def test_proposals_of_every_length_fit_their_blocks(size: int, lengths: list[int
 
 
 def fed(rows: Seq[Any], limits: Limits = EASY, **more: Any) -> tuple[Ran, Any, list[int]]:
-    """Run rows with the model; the tokens of each of its steps."""
+    """Run rows with the draft model; return the run, the drafter and the number of tokens of each draft step."""
     made, tokens = beside(limits, **more), list[int]()
     counting: Any = Watched(made.runner, lambda plan: tokens.append(len(plan.tokens)))
     drafter = Beside(DraftModelSource(replace(made, runner=counting), PEAKS), random.Random(0), 4)
@@ -176,7 +177,7 @@ def fed(rows: Seq[Any], limits: Limits = EASY, **more: Any) -> tuple[Ran, Any, l
 
 
 def test_a_prefix_is_read_once() -> None:
-    """Of rows that are there together, and of such as come when the ones that read it are gone."""
+    """By rows that run together, and by later rows after the readers of the prefix have ended."""
     shared = [at % 7 for at in range(20)]
     rows = [
         replace(one, shares_next=20)
@@ -192,7 +193,7 @@ def test_a_prefix_is_read_once() -> None:
 
 
 def test_a_block_that_others_wrote_is_read_again() -> None:
-    """Rows with the same prompt get the blocks of earlier ones, in which a row between them had its answer."""
+    """Rows with equal prompts get the blocks of earlier rows, which another row's answer overwrote."""
     rows = [
         request(
             at, [1, 2, 3, 4, 5, 6, 7, 8, 1] if at % 2 else [at % 11], 6 if at % 2 else 20, ignore_eos=True

@@ -1,4 +1,4 @@
-"""Trees of drafts change no answer, and are right where a chain would be wrong."""
+"""Tests that draft trees change no answer, and are right if a chain would be wrong."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from tests.speed.draft_bounds import LLAMA_135M
 @settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
 @given(works(may_constrain=True), st.booleans(), st.sampled_from([0.3, 0.6, 0.9]))
 def test_answers_do_not_depend_on_trees_of_drafts(work: Work, on_host: bool, right: float) -> None:
-    """Rows of any kind, broken logits, arrivals, chunks, preemptions, forced tokens and constraints; the model's tokens
-    depend on every token before them, and on where each stands."""
+    """Rows of all kinds with broken logits, preemptions, forced tokens and constraints. The model's tokens
+    depend on all earlier tokens and their positions."""
     work = replace(work, windows=(None,))
     wanted, way = Way(forces=False).run(work, EASY), Way(on_host=on_host)
     drafts = Drafts(branching(wanted, right, work.seed))
@@ -107,8 +107,7 @@ CPU = Peaks(1e12, 47.5e9)  # two cores
 
 
 class Guessing:
-    """In the place of heads and of the model's norm: knows what follows the states of rows, and says it as the
-    candidate of each head that has the number `place`."""
+    """Replaces heads and the model's norm: proposes the known answer as candidate `place` of each head."""
 
     def __init__(self, wanted: Ran, rows: list[Request], place: int) -> None:
         self.heads, self.place, self.asked = [None] * 3, place, 0
@@ -162,7 +161,7 @@ def test_a_tree_is_right_where_the_second_candidate_is(place: int, branches: boo
 
 
 def test_with_many_rows_a_tree_has_few_nodes_or_none() -> None:
-    """Where steps are bound by arithmetic each node has to pay for itself."""
+    """If steps are bound by arithmetic, each node must be worth its cost."""
     heads: Any = Guessing(Ran(), [], 0)
     runner = MedusaRunner(heads, heads, KeptStates(), 10, 4, True)
     choice = ModelChoice(MedusaSource(runner, PEAKS, clock=lambda: 0.0))
@@ -176,7 +175,7 @@ def test_with_many_rows_a_tree_has_few_nodes_or_none() -> None:
 
 
 def test_a_slow_proposal_is_forgotten() -> None:
-    """Else heads that were slow once, as the first proposal is, would never be asked again."""
+    """The first proposal is slow. Otherwise such heads would never be queried again."""
     heads: Any = Guessing(Ran(), [], 0)
     model = MedusaSource(MedusaRunner(heads, heads, KeptStates(), 10, 4, True), PEAKS, clock=lambda: 0.0)
     rows: Any = [None]

@@ -1,4 +1,5 @@
-"""Steps that verify drafts, as a GPU replays them: answers are those without drafts, and every step has its graph."""
+"""Tests steps that verify drafts, as a GPU replays them: answers equal those without drafts, and each step
+has a graph."""
 
 from __future__ import annotations
 
@@ -61,14 +62,14 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def _sharing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little it is."""
+    """Share prefixes of any length."""
     monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", 32)
     monkeypatch.setattr(attention_plan, "LEAST_SHARERS", 2)
 
 
 @pytest.fixture(autouse=True)
 def _each_kind_of_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it first comes, and not for the third time: tests need not run everything three times."""
+    """Capture a kind of step at its first occurrence, instead of its third."""
     monkeypatch.setattr(decode_graphs, "CAPTURE_AT_USE", 1)
 
 
@@ -78,7 +79,7 @@ def loaded_for(monkeypatch: pytest.MonkeyPatch, path: Path, **more: Any) -> Load
 
 
 def launching(monkeypatch: pytest.MonkeyPatch, parts: MicroBatches) -> tuple[LoadedModel, DeviceRunner]:
-    """Load a llama whose runner launches the operators of each step one by one, in these parts."""
+    """Load a llama whose runner launches the operators of each step separately, in these micro-batches."""
     monkeypatch.setattr(DummySteps, "warm_up", lambda _: None)
     loaded = loaded_for(monkeypatch, model_of("llama"))
     assert isinstance(loaded.runner, DeviceRunner)
@@ -103,13 +104,13 @@ def loaded_on(device: Device, path: Path, seqs: int = 4, **more: Any) -> LoadedM
 def rows_of(
     prompts: Iterable[list[int]], asked: Iterable[dict[str, Any]] = ASKED, most: int = ANSWER
 ) -> list[Request]:
-    """Each row asks for something else, in turns."""
+    """Return rows with the options of `asked` in turns."""
     kinds = [one for one in asked if GUIDED or "regex" not in one]
     return [request(row, prompt, most, **kinds[row % len(kinds)]) for row, prompt in enumerate(prompts)]
 
 
 def work(most: int = ANSWER) -> list[Request]:
-    """One row of each kind, and one more; every second prompt goes on behind what all of them begin with."""
+    """Return a row of each kind and one more; every second prompt has the common prefix."""
     rng = random.Random(3)
     shared = [rng.randrange(250) for _ in range(SHARED)]
     prompts = [[*shared, rng.randrange(250)] if row % 2 else shared[: 3 + row] for row in range(6)]
@@ -124,7 +125,7 @@ def drawn_work() -> list[Request]:
 
 
 class InParts(MicroBatches):
-    """Parts every step, and does not say so: else the scheduler would make steps that need not be parted."""
+    """Splits every step without notifying the scheduler, which would make smaller steps."""
 
     def split(self, step: HostBatch) -> list[HostBatch]:
         return MicroBatches(3).split(step)
@@ -142,7 +143,7 @@ def on_a_cpu(model: str, rows: Callable[[], list[Request]] = work) -> Ran:
 def verified(
     loaded: LoadedModel, guess: Guess, rows: list[Request], holds: float = 0.0, **how: Any
 ) -> tuple[Ran, int, int]:
-    """Run rows with drafts; how many of these there were, and how many were right."""
+    """Run rows with drafts; return the run, the number of drafts and the number of right ones."""
     drafts = Drafts(guess, holds=holds)
     ran = drain(loaded.engine(drafter=drafts, **how), rows)
     drafted, accepted = (sum(column) for column in zip(*drafts.took, strict=True))
@@ -150,7 +151,7 @@ def verified(
 
 
 def noted_queries(monkeypatch: pytest.MonkeyPatch, kind: Callable[..., bool] = lambda *_: True) -> list[int]:
-    """Return what lists the most queries of a row in each plan for a graph, of steps of this kind."""
+    """Return a list that receives the maximum queries per row of each graph plan, for steps of this kind."""
     seen, plan = list[int](), TritonOps.plan_captured
 
     def noted(*arguments: Any, queries: int, **more: Any) -> Any:
@@ -203,7 +204,7 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
 def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_by_one(
     monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
-    """Also in micro-batches, which part the drafts of a row."""
+    """Micro-batches that split a row's drafts are included."""
     wanted = on_a_cpu("llama", drawn_work)
     loaded, runner = launching(monkeypatch, parts())
     guess = remembered(wanted, 0.8, seed=1, most=7)

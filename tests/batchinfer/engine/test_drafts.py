@@ -206,7 +206,8 @@ def test_old_answers_are_forgotten() -> None:
 def test_as_many_drafts_are_verified_as_pay_best(
     proposals: list[tuple[float, int]], each_s: float, free: int, certain: int
 ) -> None:
-    """Against every combination, for a step that takes longer with each draft beyond some."""
+    """The chosen number is compared with every combination, for steps whose time grows from some number of
+    drafts."""
 
     def seconds(drafts: int) -> float:
         return 1.0 + each_s * max(0, drafts - free)
@@ -275,7 +276,7 @@ def costed(
 
 
 def looping(count: int, most: int = 40) -> list[Any]:
-    """Rows whose answers repeat themselves: one token is far likelier than all others."""
+    """Return rows with repetitive answers: one token is far more likely than all others."""
     return [
         replace(one, params=replace(one.params, logit_bias=((3, 40.0),), ignore_eos=True))
         for one in greedy([[i, 3, i % 5, 1] for i in range(count)], most)
@@ -299,7 +300,7 @@ def test_nothing_is_drafted_where_computing_is_what_takes_time(peaks: Peaks, dra
 
 
 def told(work: Work, way: Way, peaks: Peaks, held: bool = True) -> Ran:
-    """Run rows with drafts, and a clock by which steps take what they cost, and looking nothing."""
+    """Run rows with drafts, with steps that take their roofline on the clock, and free lookups."""
     ticks = iter(range(1 << 30))
     drafter = costed(lambda: next(ticks) * 1e-12, peaks, ahead=way.kind is DeviceRunner)
     with pytest.MonkeyPatch.context() as patch:
@@ -425,7 +426,7 @@ def test_a_step_with_drafts_that_had_to_wait_is_not_the_last_one() -> None:
 
 @pytest.mark.parametrize("slow", [1, 2])
 def test_one_slow_step_does_not_make_drafts_save_more(slow: int) -> None:
-    """Each step takes a second, except a slow step before many drafts."""
+    """Each step takes a second, except for one slow step before many drafts."""
     now, steps, rows = [0.0], [0], looping(2, 120)
 
     def launched(_: StepPlan) -> None:
@@ -459,7 +460,7 @@ def test_a_row_is_left_alone_the_longer_the_more_often_it_failed() -> None:
 
 @pytest.mark.parametrize(("ahead", "looks"), [(0, 5), (1, 1)])
 def test_rows_that_miss_no_step_are_looked_at_more_often(ahead: int, looks: int) -> None:
-    """Where a row waits for nothing, each time costs it a step."""
+    """If no draft is found, each lookup that waits costs the row a step."""
     asked = list[int]()
 
     class Silent(OwnText):
@@ -477,7 +478,7 @@ def test_rows_that_miss_no_step_are_looked_at_more_often(ahead: int, looks: int)
 def test_where_steps_are_launched_together_those_with_drafts_have_to_gain_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host, for which the device waits, then takes less for each step without drafts, and no less for others."""
+    """Several steps per launch save host time for steps without drafts only."""
     monkeypatch.setattr(DraftedStepTimes, "record_time", lambda *_: None)
     times = DraftedStepTimes(SHAPE, Peaks(1e15, 1e13))
     drafter, rows, taken = CostedDrafter([OwnText()], times, 64, True, lambda: 0.0), 4, list[float]()

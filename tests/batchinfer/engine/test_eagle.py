@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: read as they are published, and run in the blocks of their model, for whatever rows do there."""
+"""Tests published EAGLE-3 heads, which share the blocks of their model, for all kinds of rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ Proposed = Callable[[Seq[int], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A model, and a head of it in a published layout. `layers`: whose inputs it reads."""
+    """A model and one of its heads in a published layout.
+
+    Attributes:
+        layers: layers whose inputs the head reads.
+    """
 
     family: str
     options: dict[str, Any]
@@ -108,7 +112,7 @@ def test_a_head_reads_what_rows_share(kind: str) -> None:
 
 
 def weights_changed(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Change what a head has stored."""
+    """Change the stored tensors of a head."""
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors")
@@ -234,7 +238,7 @@ def test_a_head_without_logits_of_its_own_has_the_models(published: Path) -> Non
 
 
 def test_rows_of_a_prefix_read_its_states_once() -> None:
-    """The head reads what rows share once, and again nothing that it has read but the last position."""
+    """The head reads a shared prefix once, and later only its last position again."""
     model, stored, _ = made("authors")
     runner, beside = with_head(model, stored, EASY)
     tokens = list[int]()

@@ -48,14 +48,14 @@ POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "last")
 
 @cache
 def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Prompts of these lengths, without the token that pads."""
+    """Return prompts of these lengths without the padding token."""
     rng = random.Random(3)
     return [[rng.randrange(2, 250) for _ in range(length)] for length in lengths]
 
 
 @cache
 def reference(family: str, lengths: tuple[int, ...]) -> list[Floats]:
-    """The last hidden states of transformers, of one prompt at a time."""
+    """Return the last hidden states of transformers, one prompt at a time."""
     place = encoder_folder(family)
     model = AutoModel.from_pretrained(place, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -86,7 +86,7 @@ def engine_of(
 
 @pytest.mark.parametrize("family", ENCODERS)
 def test_vectors_equal_those_of_transformers(family: str) -> None:
-    """By the compiled operators in steps of a few prompts, and by torch's in one step."""
+    """Compiled operators with steps of a few prompts, and torch operators with one step."""
     ids, states = prompts(LENGTHS), reference(family, LENGTHS)
     for pooling, plain in (("cls", False), ("mean", False), ("last", True)):
         ran = drain(engine_of(runner_of(family, plain), 1000 if plain else LONGEST), asked(ids, pooling))
@@ -107,7 +107,7 @@ def test_vectors_equal_those_of_transformers(family: str) -> None:
 def test_no_batch_changes_a_vector(
     family: str, order: list[int], budget: int, seqs: int, pooling: Pooling
 ) -> None:
-    """To the bit: no operator looks at other rows. Prompts never run in parts, and no step is larger than it may be."""
+    """Vectors are bit-identical. Prompts are never chunked, and no step exceeds the limit."""
     ids, runner = prompts(LENGTHS), runner_of(family)
     alone = [vectors(drain(engine_of(runner), asked([ids[row]], pooling)))[0] for row in order]
     ran = drain(engine_of(runner, budget, seqs), asked([ids[row] for row in order], pooling))
@@ -122,7 +122,7 @@ def test_no_batch_changes_a_vector(
 def test_where_memory_is_scarce_prompts_run_one_after_the_other(
     pooling: Pooling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU. None is ever divided; for one that is too long for the memory the step fails."""
+    """As on a GPU: prompts are never chunked, and the step fails if a prompt does not fit."""
     runner, ids, room = looking_ahead(runner_of("modernbert")), prompts(LENGTHS), 128
     forward, ran = type(runner.model).forward, list[list[int]]()
 
@@ -167,7 +167,7 @@ def reference_logits(family: str) -> list[Floats]:
 
 
 def segment(family: str, ids: list[int]) -> int:
-    """The token with which the second segment begins; 0: there are no types."""
+    """Return the position of the second segment's first token, or 0 without token types."""
     return len(ids) // 2 if family == "cross-bert" else 0
 
 
@@ -206,7 +206,7 @@ def test_no_batch_changes_a_logit(family: str, order: list[int], budget: int, se
 
 
 def test_pairs_are_those_of_both_sides() -> None:
-    """Counted one by one: a window of 11 sees 10 keys on each side."""
+    """Compares with a count: a window of 11 sees 10 keys on each side."""
     cost = runner_of("modernbert").cost
     assert cost.windows == (None, 11, 11)
     near = sum(1 for i in range(40) for j in range(40) if abs(i - j) < 11)

@@ -1,4 +1,5 @@
-"""The whole engine against transformers: greedy tokens and logits in float32, however the work is cut and shared."""
+"""Compares the whole engine with transformers: greedy tokens and logits in float32 for any cuts and any
+sharing."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def prompts() -> list[list[int]]:
 
 @cache
 def reference(variant: str) -> tuple[Path, list[list[int]], list[torch.Tensor]]:
-    """The checkpoint, transformers' greedy tokens, and the logits that they were chosen from."""
+    """Return the checkpoint, transformers' greedy tokens, and their logits."""
     family, options = VARIANTS[variant]
     folder = kept_folder()
     model = make_checkpoint(folder, family, seed=5, **options)
@@ -142,7 +143,7 @@ def reference(variant: str) -> tuple[Path, list[list[int]], list[torch.Tensor]]:
 def run_engine(
     folder: Path, limits: Limits, requests: list[Request], recorded: bool = True, ops: Ops | None = None
 ) -> tuple[Ran, dict[Place, torch.Tensor]]:
-    """Run requests, and count every token that runs; the logits are recorded if asked for."""
+    """Run requests, count all tokens, and record the logits if asked for."""
     model = inspect_checkpoint(folder)
     eos = frozenset(model.spec.eos_token_ids)
     sampler = RecordingSampler(eos) if recorded else Sampler(eos)
@@ -157,7 +158,7 @@ def run_engine(
 
 
 def check_counts(ran: Ran, noted: Noted, requests: list[Request]) -> None:
-    """What steps say that they ran is what ran. Work that a preemption has repeated counts once, and as what it is."""
+    """Check the counts of steps against the tokens that ran. Work repeated after a preemption counts once."""
     requests = [request for request in requests if ran.completions[request.key].error is None]
     tokens = [token for step in noted.steps for token in step.tokens]
     once, lengths = set(tokens), {request.key: len(request.prompt) for request in requests}
@@ -175,7 +176,7 @@ def check_counts(ran: Ran, noted: Noted, requests: list[Request]) -> None:
 
 
 def check_steps(ran: Ran, limits: Limits) -> None:
-    """The limits have done what they are there for."""
+    """Check that each limit had its effect."""
     assert (ran.total("cached_tokens") > 0) == limits.caching
     assert (ran.total("preemptions") > 0) == limits.scarce
     assert max(s.prefill_tokens + s.decode_tokens for s in ran.steps) <= limits.budget

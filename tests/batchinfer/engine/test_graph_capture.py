@@ -1,4 +1,4 @@
-"""What is around a capture on a GPU: streams, errors, and the garbage collector. A stand-in has CUDA's part."""
+"""Tests captures on a GPU: streams, errors and the garbage collector, with a fake CUDA."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Cuda:
         return 0
 
     def end_pool(self, device: int, pool: object) -> None:
-        """As newer versions of torch, which have ended it."""
+        """End the pool, as newer versions of torch do."""
         self.ended.append(pool)
         raise RuntimeError("not currently recording to mempool_id")
 
@@ -82,7 +82,7 @@ class Cuda:
     def graph(
         self, graph: Any, pool: object, stream: Stream, capture_error_mode: str = "global"
     ) -> Iterator[None]:
-        """As torch's own: it empties the cache, and where the end fails, the stream is not left."""
+        """Capture like torch: empty the cache first, and do not leave the stream if the end fails."""
         self.empty_cache()
         self.pools.append(pool)
         before, self.stream_now, self.called_elsewhere = self.stream_now, stream, False
@@ -96,7 +96,7 @@ class Cuda:
             self.stream_now = before
 
     def call_elsewhere(self) -> None:
-        """Another thread calls what a capture of its own would not allow, such as an allocation."""
+        """Call a function of another thread that a capture would not allow, such as an allocation."""
         self.called_elsewhere = True
 
 
@@ -127,7 +127,7 @@ def raising(error: Exception) -> Any:
 
 
 def test_a_graph_is_launched_once_when_it_is_recorded(cuda):
-    """Its memory on the device is taken then, and not in mid-job."""
+    """Device memory is then allocated before the job's steps."""
     ran_in: list[str] = []
     made, replay = GpuRecorder().record(lambda: ran_in.append(cuda.stream_now.name) or 3)
     assert (made, ran_in, cuda.launched_in) == (3, ["side"], [MAIN])
@@ -136,7 +136,7 @@ def test_a_graph_is_launched_once_when_it_is_recorded(cuda):
 
 
 def test_what_other_threads_do_breaks_no_capture(cuda):
-    """Some steps are captured in mid-job, while others of the process may allocate or copy."""
+    """Some steps are captured during the job, while other threads may allocate or copy."""
     GpuRecorder().record(cuda.call_elsewhere)
     assert cuda.launched_in == [MAIN]
 
@@ -159,7 +159,7 @@ def test_memory_of_captures_is_counted_also_after_a_failure(cuda):
 
 
 def test_what_torch_keeps_for_steps_is_not_counted(cuda):
-    """A capture gives it back to the device before it begins."""
+    """A capture first returns torch's cached memory to the device."""
 
     def keep() -> None:
         cuda.free_bytes, cuda.cached_bytes = cuda.free_bytes - 7000, 7000
@@ -194,7 +194,7 @@ def test_a_failed_capture_leaves_its_pool_to_itself(cuda):
 
 
 def test_nothing_is_collected_inside_a_capture(cuda):
-    """What it might find may be unloaded from the device, which ends the capture."""
+    """Collected objects may unload device code, which ends the capture."""
     assert gc.isenabled()
     collecting, _ = GpuRecorder().record(gc.isenabled)
     assert not collecting
@@ -215,7 +215,7 @@ def test_nothing_is_collected_inside_a_capture(cuda):
     ids=str,
 )
 def test_every_lack_of_memory_is_one(cuda, error):
-    """In the run before, in the capture, in making a graph of it, in its first launch."""
+    """The error may come from the run before, the capture, the graph's creation or its first launch."""
     recorder = GpuRecorder()
     for run in (recorder.warm_up, recorder.record):
         with pytest.raises(torch.OutOfMemoryError):

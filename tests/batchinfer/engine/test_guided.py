@@ -53,7 +53,7 @@ def cpu_runner(limits: Limits) -> ModelRunner:
 
 
 def rehearsed(limits: Limits) -> DeviceRunner:
-    """As an engine on a GPU has it: its cache fitted, its steps rehearsed, looking ahead."""
+    """Return a runner as on a GPU: fitted cache, warmed up, with look-ahead."""
     plain, _, _ = constrained(cpu_runner(replace(limits, blocks=1)))
     caches = checkpoint("llama", num_hidden_layers=1).spec.caches
 
@@ -114,7 +114,7 @@ def test_answers_are_those_of_rows_alone(way: str, look_ahead: bool, monkeypatch
 
 
 def check_confidences(ran: Ran, alone: Ran, requests: list[Request]) -> None:
-    """Compare how likely each token was among those allowed: some tokens were certain, and others were not."""
+    """Compare the probabilities of tokens among the allowed ones: some are certain, others are not."""
     certain = []
     for key in (request.key for request in requests):
         found, wanted = (one.completions[key].tokens.logprobs for one in (ran, alone))
@@ -141,7 +141,7 @@ def test_drafts_change_no_answer(way: str, look_ahead: bool) -> None:
 
 
 def preempted_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How far constrained answers had come, each time that one was preempted."""
+    """Return a list that receives the length of each preempted constrained answer."""
     began: list[int] = []
     preempt = Scheduler._preempt
 
@@ -155,14 +155,14 @@ def preempted_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def asking(number: int, **params: Any) -> Row:
-    """A row of its own, under a choice."""
+    """Return a separate row with a choice."""
     request = rows()[number].request
     return Row("choice", "own", replace(request, params=SamplingParams(**{"max_tokens": 20, **params})))
 
 
 @pytest.mark.parametrize("choice", [("yes.",), ("yes.", "no.")], ids=["forced", "sampled"])
 def test_a_stop_string_that_is_a_whole_answers_end_cuts_it(choice: tuple[str, ...]) -> None:
-    """What is left of the text is none of the choices."""
+    """The rest of the text is none of the choices."""
     row, free = asking(0, choice=choice, stop=(".",)), asking(1, stop=("q",))
     found = run(cpu_runner(TOGETHER), TOGETHER, [row, free]).completions
     answer = found[row.request.key]
@@ -180,7 +180,7 @@ def test_a_stop_string_that_is_a_whole_answers_end_cuts_it(choice: tuple[str, ..
     ],
 )
 def test_deterministic_answers_have_the_same_bits(cut: Limits) -> None:
-    """Log-probabilities too, of bfloat16 and of weights in int8."""
+    """Includes log-probabilities, bfloat16 and int8 weights."""
     chosen = rows(wishes=("sampled", "penalised", "logprobs"))
     ran = run(deterministic().runner, cut, chosen)
     wanted = run(deterministic().runner, replace(ALONE, block_size=16), chosen)

@@ -1,4 +1,4 @@
-"""Medusa heads: read as they are published, asked with the state from which a row's last token was sampled."""
+"""Tests published Medusa heads, and the state that they are queried with."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 class Telling:
-    """In the place of heads and of the model's norm: says which states it gets."""
+    """Replaces heads and the model's norm: returns the states that it receives."""
 
     def __init__(self) -> None:
         self.heads, self.seen = [None] * 3, list[int]()
@@ -110,7 +110,7 @@ class Telling:
 
 @dataclass
 class Asked(Drafts):
-    """Asks heads about all rows that they take, and proposes something else."""
+    """Queries heads about all possible rows, and proposes other tokens."""
 
     def __init__(self, heads: MedusaSource, told: Telling, guess: Any) -> None:
         super().__init__(guess)
@@ -132,8 +132,8 @@ class Asked(Drafts):
 @settings(max_examples=examples(12, 250), deadline=None, print_blob=True)
 @given(works(may_constrain=True), st.sampled_from([0.0, 0.6, 1.0]))
 def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Work, right: float) -> None:
-    """Whatever share of drafts was right, over chunks, preemptions and rows that come and go; where the last token had
-    to come, and was not sampled, no state is known."""
+    """With chunks, preemptions, arriving rows and any share of right drafts. A forced last token has no
+    state."""
     work = replace(work, windows=(None,))
     wanted, told, kept = Way(forces=False).run(work, EASY), Telling(), KeptStates()
     runner = Way().runner(work.limits, work.nan_every)
@@ -157,8 +157,7 @@ def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Wo
 
 
 def test_states_of_two_steps_are_told_apart() -> None:
-    """A row may be asked about whose tokens came with the step before the newest one, and with drafts it has several
-    states."""
+    """A row may be queried about the step before the newest one, and has several states with drafts."""
     kept, made = KeptStates(2), torch.arange(8.0)[:, None]
     for hidden, lengths, requests in (
         (made[:4], [1, 3], [(b"left", 0), (b"row", 4)]),

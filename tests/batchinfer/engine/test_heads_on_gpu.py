@@ -87,7 +87,7 @@ KINDS: dict[str, Any] = {
 
 
 def work(rows: int = 6) -> list[Request]:
-    """Rows that begin alike up to the middle of a block, and others."""
+    """Return rows that share a prefix which ends within a block, and others."""
     rng = random.Random(3)
     prompts = [
         [*SHARED, rng.randrange(250), row] if row % 3 else SHARED[: 3 + 2 * row] for row in range(rows)
@@ -97,7 +97,7 @@ def work(rows: int = 6) -> list[Request]:
 
 
 def forget(loaded: LoadedModel) -> None:
-    """Have nothing of a warm-up in a head's cache, nor in its states."""
+    """Clear a head's cache and states after the warm-up."""
     if isinstance(loaded.proposer, DraftModelRunner):
         own: Any = loaded.proposer.runner
         for layer in own.caches:
@@ -108,8 +108,8 @@ def forget(loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize("kind", first_of([*KINDS], 1))
 def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Behind steps that are replayed as a whole, with drafts and without, in pieces, and that copy parts of blocks; and
-    answers are those without heads."""
+    """Steps are replayed as a whole, with and without drafts, in pieces, and with copies of partial blocks.
+    Answers equal those without heads."""
     path, heads, reference = KINDS[kind]()
     wanted = drain(loaded_on("cpu", path).engine(), work())
     loaded = loaded_for(monkeypatch, path, heads=heads)
@@ -137,8 +137,10 @@ def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.Monkey
 
 
 def noted_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what lists the states that are kept of each step, and copies of them: they stay as they were when later
-    steps are launched, although a graph leaves the states of each of its steps in the same place."""
+    """Return a list that receives the states kept per step, with copies.
+
+    States must not change in later steps, although a graph writes each step's states to the same address.
+    """
     taken, take = list[tuple[torch.Tensor, torch.Tensor]](), KeptStates.take
 
     def noted(kept: KeptStates, hidden: torch.Tensor, *step: Any) -> None:
@@ -151,7 +153,7 @@ def noted_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, to
 
 
 def compare(drafter: Asking, reference: HeadReference) -> int:
-    """Hold some proposals against the reference's; how many."""
+    """Compare some proposals with the reference and return their number."""
     rows = {row for row, _, _ in drafter.found}
     plain = {
         row

@@ -1,4 +1,4 @@
-"""What the host does in a decode step, counted in function calls: times would say more about the machine."""
+"""Counts the host's function calls in a decode step: times would depend on the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.batchinfer.engine.host_work import Load, NoModel, decoding
 
 
 def calls(run: Callable[[], Any]) -> int:
-    """Functions that are called, Python's and C's."""
+    """Return the number of function calls in Python and C."""
     found = 0
 
     def count(_: Any, event: str, __: Any) -> None:
@@ -29,14 +29,14 @@ def calls(run: Callable[[], Any]) -> int:
 
 
 def calls_of_steps(load: Load, steps: int = 32) -> float:
-    """Of a decode step, on average over two blocks of tokens."""
+    """Return the calls per decode step, on average over two blocks of tokens."""
     engine = decoding(load, 3 * steps)
     engine.step()
     return calls(lambda: [engine.step() for _ in range(steps)]) / steps
 
 
 def sent(load: Load, monkeypatch: pytest.MonkeyPatch, steps: int = 16) -> int:
-    """Bytes that decode steps send to the device, from the second one on in which rows end."""
+    """Return the bytes that decode steps copy to the device, from the second step in which rows end."""
     model, total, staged = NoModel(), 0, staging._staged
     engine = decoding(load, 4 * steps, model)
     model.ends = load.ends

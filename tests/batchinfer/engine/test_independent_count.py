@@ -36,7 +36,7 @@ LIMITS = Limits(budget=96, blocks=400)
 
 
 def rows(shared: bool) -> list[Request]:
-    """Prompts of many lengths; two thirds begin alike, or none does."""
+    """Return prompts of different lengths; two thirds or none share a prefix."""
     rng = Random(3)
     beginning = [rng.randrange(250) for _ in range(45)]
     own = [[rng.randrange(250) for _ in range(rng.randrange(4, 60))] for _ in range(15)]
@@ -102,7 +102,7 @@ def test_flops_are_those_that_torch_counts(family: str, shared: bool) -> None:
 
 
 def test_flops_of_preempted_work_count_once() -> None:
-    """2 × weights a token, the head for each sampled one, and 4 × heads × size for each pair of query and key."""
+    """2 × weights per token, the head per sampled token, and 4 × heads × size per pair of query and key."""
     rng, model = Random(7), checkpoint("llama")
     prompts = [[rng.randrange(250) for _ in range(rng.randrange(5, 70))] for _ in range(24)]
     limits = Limits(budget=64, blocks=45, scarce=True)

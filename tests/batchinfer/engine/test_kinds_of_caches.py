@@ -98,12 +98,12 @@ def logits_of(name: str, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Te
 
 
 def alike() -> list[list[int]]:
-    """The prompts that begin alike."""
+    """Return the prompts with a common prefix."""
     return prompts()[len(LENGTHS) :]
 
 
 def short() -> list[list[int]]:
-    """The prompts that a plain decoder reads soon."""
+    """Return the prompts that a plain decoder reads quickly."""
     return [prompt for prompt in prompts() if len(prompt) < 130]
 
 
@@ -156,7 +156,7 @@ def test_tritons_operators_do_the_same(name: str, limits: Limits) -> None:
 
 
 def held(caches: list[LayerCache]) -> int:
-    """Bytes of their tensors, each counted once."""
+    """Return the bytes of the caches' tensors, each counted once."""
     kept = [tensor for cache in caches for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale)]
     tensors = [tensor for tensor in kept if tensor is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -185,7 +185,7 @@ def engine_config(name: str, **more: Any) -> EngineConfig:
 
 
 def test_a_built_engine_has_memory_for_as_many_more_rows() -> None:
-    """Two of four layers keep something: the same memory holds twice the blocks."""
+    """Two of four layers have a cache: equal memory has room for twice the blocks."""
     whole, half = (load_model(engine_config(name, kv_memory=2**20)).info for name in ("whole", "none"))
     assert half.blocks == 2 * whole.blocks
 
@@ -198,14 +198,14 @@ def test_what_a_fused_layer_does_not_know_is_run_as_single_operators() -> None:
 
 
 def step_cost(cost: ModelCost, name: str, tokens: int) -> tuple[int, int]:
-    """(flops, bytes) of an operator in a step of single queries over contexts of 100."""
+    """Return (FLOPs, bytes) of an operator in a step of single queries over contexts of 100."""
     seen = tokens * cost.seen(100)
     found = cost.step(StepShape(tokens, tokens, seen, seen))[name]
     return found.flops, found.bytes
 
 
 def test_costs_count_what_is_read_and_what_is_kept() -> None:
-    """A layer that reads another's K and V reads as much, and writes none of it."""
+    """A layer that reads another layer's K and V reads the usual amount and writes none."""
     own, reading, bare = (
         model_cost(MadeUp(reads).spec, 2) for reads in ((0, 1, 2), (0, 0, 0), (0, None, None))
     )
@@ -298,7 +298,8 @@ def test_a_quantised_cache_has_the_logits_of_a_decoder_that_rounds_k_and_v(dtype
     ],
 )
 def test_codes_take_a_byte_and_memory_is_counted_so(dtype: Any, device: str) -> None:
-    """A value takes a byte and each head of a token a scale of four; heads and blocks are whole vectors here."""
+    """A value takes a byte, and each head of a token a scale of four bytes. Heads and blocks are whole
+    vectors."""
     ops, spec = coded_ops(dtype, device), MODELS[dtype].spec
     layout = cache_layout(spec.caches, 16, 300)
     made = allocate_caches(ops, spec.caches, layout, 5, torch.bfloat16, "cpu")

@@ -70,7 +70,11 @@ def run(runner: ModelRunner, limits: Limits, eos: frozenset[int], requests: list
 
 
 def check(row: Request, answer: list[int], found: TokenLogprobs | None, logits: torch.Tensor) -> None:
-    """`logits`: of the answer's positions, (m, vocab)."""
+    """Check the log-probabilities of an answer.
+
+    Args:
+        logits: logits before each of the answer's tokens, [m, vocab].
+    """
     most = row.params.logprobs
     if most is None:
         assert found is None
@@ -173,7 +177,7 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
     ids=lambda kind: next(iter(kind)),
 )
 def test_they_are_kept_where_a_single_thing_changes_the_logits(kind: dict[str, Any]) -> None:
-    """Of all rows, which need no copy where nothing changes them."""
+    """Rows whose logits nothing changes need no copy."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3))
     logits[:, 7] = 20.0
     rows = [make_sequence(row, [1], [], logprobs=1, **kind) for row in range(2)]
@@ -233,7 +237,7 @@ def test_they_are_copied_out_of_the_arrays_of_a_step() -> None:
 
 
 def test_tokens_that_end_an_answer_count_together_among_allowed_ones() -> None:
-    """Not for rows that ask for log-probabilities among all tokens, nor where the answer goes on."""
+    """Not for rows with log-probabilities of all tokens, nor before the answer ends."""
     ends = frozenset({9, 12})
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(4))
     logits[:3, 9], logits[:3, 12], logits[3, 15] = 14.0, 15.0, 20.0

@@ -1,5 +1,5 @@
-"""Answers do not depend on how the work is cut into steps, nor on whether the next one is launched before the tokens of
-the one before are known; and every block is accounted for."""
+"""Tests that answers do not depend on how work is cut into steps, nor on look-ahead, and that all blocks are
+freed."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ ROOM = 1 << 30
 
 @dataclass(frozen=True)
 class Way:
-    """How steps are run.
+    """A way to run steps.
 
-    `on_host`: tokens are looked at before masks are filled. `forces`: tokens that have to come are not sampled.
-    `room`: the tokens of a step for which there is memory.
+    Attributes:
+        on_host: check tokens before masks are filled.
+        forces: do not sample forced tokens.
+        room: maximum number of tokens per step that fit into memory.
     """
 
     kind: Any = ModelRunner
@@ -127,7 +129,7 @@ def rows(count: int, most: int, **more: Any) -> list[Request]:
 
 @pytest.mark.parametrize("way", [Way(), Way(on_host=True), AHEAD], ids=["host", "looking", "ahead"])
 def test_rows_for_which_no_token_is_left_end_with_the_reason(way: Way) -> None:
-    """Tokens that had to come, and that are not allowed, are not appended."""
+    """A forced token that is not allowed is not appended."""
     work = [
         request(0, [3, 4], 9, choice=("bcdd",), allowed_token_ids=(1, 2)),
         request(1, [3, 4], 9, allowed_token_ids=(EOS, 5), stop_token_ids=(5,), min_tokens=4),

@@ -1,4 +1,4 @@
-"""Answers that run in circles end: at the same token as a plain reading of the rule says, however their tokens come."""
+"""Tests that looping answers end at the token of a plain reference, however their tokens arrive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.examples import examples
 
 
 def looped(answer: Seq[int], least: int) -> bool:
-    """The rule as the documentation has it."""
+    """Return True if the answer loops by the documentation's rule."""
     least = max(least, 4)
     last = list(answer[-least:])
     return len(last) == least and any(last[c:] == last[:-c] for c in range(1, least // 4 + 1))
@@ -70,7 +70,8 @@ def cut(answer: list[int], least: int, from_on: int) -> tuple[list[int], str]:
     work=works(), way=WAYS, right=st.sampled_from([None, 0.5, 1.0]), least=st.sampled_from([1, 4, 6, 8, 16])
 )
 def test_answers_end_where_they_loop(work: Work, way: Way, right: float | None, least: int) -> None:
-    """With several tokens a step, drafts, look-ahead and preemptions; of two tokens, answers loop often."""
+    """With several tokens per step, drafts, look-ahead and preemptions. Answers consist of two tokens and
+    loop often."""
     rows = [
         request(row, one.prompt.tolist(), 24, allowed_token_ids=(1, 2), min_tokens=one.params.min_tokens)
         for row, one in enumerate(work.rows)
@@ -89,7 +90,7 @@ def test_answers_end_where_they_loop(work: Work, way: Way, right: float | None, 
 
 @pytest.mark.parametrize("forces", [False, True])
 def test_an_answer_that_loops_under_a_constraint_is_incomplete(forces: bool) -> None:
-    """Even if its tokens are forced: they had to come, and are a loop all the same."""
+    """Forced tokens also make a loop."""
     rows = [
         request(0, [3, 4], 40, choice=("bcbcbcbcbcbcbcbcd",), repetition_stop=8),
         request(1, [3, 4], 40, choice=("bcbcbcbcbcbcbcbcd",)),

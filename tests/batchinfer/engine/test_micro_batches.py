@@ -1,4 +1,4 @@
-"""Steps for which memory does not last: run in batches, to the same answers, and said so."""
+"""Tests steps that run out of memory: they run in micro-batches, with equal answers and a notice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = Limits(budget=40, seqs=12, blocks=80, block_size=4)
 
 
 def test_a_size_that_held_is_returned_to() -> None:
-    """Half of a larger size that failed may be less."""
+    """Half of a larger size that failed may be smaller."""
     batches = MicroBatches()
     batches.shrink(100, 1)
     for _ in range(STEPS_BEFORE_RETRY):
@@ -76,7 +76,7 @@ def test_pieces_are_the_step_in_order(spans, tokens, fewer):
 
 
 def check_part(batch: HostBatch) -> None:
-    """Each token's position follows from the context of its row, and its slot from the row's table."""
+    """Check that positions follow from the contexts of rows, and slots from block tables."""
     each = list(zip(batch.table_rows.tolist(), batch.query_lens, batch.context_lens, strict=True))
     assert batch.positions.tolist() == [at for _, n, end in each for at in range(end - n, end)]
     table = [row for row, n, _ in each for _ in range(n)]
@@ -103,7 +103,7 @@ def before_forward(monkeypatch: pytest.MonkeyPatch, called: Callable[[Tensor], A
 
 
 def test_what_a_failed_step_held_is_given_back_before_the_pieces_run(monkeypatch):
-    """To the device: others than torch ask for memory, too."""
+    """Other libraries than torch need device memory, too."""
     held: list[weakref.ref[Tensor]] = []
     kept: list[int] = []
 
@@ -122,7 +122,7 @@ def test_what_a_failed_step_held_is_given_back_before_the_pieces_run(monkeypatch
 
 
 def try_steps(batches: MicroBatches, wanted: int, room: int, steps: int) -> list[int]:
-    """The steps that failed, of `steps` of up to `wanted` tokens on a device with memory for `room`."""
+    """Return the failed steps out of `steps` steps of up to `wanted` tokens with memory for `room` tokens."""
     failed = []
     for step in range(steps):
         todo = [wanted]
@@ -162,7 +162,7 @@ def test_steps_that_say_nothing_about_the_limit_do_not_raise_it():
 @settings(max_examples=examples(13, 40), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 2000)), max_size=12))
 def test_no_step_is_cut_forever_and_few_fail(phases):
-    """Phases of (wanted tokens, tokens that there is memory for, steps)."""
+    """Phases are (wanted tokens, tokens that fit into memory, steps)."""
     batches, failures, steps = MicroBatches(), 0, 0
     for wanted, room, count in phases:
         failures += len(try_steps(batches, wanted, room, count))
@@ -174,8 +174,8 @@ def test_no_step_is_cut_forever_and_few_fail(phases):
     assert batches.most_tokens is None
 
 
-def test_the_scheduler_is_told_when_a_peak_has_passed(monkeypatch):
-    """Answers are the same; steps are as large as at first once there is memory for them again."""
+def test_step_sizes_recover_when_a_peak_has_passed(monkeypatch):
+    """Answers are equal."""
     monkeypatch.setattr(micro_batches, "STEPS_BEFORE_RETRY", 3)
     wanted, _ = run(1 << 30)
     ran: list[int] = []
@@ -208,8 +208,8 @@ def test_answers_do_not_depend_on_it(room, caplog):
     assert max(sizes[2:]) <= most, "the scheduler has the old maximum"
 
 
-def test_what_is_not_torch_s_says_in_its_own_words_that_memory_is_out(monkeypatch):
-    """A kernel that is loaded late, a graph's first launch, a library's handle."""
+def test_out_of_memory_errors_of_other_libraries_are_recognised(monkeypatch):
+    """For example of a kernel that loads late, a graph's first launch, or a library's handle."""
     wanted = run(1 << 30)[0].answers
 
     def fail(token_ids: Tensor) -> None:

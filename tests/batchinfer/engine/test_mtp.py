@@ -1,5 +1,4 @@
-"""The layer for further tokens of DeepSeek-V3: read out of a checkpoint as it is published, and run in the blocks of
-its model."""
+"""Tests the MTP layer of DeepSeek-V3 in published checkpoints, which shares the blocks of its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that share a prefix to the token run what differs, and answer as if they shared nothing."""
+"""Tests rows that share a prefix of any number of tokens: they run only the rest, with unchanged answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ def trees(draw: Any) -> list[list[int]]:
 
 
 def ran(rows: list[list[int]], outputs: int, size: int, room: float, **limits: Any) -> tuple[Driver, int]:
-    """Run rows that all wait from the beginning; the prompt tokens that ran. `room`: in longest rows."""
+    """Run rows that all wait from the start; return the driver and the number of prompt tokens run.
+
+    Args:
+        room: size of the cache, in longest rows.
+    """
     blocks = int(room * (-(-(max(map(len, rows)) + 8) // size) + 1))
     sequences = [sequence(row, outputs, key, exact=True) for key, row in enumerate(rows)]
     driver = driver_for(sequences, blocks=blocks, size=size, **limits)
@@ -58,7 +62,7 @@ def ran(rows: list[list[int]], outputs: int, size: int, room: float, **limits: A
 def test_each_token_of_a_tree_runs_once(
     rows: list[list[int]], size: int, seqs: int, budget: int, shuffled: bool
 ) -> None:
-    """Whatever the block size, and in any order, while all of them wait."""
+    """With any block size and any order, while all rows wait."""
     if shuffled:
         random.Random(size).shuffle(rows)
     driver, tokens = ran(rows, 4, size, ENOUGH, seqs=seqs, budget=budget)
@@ -78,7 +82,7 @@ def test_each_token_of_a_tree_runs_once(
 def test_every_row_ends_where_memory_is_scarce(
     rows: list[list[int]], size: int, room: float, windows: tuple[int | None, ...], seqs: int
 ) -> None:
-    """`Driver` checks what each of them reads, the scheduler what is kept."""
+    """`Driver` checks the tokens that rows read, the scheduler the kept blocks."""
     driver, _ = ran(rows, 6, size, room, seqs=seqs, budget=64, windows=windows)
     event(f"copied: {driver.copied > 0}, preempted: {driver.preempted > 0}")
     pool = driver.scheduler.pool

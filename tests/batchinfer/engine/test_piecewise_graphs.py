@@ -66,7 +66,7 @@ def test_a_step_is_padded_by_a_quarter_at_most(most, data):
 
 
 class Poisoned(PiecewiseGraphs):
-    """Padding tokens find what a step before left behind attention, which may be NaN: here it always is."""
+    """Poisons padding tokens, which find an earlier step's values after attention."""
 
     def run(self, *step: Any) -> tuple[Tensor, int]:
         for left in (self._buffers.queries, self._buffers.attended, self._buffers.hidden):
@@ -146,7 +146,7 @@ def test_padding_rows_change_no_bit_and_no_count_of_experts(family):
 
 
 def test_rows_that_copy_from_the_middle_of_a_block_are_captured_too():
-    """What is copied is copied beside attention, not in a piece."""
+    """The copy runs next to attention, outside of the pieces."""
     _, got = check(checkpoint("llama"), replace(LIMITS, copying=True, seqs=3))
     assert sum(step.copied_tokens for step in got.steps) > 0
 
@@ -176,7 +176,7 @@ class Full(Taped):
 
 
 class Stubborn(Full):
-    """A device on which an operator can be run, and not be captured."""
+    """A device on which an operator can run, but not be captured."""
 
     lacks = NotCaptured("operation not permitted when stream is capturing")
 

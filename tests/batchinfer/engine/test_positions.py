@@ -31,7 +31,7 @@ def config(folder: Path, longest: int) -> EngineConfig:
 
 @pytest.fixture
 def promising(tmp_path: Path) -> Path:
-    """A checkpoint that names 2 billion positions: a table of them took 274 GB in a model of usual size."""
+    """Return a checkpoint with 2 billion positions, whose rotary table once took 274 GB."""
     make_checkpoint(tmp_path, "llama", seed=5)
     edit_json(tmp_path / "config.json", max_position_embeddings=2_000_000_000)
     return tmp_path

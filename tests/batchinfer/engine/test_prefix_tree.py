@@ -1,5 +1,7 @@
-"""Planner, feeder, scheduler and cache together run each node of a prefix tree once, however scarce the cache is, and
-wherever in a block it ends."""
+"""Tests that planner, feeder, scheduler and cache run each node of a prefix tree once.
+
+The cache may be small, and a node may end anywhere in a block.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def tree(system: int, document: int, documents: int, questions: int, seed: int) 
 
 
 def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> Iterator[list[Request]]:
-    """The batches of requests that the feeder sends."""
+    """Yield the batches of requests that the feeder sends."""
     text = PARAMS.to_json()
     work = [good_row(i, row, 12 if i % 5 else 11, params=text) for i, row in enumerate(rows)]
     index = write_index(folder / "x", work)
@@ -53,7 +55,7 @@ def planned(rows: list[list[int]], folder: Path, batch: int = REQUEST_BATCH) -> 
 
 
 def run(batches: Iterator[list[Request]], queued: int = 192, **limits: Any) -> Driver:
-    """Feed as the parent does: at least `queued` rows are in flight while there are more."""
+    """Feed requests like the driver: keep at least `queued` rows in flight."""
     driver, more = driver_for(**{"size": BLOCK, "seqs": 64, "budget": 2048, **limits}), True
     scheduler = driver.scheduler
     while more or scheduler.waiting or scheduler.running:
@@ -67,7 +69,7 @@ def run(batches: Iterator[list[Request]], queued: int = 192, **limits: Any) -> D
 
 
 def prompt_tokens(driver: Driver) -> int:
-    """Count the prompt tokens that ran."""
+    """Return the number of prompt tokens that ran."""
     return driver.ran - sum(s.output_length - 1 for s in driver.finished)
 
 

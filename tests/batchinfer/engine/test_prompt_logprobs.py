@@ -51,7 +51,7 @@ LENGTHS = (40, 33, 17, 63, 1, 2, 29, 40)
 
 
 def rows(seed: int, lengths: Seq[int]) -> list[Request]:
-    """Rows whose prompts begin alike for about half of their lengths."""
+    """Return rows whose prompts share about half of their tokens."""
     rng = random.Random(seed)
     shared = [rng.randrange(250) for _ in range(40)]
     prompts = [[*shared[: n // 2], *(rng.randrange(250) for _ in range(n - n // 2))] for n in lengths]
@@ -127,7 +127,7 @@ def test_drafts_change_no_prompt_logprob(budget: int) -> None:
 @settings(max_examples=examples(6, 300), deadline=None, print_blob=True)
 @given(cut=cuts(), lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), seed=st.integers(0, 3))
 def test_no_batch_changes_them(cut: Cut, lengths: list[int], seed: int) -> None:
-    """Whatever the chunks, the cache, preemptions, steps that look ahead and micro-batches were."""
+    """With any chunks, cache, preemptions, look-ahead and micro-batches."""
     requests, eos = rows(seed, lengths), frozenset(cut.model.spec.eos_token_ids)
     ran = drain(make_engine(cut.runner(), cut.limits, eos), requests)
     check(ran, requests, reference(cut.family, **cut.options), atol=3e-4)

@@ -154,7 +154,7 @@ def test_ranks_listen_on_the_loopback_alone() -> None:
 
 
 def listening(rank_config: object, connection: object) -> None:
-    """Meet the other rank, and tell on which addresses this process listens."""
+    """Connect to the other rank, and send the addresses on which this process listens."""
     import torch
 
     from batchinfer.engine.ranks.rank_groups import join_ranks

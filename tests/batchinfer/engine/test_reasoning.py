@@ -73,7 +73,7 @@ def _with_budgets() -> Iterator[Thinker]:
 
 @cache
 def work() -> list[Thinker]:
-    """Rows with a budget, rows whose model ends its reasoning of itself, and rows that have nothing to do with it."""
+    """Return rows with a budget, rows that end their reasoning themselves, and rows without reasoning."""
     made = list(_with_budgets())
     plain = [_made(100 + n, "free", wish, MARKS["opened"], None) for n, wish in enumerate(WISHES)]
     free = [Row("free", one.row.wish, _without(one.request)) for one in plain]
@@ -146,7 +146,7 @@ def test_rows_alone_reason_and_then_obey() -> None:
 
 
 def test_the_batch_changes_nothing() -> None:
-    """Rows whose reasoning is over, and that have no constraint, are looked ahead of again."""
+    """Rows whose reasoning has ended and that have no constraint allow look-ahead again."""
     limits = WAYS["preempted"]
     ran = run(looking_ahead(cpu_runner(limits)), limits)
     assert ran.answers == alone().answers

@@ -1,4 +1,4 @@
-"""Several decode steps that are launched at once give the answers, and count the work, of as many steps."""
+"""Tests that decode steps launched at once give the answers and counts of single steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.examples import examples
 
 @dataclass
 class Launches:
-    """Stands before a runner, and notes how many steps each plan is for, and how many positions were computed."""
+    """Wraps a runner and records the number of steps per plan and of computed positions."""
 
     runner: Any
     steps: list[int] = field(default_factory=list)
@@ -76,8 +76,7 @@ class Launches:
 
 
 class Sometimes(Drafts):
-    """Proposes what another run has said, and a row waits for its tokens so as to get it, at about every seventh
-    place."""
+    """Proposes another run's answer at about every seventh position, for which the row waits."""
 
     def __init__(self, wanted: Ran) -> None:
         told, rng = remembered(wanted, 0.7, 1), random.Random(2)
@@ -110,8 +109,8 @@ def plain(row: Request) -> Request:
 def test_answers_and_work_are_those_of_single_steps(
     work: Work, steps: int, graphs: bool, preempts: bool
 ) -> None:
-    """Greedy and drawn rows that end in the middle, by a token, a stop string, their length, a loop or a broken logit;
-    while others arrive, share prefixes, are preempted, leave windows behind, or find no block."""
+    """Greedy and sampled rows end within a launch by a token, a stop string, their length, a loop or NaN.
+    Other rows arrive, share prefixes, are preempted, leave windows, or find no block."""
     work = replace(work, rows=[*map(plain, work.rows)])
     wanted, _ = ran(work, EASY, 1)
     single, _ = ran(work, work.limits, 1, graphs)
@@ -146,7 +145,7 @@ def test_rows_without_drafts_run_on_and_those_with_some_do_not() -> None:
 
 
 def test_rows_that_look_for_drafts_do_so_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is ever found, few launches are of one step for it, however many rows look."""
+    """If no draft is ever found, few launches are single steps."""
     monkeypatch.setattr(AlwaysRepeated, "can_hold_rows", MultiStepDecoding.can_hold_rows)
     limits, rng = replace(EASY, seqs=24, budget=200, blocks=24 * 40), random.Random(1)
     rows = [request(i, [i % 7, 3, i % 5], rng.randrange(60, 160), ignore_eos=True) for i in range(32)]
@@ -339,7 +338,7 @@ def test_what_is_expected_of_a_job_is_what_the_documentation_says() -> None:
 def test_on_a_gpu_logits_are_those_of_single_steps_to_the_bit(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    """Greedy rows and drawn ones; rows get a block in the middle, and one more segment."""
+    """Greedy and sampled rows get a block within the launch, and another segment."""
     from tests.batchinfer.engine import test_triton_engine as gpu
 
     for module in ("attention_plan", "attention_splits", "part_room"):

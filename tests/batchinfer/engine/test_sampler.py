@@ -1,4 +1,4 @@
-"""Draws, penalties, masks and what else changes logits: known values, and independence of the batch."""
+"""Tests draws, penalties, masks and other changes of logits: known values, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_min_tokens_bans_eos_and_stop_tokens_until_reached():
 
 
 def test_biases_are_added_before_penalties_and_to_their_own_rows_alone():
-    """Also in a part of the rows, as micro-batches have them. A row whose greatest logits are equal takes the lower
-    token."""
+    """Micro-batches add biases to a part of the rows. If a row's maximum logits are equal, it takes the
+    lowest token."""
     torch.manual_seed(7)
     logits = torch.randn(4, 20)
     rows = [
@@ -72,8 +72,8 @@ def test_biases_are_added_before_penalties_and_to_their_own_rows_alone():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_allow_few_tokens_get_no_others(temperature):
-    """With their penalties, biases and masks; the logits of the others are as they were. A mask that allows none of
-    them leaves none."""
+    """With penalties, biases and masks. Logits of other rows are unchanged. A mask without an allowed token
+    leaves none."""
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(6))
     rows = [
         make_sequence(0, [1], [], allowed_token_ids=(3, 39), temperature=temperature),
@@ -106,7 +106,7 @@ def test_rows_without_finite_logits_are_told_apart():
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-37, 1e-46, 5e-324])
 def test_the_smallest_temperatures_draw_the_argmax(temperature):
-    """Divided by it a score is infinite: a token beyond the vocabulary was drawn, which ends the engine."""
+    """Dividing by a tiny temperature gives infinity, which once drew a token beyond the vocabulary."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 10
     wanted = logits.argmax(-1).tolist()
     rows = [make_sequence(i, [1], [], temperature=temperature) for i in range(3)]
@@ -115,8 +115,7 @@ def test_the_smallest_temperatures_draw_the_argmax(temperature):
 
 @dataclass(frozen=True)
 class Multiples:
-    """Allows the multiples of a row's max_tokens beyond its last token, where max_tokens is odd: masks are the numbers
-    of rows."""
+    """A mask that allows multiples of a row's max_tokens above its last token, for rows with odd max_tokens."""
 
     rows: list[Sequence]
 
@@ -154,7 +153,8 @@ def test_masked_rows_get_allowed_tokens_alone(temperature):
 
 
 def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
-    """On the host; and at once for a row whose last token was not what it would have been without its mask."""
+    """Checked on the host. A row whose last token would have been another one without its mask gets its mask
+    at once."""
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(5))
     logits[::3, 30], logits[1::3, 31] = 9.0, 9.0
     rows = [make_sequence(i, [1], [], temperature=0.0, most=2 if i == 8 else 5) for i in range(9)]

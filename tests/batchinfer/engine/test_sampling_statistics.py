@@ -76,7 +76,11 @@ def params_of(case: str, **more: Any) -> SamplingParams:
 
 
 def distribution(params: SamplingParams, allowed: Callable[[int], bool] = lambda _: True) -> Shares:
-    """Return the probability of each token behind PROMPT and ANSWER. allowed: by a constraint."""
+    """Return the probability of each token after PROMPT and ANSWER.
+
+    Args:
+        allowed: tokens that a constraint allows.
+    """
     scores = LOGITS.astype(np.float64)
     for token, bias in params.logit_bias:
         scores[token] += bias
@@ -161,7 +165,7 @@ def test_draws_follow_their_distribution_and_not_the_default_one(case: str) -> N
 
 
 def test_draws_are_independent_of_those_of_other_seeds_rows_and_places() -> None:
-    """And the same again with the same."""
+    """Equal seeds, rows and positions give equal draws."""
     plain, shares = params_of("nothing"), distribution(params_of("nothing"))
     tokens, other = (
         draws(params_of("nothing", seed=seed), DRAWS // PLACES, TorchOps()).astype(np.int64)
@@ -182,7 +186,7 @@ def test_draws_are_independent_of_those_of_other_seeds_rows_and_places() -> None
 
 @dataclass(frozen=True)
 class EverySecond:
-    """A mask of every second token, and the last."""
+    """A mask that allows every second token and the last one."""
 
     def allowed(self, masks: list[int], tokens: list[int]) -> list[bool]:
         return [False for _ in tokens]  # only `fill` says
@@ -193,7 +197,7 @@ class EverySecond:
 
 @pytest.mark.parametrize("case", first_of(["all", "nothing"], 1))
 def test_draws_under_a_constraint_follow_what_it_leaves(case: str) -> None:
-    """A mask takes tokens out before top_k, top_p and min_p count the rest."""
+    """The mask applies before top_k, top_p and min_p."""
     params = params_of(case)
     tokens = draws(params, DRAWS // PLACES, TorchOps(), mask=EverySecond())
     seen = np.bincount(tokens.ravel(), minlength=VOCAB)

@@ -1,4 +1,4 @@
-"""Scheduler and KV cache under random arrivals, lengths, prefix trees, budgets and cache sizes."""
+"""Tests scheduler and KV cache with random arrivals, lengths, prefix trees, budgets and cache sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ windows = st.lists(st.sampled_from([None, None, 1, 2, 5, 9, 16, 30]), min_size=1
 def test_every_sequence_finishes_and_reads_only_its_own_prefix(
     rows, blocks, block_size, max_num_seqs, budget, caching, hopeful, stops, windows, costs, seed
 ):
-    """Random arrivals, lengths, trees, early ends, preemptions and cache groups; `Driver` checks every step."""
+    """Random arrivals, lengths, trees, early ends, preemptions and cache groups. `Driver` checks each step."""
     driver = driver_for(
         blocks=blocks * (4 // block_size),
         size=block_size,
@@ -83,7 +83,7 @@ def test_every_sequence_finishes_and_reads_only_its_own_prefix(
 
 
 def common(tokens: list[list[int]], row: int) -> int:
-    """Tokens that the row after this one begins with as well."""
+    """Return the number of tokens shared with the next row."""
     if row + 1 == len(tokens):
         return 0
     pairs = enumerate(zip(tokens[row], tokens[row + 1], strict=False))
@@ -167,7 +167,7 @@ def test_a_sequence_larger_than_the_cache_is_refused_with_the_numbers():
 
 
 def pool_with_cached_chain(turns: list[list[int]]) -> tuple[BlockPool, list[int]]:
-    """One idle block for each list of the turns that reserve it."""
+    """Return a pool with an idle block for each list of turns that reserve it."""
     pool = BlockPool(len(turns), 1)
     blocks = pool.allocate(len(turns))
     for i, block in enumerate(blocks):
@@ -212,7 +212,7 @@ def test_a_block_is_free_once_nobody_uses_it_and_nobody_waits_for_it():
 
 
 def test_a_token_run_again_is_prefill_however_short_its_chunk():
-    """Counted as a decode, it made `prefill - recomputed`, which the progress adds up, negative."""
+    """Counted as a decode, it made `prefill - recomputed` in the progress negative."""
     seq = sequence(list(range(4)), 8)
     seq.tokens.extend([7, 7])
     # preempted after five tokens; four of them run again so far

@@ -47,8 +47,10 @@ def asked(rows: tuple[Row, ...]) -> list[Request]:
 
 
 def drawn(seed: int, shapes: tuple[tuple[int, tuple[int, ...]], ...], vocab: int = 260) -> tuple[Row, ...]:
-    """Rows of a context of that length, and continuations of these; every second context begins as the one before, and
-    continuations often begin alike."""
+    """Return rows of a context and continuations with these lengths.
+
+    Every second context starts like the one before, and many continuations share a prefix.
+    """
     rng, rows, before = random.Random(seed), list[Row](), list[int]()
     for number, (length, lengths) in enumerate(shapes):
         shared = before[: length - 1] if number % 2 else []
@@ -168,7 +170,7 @@ def test_logits_that_are_not_finite_make_an_error() -> None:
 
 
 def test_a_request_too_large_for_the_cache_is_an_error_once() -> None:
-    """Also where its first branch fits and a longer one does not."""
+    """Also if its first branch fits and a longer one does not."""
     limits = Limits(budget=8, blocks=4, block_size=4)
     engine = make_engine(make_runner(checkpoint("llama"), TorchOps(), limits), limits, frozenset())
     rows: tuple[Row, ...] = (((1,) * 12, ((2, 3), (4,) * 20)), ((1,) * 30, ((2,),)), ((1, 2), ((3,),)))

@@ -1,4 +1,4 @@
-"""Copies to the device, in one transfer, and tokens that only the device knows."""
+"""Tests copies to the device in one transfer, and tokens that only the device knows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_sequence_that_the_step_did_not_run_is_an_error():
 
 @given(st.data())
 def test_each_is_found_where_it_was(data):
-    """As a dict would find them, whatever changed."""
+    """Compares with a dict after any changes."""
     before = data.draw(st.lists(st.sampled_from(SEQUENCES), unique_by=id))
     stay = [s for s in before if data.draw(st.booleans())]
     new = [s for s in SEQUENCES if s not in before and data.draw(st.booleans())]

@@ -1,4 +1,4 @@
-"""A step's plan is all that a runner needs: plans that were pickled give what those give that were not."""
+"""Tests that a step's plan contains everything for a runner: pickled plans give equal results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_plans_that_were_pickled_change_no_answer(kind: type[ModelRunner], work:
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_plans_of_many_rows_are_small(params: dict[str, Any]) -> None:
-    """In the steady state, in which a row ends with nearly every step."""
+    """Measured in the steady state, where a row ends in nearly every step."""
     rows = []
     for key in range(1025):
         one = request(key, [5] * 513, 900, **params)

@@ -1,4 +1,4 @@
-"""Checkpoints that store fp8, computed of their codes by Triton, against what the operators' references say of them."""
+"""Compares checkpoints that store fp8, multiplied by Triton, with the operators' references."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ROWS = [Row([DRAWN.randrange(250) for _ in range(n)], [7, 8]) for n in (1, 9, 23
 
 @cache
 def folders(kind: str) -> tuple[Path, Path]:
-    """As it is stored, and dequantised."""
+    """Return the folders of the stored and the dequantised checkpoint."""
     family, each, sizes = KINDS[kind]
     made = kept_folder()
     make_fp8(made / "stored", made / "plain", family, each, block=128, **sizes)
@@ -89,7 +89,7 @@ def test_a_row_has_the_same_bits_in_a_batch(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_scales_stand_for_the_dequantised_weights(kind: str) -> None:
-    """Fused, of experts, and of parts of a tensor."""
+    """Fused weights, experts, and parts of a tensor."""
     model, plain = stored(kind), inspect_checkpoint(folders(kind)[1])
     read, whole = (CheckpointWeights(each, torch.float32, "cpu") for each in (model, plain))
     for index, spec in enumerate(model.spec.layers):

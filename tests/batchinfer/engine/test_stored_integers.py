@@ -1,4 +1,4 @@
-"""Products of weights that a checkpoint stores in int8 and int4, as they are."""
+"""Tests products of weights that a checkpoint stores in int8 and int4."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INT8 = WeightForm("int8", stored=True)
 
 @cache
 def folder() -> Path:
-    """One with a code that int8 has and we never make, -128."""
+    """Return a checkpoint with the int8 value -128, which our quantisation never produces."""
     made = kept_folder()
     make_published(made / "stored", made / "plain", "w8a8")
     stored = load_file(made / "stored" / SINGLE)
@@ -60,7 +60,7 @@ def test_stored_codes_are_multiplied_as_their_reference_says(kind: str) -> None:
 
 
 def test_what_stays_in_int8() -> None:
-    """What the checkpoint leaves in floats is computed in the job's dtype, in the same compiled layer."""
+    """Floats of the checkpoint are computed in the job's dtype within the compiled layer."""
     model = stored()
     first, second = (dict(layer.forms) for layer in model.spec.layers)
     assert first == dict.fromkeys(("qkv", "gate_up", "down"), INT8)
@@ -112,8 +112,8 @@ def test_int4_is_multiplied_as_it_is_stored(tmp_path: Path, name: str) -> None:
 def test_a_gpu_multiplies_int4_as_it_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, many: int
 ) -> None:
-    """Activations are not quantised: logits are the dequantised model's, through the panel and without it. Only the
-    head is in int8."""
+    """Activations are not quantised: logits equal the dequantised model's, with and without the panel. Only
+    the head is in int8."""
     from batchinfer.models.ops import gpu_linear
 
     monkeypatch.setattr(gpu_linear, "least_panel_rows", lambda *_, **__: many)

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in MXFP4, multiplied as they are: the dequantised model, to the bit on a CPU."""
+"""Compares experts stored in MXFP4 with the dequantised model, bit by bit on a CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORM = WeightForm("mxfp4", "group", stored=True, group=32)
 
 @cache
 def folders() -> tuple[Path, Path]:
-    """As it is stored, and dequantised by transformers' function."""
+    """Return the folders of the stored checkpoint, and of the one dequantised by transformers."""
     made = kept_folder()
     make_mxfp4(made / "stored", made / "plain")
     return made / "stored", made / "plain"
@@ -72,7 +72,7 @@ def linears() -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("tiles", ["none", "emulated"])
 def test_linear_layers_of_a_cpu_have_the_dequantised_models_bits(tiles: TileWay) -> None:
-    """In compiled layers where those widen, and operator by operator; both add in the same order."""
+    """Compiled layers dequantise them inside, other layers operator by operator, with one order of sums."""
     model, plain = (
         inspect_checkpoint(linears()[0]).for_quantization("stored-mxfp4"),
         inspect_checkpoint(linears()[1]),

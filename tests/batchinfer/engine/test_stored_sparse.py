@@ -1,4 +1,4 @@
-"""2:4 sparse checkpoints: with their zeros on a CPU, without them on a GPU (with a stand-in for cuSPARSELt)."""
+"""Tests 2:4 sparse checkpoints: with their zeros on a CPU, compressed on a GPU with a fake cuSPARSELt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORM = WeightForm("sparse", stored=True)
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """With masks, and with zeros; o_proj of layer 0 has no zeros."""
+    """Return the folders of checkpoints with masks and with zeros; o_proj of layer 0 has no zeros."""
     make_published(tmp_path / "stored", tmp_path / "plain", "2:4 sparse")
     return tmp_path / "stored", tmp_path / "plain"
 
@@ -55,7 +55,7 @@ def test_a_gpu_leaves_out_the_zeros(
 
 
 def make_dense(folders: tuple[Path, Path]) -> None:
-    """State of the dequantised checkpoint what its zeros are."""
+    """Replace the config of sparsity in the dequantised checkpoint."""
     edit_json(folders[1] / "config.json", quantization_config=sparsity("dense"))
 
 

@@ -1,4 +1,4 @@
-"""Steps that give a row several tokens, one or none: each position counts once, and every block is accounted for."""
+"""Tests steps with several, one or no tokens per row: each position counts once, and all blocks are freed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def long_rows(count: int = 4, most: int = 21) -> list[Request]:
 
 
 def next_tokens(ran: Ran, count: int, off: int = 0) -> Guess:
-    """Propose what the answers of another run go on with, or other tokens."""
+    """Propose the next tokens of another run's answers, or tokens that are `off`."""
 
     def guess(sequence: Sequence) -> list[int]:
         answer = ran.completions[sequence.request.key].tokens.token_ids.tolist()
@@ -58,7 +58,7 @@ def test_rejected_positions_count_as_padding_and_their_blocks_are_free_again() -
 
 @pytest.mark.parametrize("way", [Way(), AHEAD], ids=["host", "ahead"])
 def test_a_row_without_tokens_to_get_ends_once_its_prompt_has_run(way: Way) -> None:
-    """Scoring and embedding need it, beside rows that get tokens."""
+    """Scoring and embedding rows need it, next to generating rows."""
     scored = greedy([[i] * 10 for i in range(3)], 0)
     answered = [replace(r, key=b"\1" + r.key[1:]) for r in long_rows(3, 5)]
     got = run(way, [*scored, *answered], Limits(budget=7))
@@ -68,7 +68,7 @@ def test_a_row_without_tokens_to_get_ends_once_its_prompt_has_run(way: Way) -> N
 
 
 def test_no_step_looks_ahead_of_a_row_whose_tokens_have_to_be_known() -> None:
-    """It runs in every second step; the other row in each."""
+    """That row runs in every second step, the other row in each."""
     barred, free = long_rows(2, 8)
     barred = replace(barred, params=replace(barred.params, bad_tokens=((1, 2),)))
     noted = Noted(AHEAD.runner(Limits()))

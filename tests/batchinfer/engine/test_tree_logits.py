@@ -27,7 +27,7 @@ LIMITS = Limits(blocks=60, block_size=4)
 
 @dataclass
 class Rows:
-    """Runs chunks of rows, whose blocks lie as they were asked for."""
+    """Runs chunks of rows with given block tables."""
 
     runner: ModelRunner
 
@@ -61,8 +61,8 @@ def whole(row: Sequence) -> Chunk:
 
 
 def rows_of(family: str, ops: str) -> tuple[Rows, dict[str, float]]:
-    """Rows of a family by torch's operators or compiled ones, with a cache of values or of codes; and by how much their
-    logits may differ."""
+    """Return rows of a family on torch or compiled operators, with a float or quantised cache, and tolerances
+    of logits."""
     model = checkpoint(family)
     if ops == "codes":  # a sum in another order may make a code the next one
         model = replace(model, spec=model.spec.with_cache_dtype("int8"))
@@ -124,7 +124,7 @@ def test_what_follows_a_tree_finds_its_right_path(family: str, ops: str) -> None
 
 
 def test_models_with_windows_have_no_trees() -> None:
-    """And say so, where somebody asked for one."""
+    """An explicit request for trees raises an error."""
     model = checkpoint("mistral", sliding_window=16)
     rows = Rows(make_runner(model, cpu_ops(model), LIMITS))
     assert not rows.runner.follows_trees

@@ -44,9 +44,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked lane
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
 def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
-    """Rows that draw, have penalties, biases and masks, beside prompts and chains, in graphs with padding rows, with
-    prefixes that rows share. Codes of K and V are moved with their scales: a node that is read as another one's would
-    change what follows."""
+    """Sampled rows with penalties, biases and masks, prompts and chains, padded graphs and shared prefixes. K
+    and V are moved with their scales: a wrong node would change later tokens."""
     plain = on_a_cpu("llama")
     loaded = loaded_for(monkeypatch, model_of("llama"), kv_cache=cache, deterministic=cache != "auto")
     assert isinstance(loaded.runner, DeviceRunner)
@@ -66,7 +65,7 @@ def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: 
 def test_trees_are_followed_where_operators_are_launched_one_by_one(
     monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
-    """Also in micro-batches, which part the nodes of a tree."""
+    """Micro-batches that split a tree's nodes are included."""
     wanted = on_a_cpu("llama")
     loaded, runner = launching(monkeypatch, parts())
     guess = branching(wanted, 0.8, 1, most=7)

@@ -1,4 +1,5 @@
-"""The whole engine with Triton's operators, on the GPU if there is one, else in the interpreter, against the CPU's."""
+"""Compares the whole engine on Triton operators with CPU operators, on the GPU if there is one, otherwise in
+the interpreter."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def prompts(every: int = 1) -> list[list[int]]:
 
 
 def model_of(variant: str) -> Checkpoint:
-    """The checkpoint of a variant; "llama+int8": with weights that are quantised so."""
+    """Return the checkpoint of a variant; "llama+int8" has quantised weights."""
     name, _, quantization = variant.partition("+")
     family, options = VARIANTS[name]
     return quantized(checkpoint(family, **options), cast(Quantization, quantization or "none"))
@@ -176,7 +177,7 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
 
 @pytest.mark.parametrize("setting", first_of(["chunked", "whole"], 1))
 def test_prompts_are_decompressed_where_the_cache_keeps_latents(monkeypatch, setting):
-    """With as few tokens as here that would not be worth it."""
+    """With these few tokens, decompression would not be faster."""
     from batchinfer.models.ops import gpu_latents
 
     lens: list[int] = []
@@ -257,7 +258,7 @@ def same_bits(
 
 @pytest.mark.usefixtures("short_segments")
 def test_a_row_has_the_same_bits_in_a_batch():
-    """Its prompt in pieces or out of the cache, in steps of fewer and of more rows than a tile of theirs has."""
+    """Prompts are chunked or cached, and steps have fewer or more rows than a tile."""
     variant, requests = "llama-one-layer", greedy(prompts(), 2, ignore_eos=True)
     ops = triton_ops(model_of(variant), deterministic=True)
     wanted = apart(ops, [requests[i] for i in (2, 7)], variant)
@@ -308,7 +309,7 @@ def gpus_config(quantization: Quantization, deterministic: bool, rows: int = 5) 
 
 
 def loaded_as_a_job_does(monkeypatch, config: EngineConfig, compiles: bool = False) -> LoadedModel:
-    """Load a model with dummy steps, a scratch block, padded and captured decode steps, looking ahead."""
+    """Load a model with dummy steps, a scratch block, captured decode steps and look-ahead."""
     stand_in(monkeypatch.setattr, compiles, quick=not compiles)
     return build.load_model(config, constraints=grammar_constraints(guided_rows.tokenizer()))
 
@@ -345,8 +346,10 @@ def test_all_of_the_gpus_path(monkeypatch):
 
 
 def copies_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return what lists how many copies to the device each step makes for attention; a capture makes none, as its
-    tensors belong to another stream."""
+    """Return a list that receives each step's number of copies to the device for attention.
+
+    A capture makes none, as its tensors belong to another stream.
+    """
     copies, capturing = [0], [False]
     staged, layers, capture = step_arrays.copy_to_pinned, DeviceRunner._layers, GraphRecorder.__call__
 
@@ -374,7 +377,7 @@ def copies_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_segments")
 def test_transformers_code_on_the_gpus_path(monkeypatch):
-    """Measured, warmed up, looking ahead, and never captured."""
+    """The model is measured, warmed up and run with look-ahead, and is never captured."""
     foreign = kept_folder()
     theirs = make_foreign(foreign, "phi")
     theirs.set_attn_implementation("eager")
@@ -396,7 +399,7 @@ def test_transformers_code_on_the_gpus_path(monkeypatch):
 
 @pytest.mark.usefixtures("short_segments")
 def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
-    """Padding and graphs of longer contexts change no bit either."""
+    """Padding and graphs for longer contexts change no bit."""
     loaded = loaded_as_a_job_does(monkeypatch, gpus_config("int8", deterministic=True, rows=4))
     info, sampler, model = loaded.info, RecordingSampler(frozenset()), model_of("llama-one-layer")
     linear = model.spec.head.values + sum(layer.values for layer in model.spec.linears())
@@ -416,7 +419,7 @@ def test_all_of_the_gpus_path_in_int8_and_deterministic(monkeypatch):
 
 @pytest.mark.parametrize("many", first_of([3, 1 << 20], 1))
 def test_all_of_the_gpus_path_in_int4(monkeypatch, many):
-    """Steps of few rows and of many, launched and replayed, with the panel that all layers share and without."""
+    """Steps of few and of many rows, eager and replayed, with and without the shared panel."""
     monkeypatch.setattr("batchinfer.models.ops.gpu_linear.least_panel_rows", lambda *_, **__: many)
     loaded = loaded_as_a_job_does(monkeypatch, gpus_config("int4", deterministic=False, rows=4))
     assert (loaded.info.ops, loaded.info.linear, loaded.info.quantization) == ("triton", "int4", "int4")
@@ -431,7 +434,8 @@ def test_all_of_the_gpus_path_in_int4(monkeypatch, many):
 @pytest.mark.parametrize("kind", ["int8", "half"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
 def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(kind, outputs, inputs, processors):
-    """The layers of an 8B model: tiles by the number of rows, and whether numbers are 1 or multiples of 16."""
+    """The layers of an 8B model: tiles depend on the number of rows, and kernels on numbers that are 1 or
+    multiples of 16."""
 
     def compiled(rows: int) -> tuple[object, ...]:
         cut = matmul_tiles.choose_cut(kind, outputs, rows, inputs, True, processors)
@@ -444,7 +448,7 @@ def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(kind, outputs, inp
 
 
 def _flashinfer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Put a module in FlashInfer's place; return what counts its runs."""
+    """Install a fake FlashInfer and return a counter of its runs."""
     module = flashinfer_stand_in.stand_in()
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(FlashInferPrefill, "version", lambda: "0.7.2")
@@ -488,7 +492,7 @@ SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_
 
 @pytest.fixture
 def products_as_torch_has_them():
-    """They are a setting of the process, as it is before an engine is built; it is put back afterwards."""
+    """Restore torch's settings of products after the test, which an engine sets per process."""
     products = torch.backends.cuda.matmul
     before = [getattr(products, name) for name in SUMS]
     for name in SUMS:

@@ -76,7 +76,7 @@ def vectors(ran: Ran) -> list[Floats]:
 
 
 def drawn_prompts(lengths: tuple[int, ...], vocab: int = 260) -> list[list[int]]:
-    """Prompts of these lengths; every second one begins as the one before it."""
+    """Return prompts of these lengths; every second one starts like the one before."""
     rng, found = random.Random(3), list[list[int]]()
     for number, length in enumerate(lengths):
         fresh = [rng.randrange(vocab) for _ in range(length)]
@@ -87,7 +87,7 @@ def drawn_prompts(lengths: tuple[int, ...], vocab: int = 260) -> list[list[int]]
 
 @cache
 def reference(family: str, lengths: tuple[int, ...], **options: Any) -> list[Floats]:
-    """The last hidden states of transformers, of one prompt at a time."""
+    """Return the last hidden states of transformers, one prompt at a time."""
     model = AutoModel.from_pretrained(
         folder(family, **options), dtype=torch.float32, attn_implementation="eager"
     )
@@ -106,7 +106,7 @@ LENGTHS = (1, 17, 40, 63, 2, 5, 90, 33)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_equal_those_of_transformers(family: str, pooling: Pooling) -> None:
-    """In chunks of a small budget, with prefixes that are shared where a vector is of the last token."""
+    """Chunks of a small budget; prefixes are shared for vectors of the last token."""
     model, limits = checkpoint(family), Limits(budget=24, caching=pooling == "last")
     ran = run(make_runner(model, TorchOps(), limits), limits, LENGTHS, pooling)
     for found, states in zip(vectors(ran), reference(family, LENGTHS), strict=True):
@@ -141,7 +141,7 @@ def test_preempted_prompts_run_again(pooling: Pooling, ahead: bool) -> None:
 
 
 def test_a_sum_does_not_depend_on_chunks() -> None:
-    """To the bit, where states are: a runner may cut prompts as it likes."""
+    """Sums are bit-identical if states are kept: a runner may use any chunks."""
     states = torch.randn(3000, 64) * torch.logspace(-3, 3, 64)
     whole = _exact_sums(states, torch.zeros(3000, dtype=torch.int64), 1)
     parts = sum(_exact_sums(part, torch.zeros(len(part), dtype=torch.int64), 1) for part in states.split(7))

@@ -29,7 +29,7 @@ class WordConstraint:
 
     @property
     def next(self) -> set[int]:
-        """The tokens that may come."""
+        """Return the tokens that may come next."""
         if self.closed:
             return set()
         longer = {

@@ -1,4 +1,4 @@
-"""Tiny matrices gain nothing from threads and lose a lot to waiting for them."""
+"""Limits threads: tiny matrices gain nothing from threads and wait long for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a decoder over a paged cache the hard way: shuffled blocks, poisoned memory, mixed batches, chunks."""
+"""Runs a decoder over a paged cache with shuffled blocks, poisoned memory, mixed batches and chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_decoder(
     adapters: Sequence[StoredAdapter] = (),
     places: int | None = None,
 ) -> Decoder:
-    """As ModelSource loads a checkpoint."""
+    """Load a decoder like ModelSource."""
     spec, stored = checkpoint.spec, CheckpointWeights(checkpoint, dtype, device)
     room = None if places is None else AdapterRoom(places, torch.device(device))
     with AdaptedWeights(stored, spec, adapters, dtype, device if room is None else "cpu") as weights:
@@ -122,7 +122,7 @@ def _step(
 
 
 def _rope_offset(decoder: Decoder, sequence: PagedSequence) -> int:
-    """Where the rotary tables' rows of a prompt of this length begin."""
+    """Return the first row of the rotary table for a prompt of this length."""
     long_rope_beyond = decoder.spec.long_rope_beyond
     return (
         decoder.max_positions

@@ -9,7 +9,7 @@ PATH = Path("/models/tiny/config.json")
 
 
 def raw_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
-    """The object of a config.json; a change to `...` removes the key."""
+    """Return the object of a config.json; a change to `...` removes the key."""
     raw = {
         "model_type": family,
         "hidden_size": 48,

@@ -1,4 +1,4 @@
-"""What adapters take, counted before they are loaded."""
+"""Tests the memory of adapters, counted before they are loaded."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def layer_weights(seed: int = 0) -> dict[str, Tensor]:
 
 
 def tokens_of_experts() -> Inputs:
-    """Each expert's tokens lie near a few directions of their own."""
+    """Return inputs where each expert's tokens are close to its own few directions."""
     torch.manual_seed(1)
     return [
         torch.randn(TOKENS, 8) @ torch.randn(8, HIDDEN) + 0.1 * torch.randn(TOKENS, HIDDEN)
@@ -56,7 +56,11 @@ def tokens_of_experts() -> Inputs:
 
 
 def seen_of(inputs: Inputs, order: list[int]) -> SeenTokens:
-    """`order`: the expert that read each of the inputs."""
+    """Return the seen tokens.
+
+    Args:
+        order: expert of each input.
+    """
     numbers = torch.tensor(order).repeat_interleave(TOKENS)[:, None]
     return SeenTokens(COUNT, torch.cat(inputs), numbers, torch.rand(len(numbers), 1) + 0.5)
 
@@ -191,8 +195,8 @@ def test_an_expert_with_few_tokens_gets_those_that_its_router_prefers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_choice_of_experts_keeps_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Channels before router and experts are divided by powers of two, and only where the checkpoint's dtype holds what
-    comes out: a float16 near its least does not."""
+    """Channels before router and experts are divided by powers of two, if the checkpoint's dtype can store
+    the results. A float16 near its minimum cannot."""
     sizes: dict[str, Any] = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     make_checkpoint(tmp_path / "plain", "qwen2_moe", dtype=dtype, **SIZES, **sizes)
     stored = load_file(tmp_path / "plain" / SINGLE)

@@ -78,7 +78,7 @@ def calibrate(
 
 
 def outlying(folder: Path, family: str) -> None:
-    """Make a checkpoint in which a channel of every norm is much larger than the others."""
+    """Make a checkpoint with one large channel in every norm."""
     make_checkpoint(folder, family, **{**SIZES, **FAMILIES[family]})
     for path in folder.glob("*.safetensors"):
         stored = load_file(path)
@@ -89,7 +89,7 @@ def outlying(folder: Path, family: str) -> None:
 
 
 def index_of(folder: Path) -> dict[str, str]:
-    """Which file has each tensor."""
+    """Return the file of each tensor."""
     found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     return found
 
@@ -139,8 +139,7 @@ def test_it_computes_what_transformers_makes_of_it(
 
 
 def check_names(folder: Path, model: Any) -> None:
-    """Engines compress every linear layer that is not named: also a head that no tensor is stored for, and routers,
-    which are linear layers in some engines."""
+    """Check the names of uncompressed linear layers, including a tied head and routers."""
     plain = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     stored = index_of(folder)
     packed = {name.removesuffix(".weight_packed") for name in stored if "packed" in name}
@@ -157,7 +156,7 @@ def check_names(folder: Path, model: Any) -> None:
 
 
 def check_weights(folder: Path, layers: list[RoundedLayer], family: str) -> None:
-    """What was rounded is read as codes, and the rest in the dtype of the checkpoint."""
+    """Check that rounded weights are quantised, and others have the checkpoint's dtype."""
     stored = inspect_checkpoint(folder).for_quantization("int4")
     read = CheckpointWeights(stored, torch.float32, "cpu")
     for index, layer in enumerate(layers):
@@ -173,7 +172,7 @@ def check_weights(folder: Path, layers: list[RoundedLayer], family: str) -> None
 
 
 def check_factors(folder: Path, layers: list[RoundedLayer], changed: list[Tensor]) -> None:
-    """An adapter of the original model that equals a weight becomes the weight that is rounded, outliers smoothed."""
+    """Check that an adapter equal to a weight becomes the rounded weight with smoothed outliers."""
     checkpoint, factors = inspect_checkpoint(folder / "plain"), ChannelFactors.of(folder / "int4")
     before, moved = CheckpointWeights(checkpoint, torch.float32, "cpu"), 0
     for index, layer in enumerate(layers):
@@ -193,7 +192,7 @@ def check_factors(folder: Path, layers: list[RoundedLayer], changed: list[Tensor
 
 
 def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines take what is not named for compressed, and find no codes. A layer opens each file of its tensors once."""
+    """Engines treat all other layers as compressed. A layer opens each file of its tensors once."""
     make_checkpoint(tmp_path / "plain", "qwen3_moe", **SIZES, moe_intermediate_size=96, shards=3)
     opened: list[str] = []
 
@@ -234,7 +233,7 @@ def calibrated_on(model: Path, folder: Path, device: torch.device) -> Loss:
     ("family", "layers"), first_of([("qwen2_moe", 1), ("gemma3_text", 2), ("llama", 2)], 1)
 )
 def test_nothing_is_left_on_the_host(tmp_path: Path, family: str, layers: int) -> None:
-    """On another device no operator gets tensors of both."""
+    """An operator on another device must not get tensors of the host."""
     make_checkpoint(tmp_path / "plain", family, **{**SIZES, **FAMILIES[family], "num_hidden_layers": layers})
     near = calibrated_on(tmp_path / "plain", tmp_path / "near", torch.device("cpu"))
     with far_away():

@@ -1,4 +1,4 @@
-"""The work of a calibration as it is counted from sizes, and as it is done."""
+"""Tests the work of a calibration: counted from sizes, and done."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COUNTED = {torch.ops.aten.addmm_: _in_place, torch.ops.aten.baddbmm_: _in_place}
 
 
 class Counts:
-    """What parts of a calibration did."""
+    """Counts of a calibration's parts."""
 
     def __init__(self) -> None:
         self.flops = 0
@@ -66,7 +66,7 @@ class Counts:
 def test_products_and_scales_are_counted_as_they_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, inner: int | None
 ) -> None:
-    """`inner`: values of experts that are no whole groups, and stay, beside one that all tokens share."""
+    """`inner`: values of experts that are no whole groups and stay unquantised, next to a shared expert."""
     changed = {} if inner is None else {"moe_intermediate_size": inner}
     make_checkpoint(tmp_path / "model", family, **{**SIZES, **FAMILIES[family], **changed})
     counts = Counts()

@@ -1,4 +1,4 @@
-"""Checkpoints that are refused, each with its exit code and a message that names the place; and fingerprints."""
+"""Tests checkpoints that are rejected with an exit code and the place of the mistake; and fingerprints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USED_INSTEAD = (
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model folder, one weight file."""
+    """A complete model folder with one weight file."""
     folder = tmp_path_factory.mktemp("sound")
     make_model_folder(folder, "llama")
     return folder
@@ -322,7 +322,7 @@ class TestTensors:
         inspect_checkpoint(folder)
 
     def test_layers_that_guess_further_tokens_are_ignored(self, tmp_path: Path) -> None:
-        """DeepSeek-V3 has one, with tables of its own, behind its last layer."""
+        """DeepSeek-V3 has such a layer after its last one, with its own tables."""
         make_checkpoint(tmp_path, "deepseek_v3")
         wanted = inspect_checkpoint(tmp_path)
         edit_json(tmp_path / "config.json", num_nextn_predict_layers=...)  # transformers writes 1

@@ -114,7 +114,7 @@ def test_every_family_is_drawn() -> None:
 
 @st.composite
 def configurations(draw: st.DrawFn, family: str) -> dict[str, Any]:
-    """What `make_checkpoint` takes."""
+    """Draw arguments of `make_checkpoint`."""
     kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     ropes = ["default", *(ROPES if family in SCALED else ()), *(PARTIAL_ROPES if family in PARTIAL else ())]
     chosen = {name: draw(values) for name, values in OPTIONS[family].items()}

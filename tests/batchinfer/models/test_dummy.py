@@ -1,4 +1,4 @@
-"""Dummy weights are weights: the right shapes, the same every time, and a checkpoint when one is wanted."""
+"""Tests dummy weights: right shapes, equal each time, and a checkpoint on request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_and_read_again_they_are_the_same(tmp_path, name, dtype):
-    """So another engine that loads the folder has the very weights that ours ran on."""
+    """Another engine that loads the folder has exactly the weights of our run."""
     config = parse_config(SMALL[name], {}, tmp_path / "config.json")
     dummy = DummyWeights(config, dtype, "cpu", seed=3)
     write_checkpoint(tmp_path, SMALL[name], dummy)

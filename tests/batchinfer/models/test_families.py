@@ -1,4 +1,4 @@
-"""A family is one file: the one that docs/families.md shows runs, and gives a Llama's logits."""
+"""Tests the family of docs/families.md: it runs and has a Llama's logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RENAMED = {
 
 @pytest.fixture
 def baobab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The family of the page, registered."""
+    """Register the family of docs/families.md."""
     (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "baobab.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -42,7 +42,7 @@ def baobab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def grow(folder: Path) -> torch.nn.Module:
-    """A Llama's checkpoint as a Baobab's; in return the Llama, whose embeddings are scaled."""
+    """Turn a Llama's checkpoint into a Baobab's; return the Llama with scaled embeddings."""
     llama = make_checkpoint(folder, "llama", num_key_value_heads=4, rms_norm_eps=1e-5)
     raw = json.loads((folder / "config.json").read_text())
     rope = raw.pop("rope_parameters")

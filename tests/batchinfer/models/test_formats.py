@@ -60,7 +60,7 @@ def missing(end: str) -> Callable[[dict[str, Tensor]], Any]:
 
 
 def cut(end: str) -> Callable[[dict[str, Tensor]], Any]:
-    """The last line of a tensor is not there."""
+    """Return a change that removes the last row of a tensor."""
     return lambda tensors: tensors.update({Q + end: tensors[Q + end][:-1].clone()})
 
 

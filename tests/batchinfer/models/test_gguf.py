@@ -52,7 +52,7 @@ def test_logits_of_every_architecture(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("first", range(3))
 def test_logits_of_every_type(tmp_path: Path, first: int) -> None:
-    """Each tensor of a model has one of five types: a type that is misread changes the logits."""
+    """Each tensor of a model has one of five types: a misread type changes the logits."""
     model = make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", KINDS[first::3])
     check_logits(tmp_path / "x.gguf", model, lengths=(1, 17, 60))
 
@@ -64,7 +64,7 @@ def test_scaled_rotations(tmp_path: Path, rope: str) -> None:
 
 
 def test_experts_in_one_tensor_are_read_from_several(tmp_path: Path) -> None:
-    """As gpt-oss has them, whose ramp of YaRN is not cut to whole dimensions."""
+    """As in gpt-oss, whose YaRN ramp is not rounded to whole dimensions."""
     rope = {**ROPES["yarn"], "truncate": False}
     model = make_gguf(
         tmp_path / "x.gguf", tmp_path / "plain", "gpt_oss", (Type.MXFP4, Type.Q8_0, Type.F16), rope=rope
@@ -78,7 +78,7 @@ def test_experts_in_one_tensor_are_read_from_several(tmp_path: Path) -> None:
 
 
 def test_rotations_of_llama_3_are_stored_as_a_tensor(tmp_path: Path) -> None:
-    """What llama.cpp divides each frequency by, which is computed of the configuration."""
+    """llama.cpp stores the divisors of the frequencies; transformers computes them from the configuration."""
     rope = ROPES["llama3"]
     config = LlamaConfig(head_dim=64, hidden_size=256, rope_parameters=rope, max_position_embeddings=512)
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
@@ -98,7 +98,7 @@ def test_rotations_of_llama_3_are_stored_as_a_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beyond", [False, True])
 def test_long_rotations(tmp_path: Path, beyond: bool) -> None:
-    """Of a row that may become longer than the first context was, in a model for which all rows may."""
+    """For a row that may exceed the original context, in a model whose rows all may."""
     rng = torch.Generator().manual_seed(3)
     short, long = (1 + torch.rand(2, 32, generator=rng)).float().tolist()
     original = 40 if beyond else 512
@@ -181,7 +181,7 @@ def _zero_scales(file: Path) -> None:
 
 @cache
 def content_of(kind: Type) -> bytes:
-    """Return a Llama whose matrices are of one type."""
+    """Return a Llama whose matrices have one type."""
     folder = kept_folder()
     make_gguf(folder / "x.gguf", folder / "plain", "llama", (kind,))
     return (folder / "x.gguf").read_bytes()

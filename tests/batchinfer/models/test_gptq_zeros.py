@@ -1,4 +1,4 @@
-"""Zero points of GPTQ are read as their packers meant them, and wrong ones are refused."""
+"""Tests that GPTQ zero points are read as their packers meant them, and wrong ones are rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ LAYOUT = ZeroLayout(FIRST, FIRST, symmetric=False)
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_zero_points_are_those_that_were_packed(bits: int) -> None:
-    """Every second zero point is 0, and most words borrow. Dequantised, in int4, and in the parts of two ranks."""
+    """Every second zero point is 0, and the subtraction borrows in a majority of words. Dequantised, in int4,
+    and on two ranks."""
     generator = np.random.default_rng(bits)
     matrix = generator.normal(size=(OUTPUTS, INPUTS)).astype(np.float32)
     zeros = generator.integers(0, 2**bits, (OUTPUTS, INPUTS // GROUP)) * generator.integers(
@@ -57,14 +58,14 @@ def test_zero_points_are_those_that_were_packed(bits: int) -> None:
 
 
 def multiplied(packed: Any, read: dict[str, Tensor]) -> Tensor:
-    """The values that products in int4 are computed of."""
+    """Return the values of an int4 product's weight."""
     codes = packed.codes(read.__getitem__)
     groups = torch.arange(codes.values.shape[1]) // packed.group
     return (codes.values.float() - codes.zeros[:, groups]) * codes.scales[:, groups]
 
 
 def made(folder: Path, word: int | None = None, **stated: Any) -> Checkpoint:
-    """A checkpoint of GPTQ in 4 bits whose zero points come from one word or are drawn at random."""
+    """Make a GPTQ checkpoint in 4 bits with zero points from one word, or random ones."""
     make_published(folder, folder.parent / "plain", "gptq")
     if word is not None:
         stored = load_file(folder / SINGLE)
@@ -81,12 +82,12 @@ def layer(checkpoint: Checkpoint) -> Tensor:
 
 
 def fingerprint_before(checkpoint: Checkpoint) -> str:
-    """The fingerprint of versions that took the stated layout for granted, and carried nothing."""
+    """Return the fingerprint of older versions, which trusted the stated layout."""
     return model_fingerprint(read_config_json(checkpoint.path), checkpoint.files, {}, lambda _: None)
 
 
 def test_zero_points_of_a_symmetric_checkpoint_show_their_layout(tmp_path: Path) -> None:
-    """Whatever it states. Answers that were computed of the wrong layout are not found again."""
+    """The checkpoint's stated layout is ignored. Answers from the wrong layout are not reused."""
     first = made(tmp_path / "first", 0x77777777, sym=True)
     mislabelled = [
         made(tmp_path / "second", 0x88888888, sym=True),
@@ -119,7 +120,7 @@ def test_zero_points_that_fit_no_layout_are_refused_before_a_run(tmp_path: Path,
 
 
 def test_modules_may_be_asymmetric_in_a_symmetric_checkpoint(tmp_path: Path) -> None:
-    """`dynamic` of GPTQModel. Their zero points show nothing."""
+    """`dynamic` of GPTQModel. The zero points of such modules reveal nothing."""
     dynamic = {"+:.*down_proj": {"sym": False}}
     checkpoint = made(tmp_path / "model", 0x56565656, sym=True, dynamic=dynamic)
     assert checkpoint.fingerprint({}) == fingerprint_before(checkpoint)
@@ -140,7 +141,7 @@ def test_only_answers_that_were_wrong_are_lost(tmp_path: Path, monkeypatch: pyte
 
 
 def test_values_beside_the_outputs_count_for_nothing() -> None:
-    """9 outputs take two words, and the second holds a single output."""
+    """9 outputs take two words; the second has a single output."""
     symmetric = ZeroLayout(FIRST, FIRST, symmetric=True)
     words = np.array([[0x77777777, 0xFFFFFFF7]], np.uint32)
     assert symmetric.first_wrong_value(words, 4, 9) is None

@@ -1,4 +1,4 @@
-"""Logits against transformers, for every family and everything that a configuration can vary."""
+"""Compares logits with transformers for all families and all options of a configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prompts_of(vocab: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) ->
 
 
 def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS) -> Checkpoint:
-    """Whole prompts in one batch, then in chunks, against transformers one prompt at a time."""
+    """Compare logits of whole and chunked prompts in batches with transformers, one prompt at a time."""
     checkpoint = open_checkpoint(folder)
     assert isinstance(checkpoint, Checkpoint)
     ops = TorchOps()
@@ -81,7 +81,7 @@ def test_small_chunks(tmp_path: Path, family: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_two_stored_tables_are_used_as_transformers_does(tmp_path: Path, tied: bool) -> None:
-    """Tied in config.json, but head and embedding both stored: they are one only when they are equal."""
+    """config.json ties them, but head and embedding are stored: they are shared only if equal."""
     make_checkpoint(tmp_path, "llama", tied=False)
     edit_json(tmp_path / "config.json", tie_word_embeddings=tied)
     model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -129,7 +129,7 @@ def test_a_rotation_for_each_kind_of_layer(tmp_path: Path, transformers_4: bool)
     ("family", "stated"), [("llama", {}), ("phi3", {"factor": 3.0}), ("llama", {"attention_factor": 1.4})]
 )
 def test_longrope(tmp_path: Path, family: str, stated: dict[str, Any]) -> None:
-    """Prompts up to the original positions are rotated by the short factors, others by the long ones."""
+    """Prompts up to the original positions use the short factors, others the long ones."""
     original = LONGROPE["original_max_position_embeddings"]
     more = {"original_max_position_embeddings": original} if family == "phi3" else {}
     model = make_checkpoint(tmp_path, family, rope={**LONGROPE, **stated}, **more)

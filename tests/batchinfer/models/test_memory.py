@@ -1,4 +1,4 @@
-"""Loading must not need the model twice."""
+"""Tests that loading does not need the model's memory twice."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ COMMON = ATTENTION + HIDDEN * EXPERTS + 3 * HIDDEN * SHARED + HIDDEN
 
 
 def test_multipliers_and_caps_are_counted() -> None:
-    """Those of Granite and Gemma: of embeddings, of both halves of each layer, of logits."""
+    """Granite's and Gemma's multipliers of embeddings, of both halves of each layer, and of logits."""
     plain = llama_spec(LAYERS, HIDDEN, 48, 4, 2, 16, VOCAB)
     layers = tuple(replace(layer, residual_multiplier=0.22) for layer in plain.layers)
     spec = replace(plain, layers=layers, embedding_multiplier=12.0, logit_multiplier=0.1, logit_cap=30.0)
@@ -56,7 +56,7 @@ def test_layers_count_by_their_rules_and_the_codes_of_their_cache() -> None:
 
 
 def spec_of(layers: int = 2) -> ModelSpec:
-    """Layers with experts between two that have none."""
+    """Return a spec with expert layers between two dense ones."""
     model = llama_spec(1, HIDDEN, INNER, 4, 2, 16, 100)
     shared = FeedForwardSpec(SHARED, "silu")
     experts = ExpertsSpec(Routing(EXPERTS, CHOSEN), INNER, "silu", shared=shared, shared_gated=True)

@@ -1,4 +1,4 @@
-"""The decoder of a model of several parts runs on text; its other parts are never loaded."""
+"""Tests that the decoder of a multimodal model runs on text, and that other parts are never loaded."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_config_json_leaves_out_is_as_in_transformers(kind: str) -> None:
 
 
 def test_a_sparse_text_config(tmp_path: Path) -> None:
-    """As the published Gemma 3 4B has it; the rest is transformers' defaults."""
+    """As in the published Gemma 3 4B; the rest are transformers' defaults."""
     make_multimodal(tmp_path, GEMMA)
     stated = {
         "hidden_size": 2560,

@@ -1,4 +1,4 @@
-"""Weights stored in MXFP4 and FP8 are read as transformers dequantises them, one matrix at a time."""
+"""Tests that MXFP4 and FP8 weights are read as transformers dequantises them, one matrix at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mxfp4_bitwise(dtype: torch.dtype) -> None:
-    """Every byte under every scale but that of NaN."""
+    """Every byte with every scale except NaN."""
     values = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
     scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(1, 255, 16)
     found = mxfp4_values(values, scales).transpose(-1, -2).to(dtype)

@@ -1,4 +1,5 @@
-"""Stretches of files are read as safetensors reads them, and ahead, but not too far; a file that was cut is noticed."""
+"""Tests that ranges of files are read like safetensors does, with limited read-ahead, and that a cut file is
+noticed."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def _until(done: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[ByteRange]:
-    """What is read ahead, which nothing is of."""
+    """Return a list that receives ranges instead of reading them ahead."""
     found: list[ByteRange] = []
     monkeypatch.setattr(ReadAhead, "_read_range", lambda _, wanted, index: found.append(wanted))
     return found
@@ -104,7 +105,7 @@ def test_all_tensors_are_read_and_nothing_outside(tmp_path: Path, read: list[Byt
 
 
 class CountedFile:
-    """A file that counts the bytes that are read of it; `then` is called after each reading."""
+    """A file that counts read bytes, and calls `then` after each read."""
 
     def __init__(self, size: int, then: Callable[[], None] = lambda: None) -> None:
         self.taken: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Rotary tables against transformers' own parameters."""
+"""Compares rotary tables with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header parser: whatever the bytes, tensors that fill the file exactly or a refusal."""
+"""Tests the header parser: any bytes give tensors that fill the file exactly, or an error."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ LOSS = "Potential Performance Loss"  # of ptxas' warnings, whatever it warns of
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target."""
+    """A compiled kernel for one target."""
 
     kernel: str
     target: str
@@ -50,8 +50,11 @@ class Compiled:
     losses: tuple[str, ...] = ()  # of speed, that the assembler warns of
 
     def check(self, may_wait: bool = False, stack: int = STACK_LIMIT) -> None:
-        """Nothing spilled, and shared memory within the limit, which the compiler does not check. No product waits for
-        the one before, unless it `may_wait`."""
+        """Check that nothing spilled and that shared memory fits, which the compiler does not check.
+
+        Args:
+            may_wait: if False, no product may wait for the one before.
+        """
         assert may_wait or not self.losses, f"{self.summary()}: {self.losses}"
         assert max(self.stack - stack, self.local, self.spills) <= 0, self.summary()
         assert self.shared <= SHARED_LIMIT[self.target], self.summary()
@@ -61,21 +64,21 @@ class Compiled:
         return f"{self.kernel} on {self.target}: {self.registers} registers, {sizes}"
 
     def wide_loads(self) -> int:
-        """How many loads from global memory move 16 bytes a thread, copies to shared memory included."""
+        """Return the number of global loads of 16 bytes per thread, including copies to shared memory."""
         return len(re.findall(r"\b(?:LDG|LDGSTS)\.E\.(?:\w+\.)*128", self.sass))
 
     def wide_stores(self) -> int:
-        """How many stores to global memory move 16 bytes a thread."""
+        """Return the number of global stores of 16 bytes per thread."""
         return len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", self.sass))
 
 
 def compile_launch(function: str, arguments: tuple[Any, ...], target: str) -> list[Compiled]:
-    """Every kernel that "module:function" launches with these arguments (JSON's types)."""
+    """Return every kernel that "module:function" launches with these arguments (JSON's types)."""
     return _worker().ask({"launch": function, "arguments": list(arguments), "target": target})
 
 
 class _Worker:
-    """A process that compiles, asked one line of JSON at a time."""
+    """A process that compiles, with requests as lines of JSON."""
 
     def __init__(self) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -164,8 +167,10 @@ def _compile_launches(request: dict[str, Any], target: Any) -> Iterator[Any]:
 
 
 def _said_of(kernel: Any, kind: str, tool: str, *options: str) -> str:
-    """What one of NVIDIA's tools prints of a kernel's assembly (`kind`: ptx or cubin). It is asked once: the answer is
-    kept beside what Triton keeps of the kernel."""
+    """Return the output of NVIDIA's tool for a kernel's assembly (`kind`: ptx or cubin).
+
+    The output is cached next to Triton's files of the kernel.
+    """
     from triton.backends import nvidia
     from triton.runtime.cache import get_cache_manager
 
@@ -183,7 +188,7 @@ def _said_of(kernel: Any, kind: str, tool: str, *options: str) -> str:
 
 
 def _losses(kernel: Any, target: str) -> tuple[str, ...]:
-    """What ptxas says of products that it serialises (C7510 and the like), which Triton throws away."""
+    """Return ptxas's warnings about serialised products (C7510 and similar), which Triton drops."""
     if "wgmma.mma_async" not in kernel.asm["ptx"]:
         return ()
     said = _said_of(kernel, "ptx", "ptxas", "-v", f"--gpu-name={target}a", "-o", os.devnull)

@@ -1,5 +1,5 @@
-"""What the tests of attention share: paged caches with poison around what may be read, the kernels as functions of such
-a case, and launches for the compiler."""
+"""Helpers for tests of attention: paged caches with poison around the readable part, kernels as functions,
+launches for the compiler."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Case(Step):
         return AttentionShape(self.q.dtype, self.q.shape[1], self.k.shape[1], self.q.shape[2])
 
     def outputs(self) -> dict[str, Tensor]:
-        """Poisoned places for the values and the log-sum-exps."""
+        """Return poisoned outputs for the values and the log-sum-exps."""
         lse = torch.full(self.q.shape[:2], float("nan"), device=self.q.device)
         return {"out": torch.full_like(self.q, float("nan")), "lse": lse}
 
     def reference(self, window=None, sinks=None, **extras) -> tuple[Tensor, Tensor]:
-        """Return values and log-sum-exps. A query of a sequence without keys, which is padding, gets 0 and its sink."""
+        """Return values and log-sum-exps. A padding query, without keys, gets 0 and its sink."""
         real = torch.tensor([context > 0 for n, context in self.chunks for _ in range(n)], dtype=torch.bool)
         out, lse = torch.zeros_like(self.q), self.outputs()["lse"]
         lse[:] = float("-inf") if sinks is None else sinks
@@ -107,7 +107,11 @@ def sharing(case: Case, block_size: int, prefixes: list[tuple[list[int], int]]) 
 
 
 def splits_of(contexts, case: Case, window=None, segment=None, deterministic=False, longest=None) -> Splits:
-    """Return the items for single queries that share nothing. `longest`: the bound of contexts in a graph."""
+    """Return the items of single queries without shared prefixes.
+
+    Args:
+        longest: bound of contexts in a graph.
+    """
     lengths = np.array(contexts, np.int64)
     splitter = Splitter(case.k.shape[1], case.q.device, deterministic, longest)
     return splitter.split(lengths, np.zeros_like(lengths), window, segment)
@@ -122,7 +126,12 @@ def prefill(case: Case, window=None, **extras) -> tuple[Tensor, Tensor]:
 def decode(
     case: Case, window=None, segment=None, longest=None, planned=None, deterministic=False, **extras
 ) -> tuple[Tensor, Tensor]:
-    """`longest`: the bound of contexts in a graph; `planned`: the contexts before they grew."""
+    """Run decode attention.
+
+    Args:
+        longest: bound of contexts in a graph.
+        planned: the contexts before they grew.
+    """
     splits = splits_of(planned or case.contexts, case, window, segment, deterministic, longest)
     named = {**case.outputs(), **case.scaling, **extras}
     rules = rules_of(SCALE, window, named)
@@ -133,7 +142,11 @@ def decode(
 def attend_sharing(
     case: Case, prefixes=(), window=None, deterministic=False, tree=None, room=None, **extras
 ) -> tuple[Tensor, Tensor]:
-    """`prefixes`: (sequences, keys), as `sharing` takes them."""
+    """Run attention with shared prefixes.
+
+    Args:
+        prefixes: (sequences, keys), as in `sharing`.
+    """
     outputs, shared = case.outputs(), [SharedPrefix(*p) for p in prefixes]
     shape = replace(case.shape, deterministic=deterministic)
     plan = plan_attention(case.queries, case.contexts, shape, case.q.device, shared, room, [window], tree)
@@ -180,14 +193,18 @@ def launch_prefill(dtype, dim, group, block_size, window, soft_cap, codes, deter
 
 
 def launch_encoder(dtype, dim, group, block_size, window, distances, codes, deterministic) -> None:
-    """Launch the attention of an encoder's prompt. `distances`: they add to its scores."""
+    """Launch the attention of an encoder's prompt.
+
+    Args:
+        distances: if True, distances are added to scores.
+    """
     case, _ = compiled_case(((300, 300),), dtype, dim, group, block_size, None, codes)
     bias = torch.zeros(2 * group, 1024) if distances else None
     prefill(case, window, causal=False, bias=bias, deterministic=deterministic, lse=None)
 
 
 def launch_decode(dtype, dim, group, block_size, window, soft_cap, codes, deterministic) -> None:
-    """Launch decode attention with one item a row, and with several."""
+    """Launch decode attention with one and with several items per row."""
     case, extras = compiled_case(((1, 300),) * 2, dtype, dim, group, block_size, soft_cap, codes)
     for planned in (300, 3000):
         decode(case, window, 512, planned=[planned] * 2, deterministic=deterministic, lse=None, **extras)
@@ -212,8 +229,11 @@ def launch_tree(dtype, dim, group, block_size, soft_cap, codes, deterministic) -
 def launch_few(
     queries, dtype, dim, group, block_size, window, soft_cap, codes, deterministic, branching=False
 ) -> None:
-    """Launch decode attention of several queries a sequence, with one item a row, and with several. `branching`: they
-    are trees of drafts."""
+    """Launch decode attention of several queries per sequence, with one and with several items per row.
+
+    Args:
+        branching: if True, queries are draft trees.
+    """
     case, extras = compiled_case(((queries, 3000),) * 2, dtype, dim, group, block_size, soft_cap, codes)
     shape, room = replace(case.shape, deterministic=deterministic), Room(3000, queries=queries)
     for shorter in (3000, 300):  # rows of equal length are not split
@@ -223,7 +243,7 @@ def launch_few(
 
 
 def compiled_case(chunks, dtype, dim, group, block_size, soft_cap, codes) -> tuple[Case, dict[str, Any]]:
-    """Return the case, and a soft cap with sinks: few models have both, but one launch shows all that they take."""
+    """Return the case, and a soft cap with sinks: few models have both, but one launch covers all arguments."""
     cache_dtype = None if codes is None else getattr(torch, codes)
     case = paged_case(chunks, 2, group, dim, block_size, getattr(torch, dtype), cache_dtype)
     return case, {"soft_cap": soft_cap, "sinks": None if soft_cap is None else torch.zeros(2 * group)}

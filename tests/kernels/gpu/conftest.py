@@ -1,4 +1,5 @@
-"""The tests of this folder run on the GPU if there is one, else in the interpreter, which tests/conftest.py chose."""
+"""Runs this folder's tests on the GPU if there is one, otherwise in the interpreter that tests/conftest.py
+chose."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ DEVICE = "cpu" if not HAS_TRITON or _is_interpreted() else "cuda"
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tensors have to be."""
+    """The device of tensors."""
     return DEVICE
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> bool:
-    """Whether kernels run in the interpreter."""
+    """True if kernels run in the interpreter."""
     return DEVICE == "cpu"
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, interpreted: bool) -> None:
-    """Many processors, for which sums are split, and results that begin as NaN."""
+    """Pretend that there are many processors, which splits sums, and poison results with NaN."""
     import torch
 
     from batchinfer_kernels.gpu import target

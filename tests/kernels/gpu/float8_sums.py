@@ -1,4 +1,4 @@
-"""How exactly a GPU adds up products of float8."""
+"""Measures how exactly a GPU adds products of float8."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SHORT = 2e-3
 
 @cache
 def float8_rounding() -> float:
-    """The share of the largest result by which sums of such products may be off beside what float32 rounds; 0 where
-    they are added as other products are."""
+    """Return the additional error of float8 sums as a share of the largest result, or 0 if sums are in
+    float32."""
     if triton.knobs.runtime.interpret or torch.cuda.get_device_capability() != (9, 0):
         return 0.0
     return SHORT

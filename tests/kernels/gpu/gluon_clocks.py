@@ -16,7 +16,7 @@ Clock = dict[int, int]  # by agent: the last moment that is known to have happen
 
 
 class RaceError(AssertionError):
-    """Something is read or written that another may still be writing or reading."""
+    """A value is read or written while another agent may still write or read it."""
 
 
 class Agent:
@@ -44,7 +44,7 @@ class Agent:
 
 
 class Allocation:
-    """Shared memory: of each value, who wrote it, and when each agent last read it. It begins as NaN."""
+    """Shared memory that records each value's writer and each agent's last read. It starts as NaN."""
 
     def __init__(self, shape: list[int]) -> None:
         size = math.prod(shape)
@@ -88,7 +88,7 @@ class Allocation:
 
 
 class Barrier:
-    """An mbarrier: phases that end when all have arrived and all bytes are there."""
+    """An mbarrier: a phase ends when all threads have arrived and all bytes are there."""
 
     def __init__(self) -> None:
         self.count, self.left, self.bytes, self.phase = 0, 0, 0, 0
@@ -111,7 +111,7 @@ class Barrier:
         self._hear(told)
 
     def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity has ended, as the hardware takes it."""
+        """Return True if the phase of this parity has ended, as on the hardware."""
         return self.phase & 1 != parity
 
     def _hear(self, told: Clock) -> None:

@@ -19,7 +19,7 @@ class DeadlockError(AssertionError):
 
 
 class Stopped(BaseException):
-    """Another partition has failed."""
+    """Raised in a partition when another one has failed."""
 
 
 class Partition(threading.Thread):
@@ -52,7 +52,7 @@ class Partition(threading.Thread):
             raise TimeoutError(f"{self.name} takes too long")
 
     def pause(self, until: Callable[[], bool]) -> None:
-        """Called by the partition itself: others may go on, and this one when `until` says so."""
+        """Let other partitions run, and continue once `until` returns True. The partition itself calls it."""
         self.may_go = until
         self._pause.release()
         self._go.acquire()
@@ -69,7 +69,7 @@ class Partition(threading.Thread):
 
 
 class Schedule:
-    """Draws who goes on."""
+    """Chooses the next partition at random."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -77,7 +77,7 @@ class Schedule:
         self._running: Partition | None = None
 
     def act(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Called before each action that others see; does not return before `until` says so."""
+        """Pause before an action that other partitions see, until `until` returns True."""
         if self._running is not None:
             self._running.pause(until)
         elif not until():

@@ -73,7 +73,7 @@ class Shared:
         return Tensor(self._memory.values[self._cells], self.dtype, layout)
 
     def begin_copy(self, copy: Agent) -> Callable[[Any], None]:
-        """Let a copy write here; the function that is returned writes."""
+        """Begin a copy to this memory; return a function that writes the values."""
         cells = self._cells.ravel()
         self._memory.check_fenced(copy, cells)
         self._memory.note_write(copy, cells)
@@ -85,7 +85,7 @@ class Shared:
         return write
 
     def multiplied(self, cores: Agent) -> Callable[[], Any]:
-        """Let tensor cores read this; the function that is returned reads."""
+        """Begin a product with this memory; return a function that reads the values."""
         assert isinstance(self.layout, gl.NVMMASharedLayout)
         assert len(self.shape) == 2
         self._memory.check_fenced(cores, self._cells.ravel())
@@ -130,7 +130,7 @@ class Program:
         self._bytes = 0
 
     def language(self) -> dict[str, Any]:
-        """What the kernel's module imports."""
+        """Return the names that the kernel's module imports."""
         shown = SimpleNamespace(**{name: getattr(gl, name) for name in gl.__dict__ if name[0] != "_"})
         for name, function in FUNCTIONS.items():
             setattr(shown, name, function)
@@ -165,7 +165,7 @@ class Program:
         return Shared(self, self._allocations[-1], cells, dtype, layout)
 
     def act(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Called before each action that others see."""
+        """Pause before an action that other partitions see, until `until` returns True."""
         mine = self.agent
         self.schedule.act(until)
         self.agent = mine  # others ran in between
@@ -248,7 +248,7 @@ class Program:
 
 
 def _check_product(a: Any, b: Shared, acc: Tensor) -> None:
-    """What the instruction takes."""
+    """Check the operands of a product instruction."""
     assert isinstance(acc, Tensor), "the sum is there"
     layout = acc.layout
     assert isinstance(layout, gl.NVMMADistributedLayout)
@@ -265,7 +265,7 @@ def _check_product(a: Any, b: Shared, acc: Tensor) -> None:
 
 
 class Launcher:
-    """Stands for a kernel: `launcher[grid](…)` runs it."""
+    """Replaces a kernel: `launcher[grid](…)` runs it."""
 
     def __init__(self, module: ModuleType, kernel: str, seed: int) -> None:
         self._module, self._kernel, self._random = module, getattr(module, kernel), random.Random(seed)

@@ -1,5 +1,4 @@
-"""Tensors of Gluon as arrays: their layouts have to fit, integers must not overflow, and only float32 is calculated
-with."""
+"""Tensors of Gluon as arrays: layouts must fit, integers must not overflow, and arithmetic needs float32."""
 
 from __future__ import annotations
 
@@ -126,7 +125,7 @@ class Pointer:
         return Pointer(self.memory, offset + self.offset)
 
     def places(self, mask: Any) -> tuple[Any, Any, Any]:
-        """(places, which of them count, layout)."""
+        """Return (offsets, mask, layout)."""
         offset = self.offset if isinstance(self.offset, Tensor) else Tensor(self.offset, gl.int64)
         counts = np.broadcast_to(np.asarray(True if mask is None else _values(mask)), offset.values.shape)
         assert mask is None or isinstance(mask, bool) or mask.layout == offset.layout
@@ -137,7 +136,7 @@ class Pointer:
 
 
 class Memory:
-    """A tensor's values in the GPU's memory."""
+    """A tensor's values in GPU memory."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self.name, self.tensor, self.dtype = name, tensor, OF_TORCH[tensor.dtype]

@@ -47,7 +47,7 @@ def is_wanted() -> bool:
 
 
 def switch_on() -> None:
-    """Kernels whose modules are imported from now on are interpreted. Child processes are not affected."""
+    """Interpret kernels that are imported from now on, in this process only."""
     if "triton" in sys.modules:
         from triton import knobs
 
@@ -77,12 +77,12 @@ def switch_on() -> None:
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 as uint16 → float32."""
+    """Convert bfloat16 bits (uint16) to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """float32 → bfloat16 as uint16, rounded to the nearest even."""
+    """Convert float32 to bfloat16 bits (uint16), rounding to the nearest even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).reshape(np.shape(values))
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).astype(np.uint16)
@@ -104,7 +104,7 @@ def fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 def to_float8(values: np.ndarray) -> np.ndarray:
-    """float32 → float8_e4m3fn as uint8, rounded to the nearest even."""
+    """Convert float32 to float8_e4m3fn bits (uint8), rounding to the nearest even."""
     import torch
 
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.float8_e4m3fn)
@@ -112,16 +112,18 @@ def to_float8(values: np.ndarray) -> np.ndarray:
 
 
 def _patch_the_language_once() -> None:
-    """Triton replaces the functions of its language by the interpreter's for every launch and at every call of a device
-    function, by looking at each of their names: a third of the time. Here the first call of a kernel does that for
-    good, since nothing but the interpreter runs kernels in this process."""
+    """Patch Triton's language once, at the first call of a kernel.
+
+    Triton patches all names at each launch and each call of a device function, a third of the time. Here only
+    the interpreter runs kernels.
+    """
     from triton.runtime import interpreter
 
     patch, patched = interpreter._patch_lang, set()
 
     class Kept:
         def restore(self) -> None:
-            """What was replaced stays so."""
+            """Keep the patches."""
 
     def once(kernel: Any) -> Kept:
         if kernel not in patched:
@@ -133,8 +135,7 @@ def _patch_the_language_once() -> None:
 
 
 def _leave_out_unread_checks() -> None:
-    """Every sum and product of integers is computed in 64 bits as well, to be compared with the largest and the
-    smallest number, for an assertion that is left out unless `debug` is on."""
+    """Skip overflow checks of integers, which compute in 64 bits for an assertion that only `debug` enables."""
     from dataclasses import replace
 
     from triton.runtime.interpreter import interpreter_builder
@@ -144,8 +145,7 @@ def _leave_out_unread_checks() -> None:
 
 
 def _keep_shapes() -> None:
-    """Every value has its shape as a tuple of constants of Triton's own, which have types of their own, and so has its
-    type: they are made once for each shape. Values of one shape are not broadcast."""
+    """Cache shapes, which Triton stores as tuples of its own constants, and skip broadcasts of equal shapes."""
     from functools import cache
     from math import prod
 
@@ -214,11 +214,11 @@ def _keep_what_operands_become() -> None:
     found: dict[tuple[Any, ...], list[tuple[Any, Any, Any]]] = {}
 
     def named(value: Any) -> Any:
-        """A number's sign, too: 0.0 and -0.0 are equal."""
+        """Return the key of an operand. The key of a number includes its sign, as 0.0 equals -0.0."""
         return value.type.name if type(value) is tensor else (type(value), value, copysign(1.0, value))
 
     def step(given: Any, made: Any) -> tuple[Any, Any, Any]:
-        """What `made` came of `given` by: a number's value, a conversion, a shape; None: nothing."""
+        """Return how `made` differs from `given`: (number, new dtype, new type), each None if unchanged."""
         if type(given) is not tensor:
             return (made.handle.data.reshape(-1)[:1].copy(), made.handle.dtype), None, made.type
         converts = made.type.scalar.name != given.type.scalar.name
@@ -251,8 +251,7 @@ def _keep_what_operands_become() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """Every function of the language is called through two others, which copy its arguments by name; and every value
-    is looked at, whether it is wrapped as a constant, and whether it has its type's size."""
+    """Call functions of the language directly, without two wrappers that copy arguments and check constants."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,4 +1,5 @@
-"""What the tests of matrix products share: operands beside NaN, every way to multiply, launches for the compiler."""
+"""Helpers for tests of matrix products: operands next to NaN, all ways to multiply, launches for the
+compiler."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def near(got: Tensor, wanted: Tensor, name: str = "") -> None:
-    """`name`: of the way in which it was multiplied."""
+    """Assert that results are close.
+
+    Args:
+        name: the way to multiply, which sets the tolerance.
+    """
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
     rounding = float8_rounding() if name in ("fp8", "block_fp8") else 0.0
     largest = float(wanted.abs().amax()) if wanted.numel() else 0.0
@@ -61,7 +66,7 @@ def beside_nan(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to multiply x with a weight (N, K) of its dtype."""
+    """A way to multiply x with a weight [N, K] of its dtype."""
 
     multiply: Callable[..., Tensor]
     reference: Callable[..., Tensor]
@@ -75,7 +80,11 @@ class Way:
 
 
 def way(name: str, weight: Tensor) -> Way:
-    """`name`: one of WAYS; the weight is quantised as it says."""
+    """Return a way to multiply with a weight.
+
+    Args:
+        name: one of WAYS, which sets the quantisation.
+    """
     if name == "plain":
         return Way(matmul, matmul_reference, (weight,))
     if name == "fp8":

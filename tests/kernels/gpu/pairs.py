@@ -1,4 +1,4 @@
-"""Sweeps that are thinned as orthogonal arrays are: each two values of two axes meet, not all values of all axes."""
+"""Thins sweeps like orthogonal arrays: all pairs of values of two axes occur, not all combinations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pairs_first(*axes: Sequence[Any]) -> list[Any]:
 
 
 def each_first(*axes: Sequence[Any]) -> list[Any]:
-    """The same with so few that each value of each axis occurs at least once."""
+    """Return few combinations in which each value of each axis occurs, and mark the others as slow."""
     longest = max(map(len, axes))
     return _others_slow(axes, [tuple(axis[i % len(axis)] for axis in axes) for i in range(longest)])
 
@@ -42,7 +42,7 @@ def _others_slow(axes: Sequence[Sequence[Any]], few: list[tuple[Any, ...]]) -> l
 
 
 def _places(axes: Sequence[Sequence[Any]]) -> Iterator[tuple[int, ...]]:
-    """Each combination of the axes' values, as their places."""
+    """Yield each combination of the axes' values as indices."""
     return product(*(range(len(axis)) for axis in axes))
 
 

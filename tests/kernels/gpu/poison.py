@@ -1,4 +1,4 @@
-"""Memory that a kernel does not write must not pass for a result."""
+"""Poisons memory: bytes that a kernel does not write must not look like a result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Within, torch.empty gives NaN, and the largest value of integers."""
+    """Make torch.empty return NaN, or the largest integer, within the block."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""What the tests of sampling share: rows with parameters of all kinds."""
+"""Rows with parameters of all kinds, for tests of sampling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_kinds(random: np.random.Generator, rows: int, top_k: tuple[int, ...])
 
 
 def row_sampling(kinds: list[dict[str, Any]], device: str = "cpu", seed: int = 0) -> RowSampling:
-    """Random generator keys, positions 0, 1…"""
+    """Return the parameters of rows with random generator keys and positions 0, 1…"""
 
     def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor([kind.get(name, default) for kind in kinds], dtype=dtype, device=device)
@@ -63,7 +63,11 @@ def some_logits(rows: int, vocab: int, spread: float, device: str = "cpu", seed:
 def penalties_of(
     histories: list[tuple[list[int], list[int]]], banned: list[list[int]], rows: list[int], device: str
 ) -> Penalties:
-    """`histories`: prompt and answer of each row; they are laid out in another order, with something between them."""
+    """Return the penalties of rows.
+
+    Args:
+        histories: prompt and answer of each row. They are stored in another order, with gaps.
+    """
     width, n = max([len(b) for b in banned], default=0), len(rows)
     tokens, starts = [99], [0] * n
     for i in reversed(range(n)):

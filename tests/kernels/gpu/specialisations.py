@@ -1,4 +1,4 @@
-"""What Triton would compile for a process's launches, recorded while its interpreter runs them."""
+"""Records what Triton would compile for a process's launches, while its interpreter runs them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ Key = tuple[str, tuple[Any, ...], tuple[Any, ...]]
 
 @contextmanager
 def recorded(runs: bool = True) -> Iterator[set[Key]]:
-    """The set of kernels, with all that they are specialised for, that grows with every launch within. `runs`: whether
-    they are run, too.
+    """Yield the set of launched kernels with their specialisations, which grows with each launch in the
+    block.
 
-    As triton.runtime.jit does it: constants by value, pointers by type and whether 16 divides them, None as a constant,
-    integers by whether they are 1 or a multiple of 16 where nothing says that they vary; and the launch's options.
+    It follows triton.runtime.jit: constants by value, pointers by type and divisibility by 16, None as a
+    constant, integers by being 1 or a multiple of 16 unless declared variable, and the launch's options.
+
+    Args:
+        runs: if True, kernels also run.
     """
     found: set[Key] = set()
     run = InterpretedFunction.run

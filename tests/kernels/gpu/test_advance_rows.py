@@ -1,4 +1,5 @@
-"""The kernel that moves the rows of a decode step on does what its reference does, and that what the host does."""
+"""Compares the kernel that advances rows by a decode step with its reference, and the reference with the
+host."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ PADDING = -7  # the value of padding rows
 
 
 class Rows:
-    """So many rows of a graph with further ones, which are padding; rope tables may begin elsewhere for each row."""
+    """Rows of a graph with padding rows; each row may have its own offset in rotary tables."""
 
     def __init__(self, count: int, padding: int, block_size: int, seed: int) -> None:
         self.count, self.padding, self.block_size = count, padding, block_size
@@ -30,7 +31,7 @@ class Rows:
         self.offsets = draw.integers(0, 2, self.count) * 1000
 
     def tensors(self, device: str) -> dict[str, Tensor]:
-        """Return what the first step has left in the tensors of a graph."""
+        """Return a graph's tensors after the first step."""
         rows = self.count + self.padding
         kept = {name: torch.full((rows,), PADDING) for name in ("slots", "token_ids", "positions")}
         kept["contexts"] = torch.full((rows,), PADDING, dtype=torch.int32)
@@ -39,7 +40,7 @@ class Rows:
 
     @property
     def host(self) -> HostBatch:
-        """Return the first step as the host has it."""
+        """Return the first step as on the host."""
         return HostBatch(
             token_ids=np.zeros(self.count, np.int64),
             positions=self.offsets + self.contexts - 1,
@@ -76,7 +77,7 @@ def test_rows_are_moved_on_as_the_host_would(rows: Rows, device: str) -> None:
 
 
 def test_a_further_cache_group_has_slots_of_its_own(device: str) -> None:
-    """What all groups have in common is written with the first one."""
+    """Data that all groups share is written with the first group."""
     rows = Rows(9, 1, 4, 4)
     parts = (rows.contexts, rows.repeats, rows.tables[::-1].copy())
     firsts, repeats, tables = (torch.from_numpy(part).to(device) for part in parts)

@@ -57,7 +57,7 @@ def test_bfloat16_is_right_and_other_processes_are_not_affected() -> None:
 
 
 def test_a_fused_multiply_add_rounds_once() -> None:
-    """0.5 - 2^-47 is added to an odd number: as float64 that would be a half, which goes up to the even one."""
+    """0.5 - 2^-47 is added to an odd number: float64 would round it to a half, which rounds up to even."""
     one = np.float32(2.0**-23)
     x, y, z = (np.array([v], np.float32) for v in (1 + one, (1 - one) / 2, 12582913.0))
     assert fused(x, y, z).tolist() == [12582913.0]

@@ -54,7 +54,7 @@ def singles(lengths) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A way to attend, and the steps that show all of it."""
+    """A kernel of attention, and steps that cover it."""
 
     attend: Any
     chunks: Any
@@ -133,7 +133,7 @@ def test_a_window_hides_what_is_behind_it(name, window, device) -> None:
 
 @pytest.mark.parametrize(("group", "dtype"), [(16, torch.float16), (5, torch.float32)])
 def test_queries_of_more_rows_than_a_tile_has_are_several_programs(group, dtype, device) -> None:
-    """With sequences that are split among programs, too: the longest has two parts."""
+    """Also for sequences that are split among programs: the longest has two parts."""
     check(paged_case(FEW, kv_heads=1, group=group, dtype=dtype, device=device), attend_few, 290, 2.0)
 
 
@@ -221,7 +221,7 @@ def test_a_row_that_has_grown_is_read_to_its_end(device) -> None:
 
 
 def test_rows_choose_queries_and_sequences(device) -> None:
-    """Single queries stand between chunks of other sequences: only their rows are written."""
+    """Single queries are between chunks of other sequences: only their rows are written."""
     case = paged_case(((3, 17), (1, 100), (2, 9), (1, 30)), device=device)
     rows = torch.tensor([[3, 1], [6, 3]], dtype=torch.int32, device=device)
     for segment in (64, 256):
@@ -279,7 +279,7 @@ def test_chunks_in_the_group_read_their_keys_themselves(device) -> None:
 
 
 def test_a_room_pads_and_a_plan_is_refilled(device) -> None:
-    """A captured graph is replayed like this: the launches of one plan, the lengths and groups of another."""
+    """A captured graph is replayed with the launches of one plan, and the lengths and groups of another."""
     room = Room(longest=600, sharing=(20, 12, 30))
     first = KERNELS["prefixes"].case(device=device)
     plan = plan_attention(first.queries, first.contexts, first.shape, device, SHARED, room)

@@ -1,4 +1,4 @@
-"""The attention kernels compiled for GPUs: nothing spills, tensor cores multiply, and loads are wide."""
+"""Compiles attention kernels for GPUs: nothing spills, tensor cores multiply, and loads are wide."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_multiplies(kernel: Compiled, *instructions: str) -> None:
 
 
 def in_flight(kernel: Compiled) -> int:
-    """Return how many copies to shared memory a loop leaves in flight at most, where it waits for others."""
+    """Return the maximum number of copies to shared memory that a loop leaves in flight when it waits."""
     return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.ptx)), default=0)
 
 
@@ -99,7 +99,7 @@ def test_decode_with_prefixes(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("work", "dim", "codes"), [("prefill", 64, "int8"), ("prefix", 256, None)])
 def test_products_do_not_wait_for_all_keys_in_flight(work: str, dim: int, codes: str | None) -> None:
-    """Codes bring their scales."""
+    """Quantised values bring their scales."""
     found = compiled(work, "sm_90", "bfloat16", dim, 4, 16, None, None, codes, False)
     assert in_flight(named(found, work)) == (3 if codes is None else 6)
 
@@ -157,9 +157,10 @@ def test_several_queries_a_sequence_and_trees_of_drafts(
 
 
 def swept() -> Iterator[Any]:
-    """All of what registers depend on: target, bytes of a value, padded head size, mode, variant.
+    """Yield cases that cover all parameters of register use: target, value size, padded head size, mode,
+    variant.
 
-    With each the rest is drawn (dtype, head size, group, block size): everything with everything would be 60 000 cases.
+    Dtype, head size, group and block size are drawn: all combinations would be 60 000 cases.
     """
     draw = Random(0).choice
     for target, kind, padded, deterministic, variant in product(

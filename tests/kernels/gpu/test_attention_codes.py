@@ -1,4 +1,4 @@
-"""Decode attention over caches of codes, which multiplies in float16 whatever q's dtype is."""
+"""Tests decode attention over quantised caches, which multiplies in float16 for any dtype of q."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scaled(case: Case, k: Tensor | float = 1.0, v: Tensor | float = 1.0) -> Case
 
 
 def assert_equals_the_reference(case: Case, within: float, **how) -> None:
-    """Sums are as float32's; values to a share of a row's largest, and to less than any scale of use."""
+    """Compare with the reference: sums as in float32, values within a share of a row's maximum."""
     (out, lse), (wanted, sums) = decode(case, **how), case.reference()
     torch.testing.assert_close(lse, sums, atol=1e-4, rtol=1e-5)
     largest = wanted.float().abs().amax(-1, keepdim=True)
@@ -51,12 +51,13 @@ def assert_equals_the_reference(case: Case, within: float, **how) -> None:
 @pytest.mark.parametrize("segment", [64, 512])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float16, 2e-3), (torch.bfloat16, 8e-3)])
 def test_weights_have_the_bits_of_float16(cache_dtype, dtype, within, segment, device) -> None:
-    """The bounds are two roundings of the result: weights of 8 bits, as bfloat16 has them, miss the first one."""
+    """Bounds are two roundings of the result: 8-bit weights, as in bfloat16, would exceed the first one."""
     assert_equals_the_reference(coded(cache_dtype, device, dtype=dtype), within, segment=segment)
 
 
 def test_every_code_is_exact(cache_dtype, device) -> None:
-    """Of one key, whose weight is 1: its values come out as they are, and each query's sum is one of its codes."""
+    """A single key with weight 1: its values are returned unchanged, and each query's sum is one quantised
+    value."""
     case = coded(cache_dtype, device, [1] * 16, kv_heads=1, group=16, dim=256)
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(cache_dtype)
     known = codes.float().isfinite()
@@ -79,7 +80,7 @@ def test_queries_beyond_the_range_of_float16(cache_dtype, device) -> None:
 
 @pytest.mark.sample(1)
 def test_scales_of_values_beyond_the_range_of_float16(cache_dtype, device) -> None:
-    """One key's may be 2^60 times another's, and as small as a key's of zeros."""
+    """One key's scale may be 2^60 times another's, or as small as the scale of zeros."""
     case = coded(cache_dtype, device)
     draw = torch.Generator().manual_seed(1)
     sizes = torch.randint(-30, 31, case.scales[1].shape, generator=draw).float().exp2().to(device)

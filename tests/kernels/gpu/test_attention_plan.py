@@ -29,7 +29,7 @@ def plan(query_lens, context_lens, shared=(), room=None, shape=SHAPE):
 @pytest.mark.parametrize("arch", ["", "80", "86", "89", "90", "100", "120", "gfx942"])
 @pytest.mark.parametrize("work", ["prefill", "prefix", "deterministic"])
 def test_tiles_of_codes_have_the_rows_that_a_plan_counts_on(monkeypatch, arch: str, work) -> None:
-    """A plan does not know of codes: queries beyond a kernel's rows would be left out."""
+    """A plan does not know the cache's dtype: queries beyond a kernel's rows would be skipped."""
     monkeypatch.setattr(attention_launch, "architecture", lambda: arch)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for dim in (64, 128, 256):
@@ -135,7 +135,7 @@ def tables_of(*rows) -> np.ndarray:
 
 
 def test_shared_blocks_are_found_level_by_level() -> None:
-    """Blocks of 128: all share 2, four of them 4; the query's own block is never shared."""
+    """Blocks of 128: all rows share 2, four of them 4; the query's own block is never shared."""
     inner = [[1, 2, 3, 4, 10 + i] for i in range(4)]
     outer = [[1, 2, 20 + i, 30 + i, 40 + i] for i in range(4)]
     tables = tables_of(*inner, *outer, [1, 2, 3, 4, 5])

@@ -1,4 +1,5 @@
-"""Lists of work items: every key is passed over once, programs are balanced, and a graph's list has few lengths."""
+"""Tests lists of work items: each key is read once, programs are balanced, and a graph's list has few
+lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def split(contexts, starts=None, window=None, deterministic=False, longest=None)
 
 
 def passed_over(splits: Splits, contexts, starts) -> list[list[tuple[int, int]]]:
-    """[first, end) of each row's parts in the order in which they are merged, as the kernel reads the list."""
+    """Return [first, end) of each row's parts in merge order, as the kernel reads the list."""
     found: dict[int, tuple[int, int]] = {}
     for row, offset, keys, place in splits.items.tolist():
         if row < 0:
@@ -61,7 +62,7 @@ def assert_every_key_once(splits: Splits, contexts, starts) -> None:
 
 @st.composite
 def steps(draw) -> tuple[list[int], list[int]]:
-    """Contexts, a few of them long, and how much of each is shared."""
+    """Draw contexts, few of them long, and the shared part of each."""
     lengths = st.one_of(st.integers(0, 900), st.integers(0, 40_000))
     contexts = draw(st.lists(lengths, min_size=1, max_size=40))
     return contexts, [draw(st.integers(0, c // SEGMENT)) * SEGMENT for c in contexts]
@@ -124,7 +125,7 @@ def test_a_long_row_is_spread_over_the_gpu_whatever_the_bound_is() -> None:
 
 
 def test_the_longest_items_come_first() -> None:
-    """So that no long one begins when the others are done."""
+    """No long item starts when the others are done."""
     contexts = [100, 512, 9000, 300, 512, *[400] * 200]
     splits = split(contexts)
     lengths = [min(keys, contexts[row] - first) for row, first, keys, _ in splits.items.tolist()]
@@ -132,7 +133,7 @@ def test_the_longest_items_come_first() -> None:
 
 
 def test_lists_of_a_graph_have_few_lengths() -> None:
-    """By default two: without parts, and with; where cuts are fixed, powers of two of what there is."""
+    """By default two: without and with parts. With fixed cuts, powers of two."""
     draw = np.random.default_rng(0)
     steps = [draw.integers(1, top, 256) for top in (300, 2000, 16_000, 60_000)]
     steps.append(np.array([60_000] + [300] * 255))

@@ -1,5 +1,5 @@
-"""The choice of experts, and rows sorted by it, against their references: every rule, equal scores, NaN, and the bits
-of one token."""
+"""Compares the choice of experts and the sorting of rows with references: all rules, ties, NaN, and one
+token's bits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_of_equal_experts_the_first_are_chosen(routing: Routing) -> None:
 
 @pytest.mark.parametrize("routing", RULES)
 def test_what_is_no_number_shows(routing: Routing) -> None:
-    """In the weights; the experts are some that are there, each once."""
+    """In the weights; the experts are existing ones, each once."""
     logits = random(3, routing.experts)
     logits[0] = float("nan")
     logits[1, routing.experts // 2] = float("nan")
@@ -82,7 +82,7 @@ def test_rules_that_no_kernel_knows_are_refused() -> None:
 def test_rows_are_sorted(
     tokens: int, chosen: int, experts: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than a program reads at once, too; of some experts there are no rows."""
+    """Also more rows than a program reads at once, and experts without rows."""
     monkeypatch.setattr(sorting, "BLOCK", 128)
     used = max(chosen, experts // 2)
     choice = choose_experts(random(tokens, used), Routing(used, chosen))

@@ -16,8 +16,8 @@ from tests.kernels.gpu.aot import compile_launch
 
 
 def launch_masks() -> None:
-    """Run where kernels are compiled. A failed compilation, of a tile that is no power of two, does not keep the next
-    one silent."""
+    """Compile kernels. A failed compilation, of a tile that is no power of two, does not silence the next
+    one."""
     said: list[object] = []
 
     @contextmanager

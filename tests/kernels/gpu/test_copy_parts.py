@@ -1,4 +1,4 @@
-"""The kernel that copies parts of blocks leaves what its reference does."""
+"""Compares the kernel that copies partial blocks with its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel for attention with K and V that are made of latents equals its reference, and compiles."""
+"""Compares the kernel for attention with decompressed latents with its reference, and compiles it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _prefill(*arguments, **options) -> Tensor:
 
 
 def step(case: Case, chunks, rows, q, shared=(), window=None, room=None, **extras) -> Tensor:
-    """The tokens of `chunks` (queries, context) of the case's sequences `rows`."""
+    """Run the tokens of `chunks`, (queries, context), of the sequences `rows`."""
     shape = AttentionShape(q.dtype, q.shape[1], case.k.shape[1], q.shape[2], deterministic=True)
     lens = ([n for n, _ in chunks], [c for _, c in chunks])
     plan = plan_attention(*lens, shape, q.device, shared, room, [window])
@@ -118,7 +118,7 @@ def test_a_few_queries_together(dtype, cache_dtype, extras, device) -> None:
 
 
 def test_room_for_longer_contexts_changes_nothing(device) -> None:
-    """As a graph captured with longer ones in mind does it; one segment is not folded differently from several."""
+    """As in a graph that was captured for longer contexts. A single segment is folded like several."""
     case = paged_case([(1, 100), (1, 128), (1, 129)], device=device)
     lengths = torch.tensor(case.contexts, dtype=torch.int32, device=device)
     found, short, graph = (

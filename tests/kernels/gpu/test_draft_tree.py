@@ -1,4 +1,4 @@
-"""The kernels that find the right nodes of trees, and move them, do what their references do."""
+"""Compares the kernels that find and move the right nodes of draft trees with their references."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SHAPES = [(20, 2, 8, 12), (20, 2, 8, 1), (23, 1, 8, 300)]
 
 
 def trees(seed: int, count: int, places: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (tokens, firsts, drafts, parents): of each parent's children often one is right, and rows of other
-    sequences lie between."""
+    """Return (tokens, firsts, drafts, parents); many parents have one right child, and other sequences' rows
+    are between."""
     rng = random.Random(seed)
     tokens, firsts = [], []
     drafts, parents = torch.full((count, places), -1), torch.full((count, places), NO_PARENT)
@@ -79,7 +79,7 @@ def path_moves(slots: Tensor, paths: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_right_nodes_are_moved_in_all_caches_and_nothing_else(dtype: Any, device: str) -> None:
-    """Of layers with heads of their own kinds, and whatever bits they have."""
+    """In layers with different heads, and with any bits."""
     places, count = 8, 12
     given = trees(5, count, places)
     paths, generator = tree_paths_reference(*given), torch.Generator().manual_seed(3)

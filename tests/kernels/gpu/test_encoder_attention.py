@@ -1,4 +1,4 @@
-"""Attention of encoders' prompts on a GPU, whose tokens see later ones, too, equals the reference."""
+"""Compares encoder attention on a GPU, where tokens see later ones, with the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompts(lengths=LENGTHS, **more):
 
 
 def attended(case, window=None, bias=None, deterministic=False):
-    """Attend as a step does, single tokens by decode attention."""
+    """Attend like a step, with decode attention for single tokens."""
     shape = replace(case.shape, causal=False, deterministic=deterministic)
     lengths = [n for n, _ in case.chunks]
     plan = plan_attention(lengths, lengths, shape, case.q.device, windows=(window,))
@@ -68,7 +68,7 @@ def test_heads_of_any_shape(device, kv_heads, group, dim) -> None:
 
 
 def test_what_lies_behind_a_prompt_is_not_read(device) -> None:
-    """Its block is poisoned there, also where the prompt ends with a tile."""
+    """The block after the prompt is poisoned, also if the prompt ends with a tile."""
     keys = choose_tiles("prefill", torch.float32, 64).keys
     case = prompts((keys, 2 * keys, keys - 1), device=device)
     assert not attended(case)[0].isnan().any()

@@ -1,4 +1,4 @@
-"""The gated activation kernel equals its reference."""
+"""Compares the gated activation kernel with its reference."""
 
 from __future__ import annotations
 

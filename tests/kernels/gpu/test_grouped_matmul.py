@@ -1,5 +1,7 @@
-"""Products of rows sorted by expert against their reference: experts without rows, odd sizes, NaN around what is read,
-and the bits of one row."""
+"""Compares products of rows sorted by expert with their reference.
+
+Experts without rows, odd sizes, NaN around operands, and one row's bits.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Prompts' attention for compute capability 9.0, compiled: it loads by tensor copies, gives registers to who
-multiplies, and computes softmax beside products. Nothing spills."""
+"""Compiles prefill attention for compute capability 9.0 and checks the instructions.
+
+It uses tensor copies, gives registers to the multiplying warps, and overlaps softmax with products. Nothing
+spills.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def launch(
 
 
 def loops(sass: str) -> list[str]:
-    """What each warp group does from when scores are there until values are multiplied."""
+    """Return each warp group's instructions between the scores and the product with values."""
     return re.findall(r"DEPBAR\.LE gsb0, 0x1\b(.*?)DEPBAR\.LE gsb0, 0x0\b", sass, re.DOTALL)
 
 
@@ -77,13 +80,13 @@ def test_products_copies_and_softmax_go_on_together(dtype, dim, group, size, win
 
 
 def assert_loads(kernel: Compiled, copies: int) -> None:
-    """A tensor copy takes 128 bytes of each of a page's keys; no thread loads keys or values."""
+    """Assert that tensor copies load 128 bytes per key of a page, and threads load no keys or values."""
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.shared", kernel.ptx)) == copies
     assert "ld.local" not in kernel.ptx
 
 
 def assert_registers(kernel: Compiled, registers: Registers) -> None:
-    """They are given to who multiplies."""
+    """Assert that the multiplying warps get the registers."""
     taken = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32 \t(\d+)", kernel.ptx)}
     assert {registers.multiplier, registers.loader} | {registers.widener} - {0} <= taken
     assert kernel.registers == registers.launched

@@ -34,7 +34,7 @@ CHUNKS = ((3, 5), (40, 620), (10, 136), (128, 300))
 
 
 def hidden(case: Case, window: int | None) -> Case:
-    """The case with NaN in all keys that no query sees through the window."""
+    """Return the case with NaN in all keys outside of the window."""
     for row, (queries, context) in enumerate(case.chunks):
         size = case.k.shape[2]
         least = 0 if window is None else max(0, context - queries - window + 1)
@@ -48,7 +48,11 @@ def hidden(case: Case, window: int | None) -> Case:
 def attend(
     case: Case, module: ModuleType, seed: int | None, window: int | None, **rules: Any
 ) -> torch.Tensor:
-    """`seed`: of the stand-in's schedule; None: a GPU runs the kernel."""
+    """Run prefill attention.
+
+    Args:
+        seed: seed of the fake's schedule; None to run on a GPU.
+    """
     group = case.q.shape[1] // case.k.shape[1]
     items = torch.from_numpy(prefill_items(case.queries, case.contexts, hopper_tokens(group)))
     out = torch.full_like(case.q, torch.nan)
@@ -67,7 +71,7 @@ def check(case: Case, module: ModuleType, seed: int | None, window: int | None, 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, dict[str, Any]]:
-    """(case, seed, window, rules)."""
+    """Draw (case, seed, window, rules)."""
     seed, heads = draw(st.integers(0, 2**16)), draw(st.sampled_from([(1, 1), (2, 2), (1, 3), (1, 5), (1, 8)]))
     dim, size = draw(st.sampled_from([(64, 16), (128, 16), (80, 32), (128, 128), (256, 16), (48, 8)]))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))

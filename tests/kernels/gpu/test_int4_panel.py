@@ -1,4 +1,4 @@
-"""Weights in int4 as checkpoints store them: packed, widened to a panel, and multiplied by the library."""
+"""Tests int4 weights in the layout of checkpoints: packed, widened to a panel, and multiplied by the library."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stored(
 def test_a_panel_has_the_values_and_nothing_beside_it_is_written(
     dtype: torch.dtype, group: int, zeroed: bool, sizes: tuple[int, int]
 ) -> None:
-    """To the bit; the whole weight, and some of its outputs."""
+    """Bit by bit, for the whole weight and for some of its outputs."""
     weight, values = stored(*sizes, group, zeroed, dtype)
     assert torch.equal(int4_values(weight), values)
     outputs, inputs = sizes
@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 def launch_widening(dtype: str, outputs: int, inputs: int, zeroed: bool) -> None:
-    """What a GPU would launch."""
+    """Launch the widening kernel as on a GPU."""
     kind, groups = getattr(torch, dtype), -(-inputs // 128)
     zeros = torch.ones(outputs, groups) if zeroed else None
     codes = torch.zeros(outputs, inputs, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Attention over latents compiled for GPUs: nothing spills, and 64 rows are products of the larger instructions."""
+"""Compiles attention over latents for GPUs: nothing spills, and 64 rows use the larger instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels for attention over latents equal their reference."""
+"""Compares the kernels for attention over latents with their reference."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_rows_that_are_long_are_attended_in_parts(device, monkeypatch):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [3, 24])
 def test_few_queries_of_a_graph_share_what_is_read(device, heads, deterministic):
-    """Rows of a verified draft: sequences have up to four, one has none, one is split, one is padding."""
+    """Rows of verified drafts: sequences have up to four queries, one has none, one is split, one is padding."""
     chunks = [(4, 50), (1, 1), (2, 1100), (0, 33), (3, 3)]
     step = latent_step(3, heads, *SMALL, chunks)
     plan = planned(step, device, deterministic, Room(2048, queries=4))
@@ -103,7 +103,7 @@ def test_padding_of_a_graph_gives_no_numbers_that_are_none(device):
 
 
 def test_a_graphs_list_serves_longer_contexts(device):
-    """What was planned for shorter contexts is refilled: only numbers on the device change."""
+    """A plan for shorter contexts is refilled: only numbers on the device change."""
     late = latent_step(5, 3, *SMALL, [(1, 301), (1, 47)])
     early = replace(late, chunks=[(1, 290), (1, 36)])
     room = Room(512)
@@ -119,7 +119,7 @@ def test_a_graphs_list_serves_longer_contexts(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [5, 20])
 def test_bits_do_not_depend_on_others_where_it_is_deterministic(device, monkeypatch, dtype, heads):
-    """Whole, in chunks, row by row, in a graph or not, with segments of 32 keys: the same bits."""
+    """In one chunk, in chunks, row by row, with and without a graph, with segments of 32 keys."""
     for module in (kernels, attention_splits, part_room):
         monkeypatch.setattr(module, "SEGMENT", 32)
     step = latent_step(6, heads, *SMALL, [(1, 50), (9, 70), (1, 17)]).to(dtype)
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_others_where_it_is_deterministic(device, monkeypa
 
 
 def test_a_row_does_not_depend_on_the_others(device):
-    """Of rows that are not split, also where the mode does not promise it."""
+    """For rows that are not split, also without deterministic mode."""
     step = latent_step(2, 5, *SMALL, [(1, 50), (1, 33), (1, 17)])
     whole = attended(step, device)
     for row in range(len(step.chunks)):

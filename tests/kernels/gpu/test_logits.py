@@ -1,4 +1,4 @@
-"""The kernels around sampling equal their references: masks, penalties (to the bit), log-probabilities."""
+"""Compares the kernels around sampling with references: masks, penalties (bit by bit), log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way to multiply against its reference: odd sizes, NaN around what is read, and the bits of one row."""
+"""Compares all ways to multiply with references: odd sizes, NaN around operands, and one row's bits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_odd_sizes_in_every_dtype(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [65, 97, 129])
 def test_segments_of_any_number_of_tiles_are_added_up(rows: int) -> None:
-    """Of 3, 4 and 5 tiles of 32 rows, which are what inputs that do not begin at multiples of 16 bytes get."""
+    """3, 4 and 5 tiles of 32 rows, for inputs that do not start at multiples of 16 bytes."""
     check("plain", torch.float32, (rows, 1101, 34), biased=False)
 
 
@@ -79,7 +79,7 @@ def test_segments_of_any_number_of_tiles_are_added_up(rows: int) -> None:
     ids=str,
 )
 def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, int]) -> None:
-    """Every way in every dtype with all rows and with all sizes, and all rows with all sizes, but not in all ways."""
+    """All ways and dtypes with all rows and with all sizes, and all rows with all sizes in some ways."""
     for deterministic in {False, kind[0] != "int8"}:
         check(*kind, (rows, *size), deterministic=deterministic)
 
@@ -186,7 +186,7 @@ def test_int8_sums_beyond_float32_are_exact() -> None:
 
 
 def most_negative(inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, codes and scales."""
+    """Return x, quantised values and scales."""
     codes = torch.full((1, inputs), -128, dtype=torch.int8, device=DEVICE)
     return torch.full((1, inputs), 127.0, device=DEVICE), codes, torch.ones(1, device=DEVICE)
 
@@ -211,7 +211,7 @@ SHORT_AND_LONG = [  # every way of multiplying with few inputs; with many, two o
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "dtype", "inputs"), SHORT_AND_LONG)
 def test_a_row_does_not_depend_on_its_batch(name: str, dtype: torch.dtype, inputs: int) -> None:
-    """Alone, among a few, at any place, and in a batch so large that segments are summed in turn."""
+    """Alone, in a small batch, at any position, and in a batch that sums segments in turn."""
     multiply = way(name, random(70, inputs, dtype=dtype, seed=1))
     x, bias = random(140, inputs, dtype=dtype), random(70, dtype=dtype, seed=2)
     options: dict[str, Any] = {"deterministic": True, "out_dtype": torch.float32}
@@ -222,7 +222,7 @@ def test_a_row_does_not_depend_on_its_batch(name: str, dtype: torch.dtype, input
 
 
 def test_a_deterministic_cut_is_the_weights() -> None:
-    """The same tile and the same segments for any number of rows and any GPU; only their places differ."""
+    """Tile and segments are equal for any number of rows and any GPU."""
     for kind, aligned in product(("half", "wide", "coded", "fp8", "block_fp8"), (True, False)):
         few, many = (choose_cut(kind, 300, rows, 4096, True, 1, aligned=aligned) for rows in (1, 4096))
         assert (few.tiles, few.segment, few.segments) == (many.tiles, many.segment, many.segments)

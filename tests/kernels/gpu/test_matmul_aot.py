@@ -1,4 +1,5 @@
-"""Matrix products, of experts too, compiled for GPUs: nothing spills, tensor cores multiply, and loads are wide."""
+"""Compiles matrix products, including experts, for GPUs: nothing spills, tensor cores multiply, and loads are
+wide."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def compiled(
     activation: str | None = None,
     processors: int = 1,
 ) -> Compiled:
-    """The product itself; all that is launched with it has been checked."""
+    """Return the compiled product, after checking all other kernels of the launch."""
     arguments = (way, dtype, rows, *sizes, deterministic, activation, processors)
     found = compile_launch(LAUNCH, arguments, target)
     for kernel in found:
@@ -84,7 +85,7 @@ def assert_multiplies(kernel: Compiled, target: str, way: str) -> None:
 
 
 def assert_reads_wide(kernel: Compiled, least: int) -> None:
-    """All weights. Of x a piece of 32 inputs and 16 rows has but 8 bytes for each thread."""
+    """Assert wide loads of all weights. A piece of x with 32 inputs and 16 rows has only 8 bytes per thread."""
     copies = re.findall(r"\bLDGSTS\S*", kernel.sass)
     narrow = [copy for copy in copies if "128" not in copy]
     assert kernel.wide_loads() >= least, kernel.summary()
@@ -112,7 +113,7 @@ def test_few_and_many_rows(target: str, way: str, rows: int) -> None:
 
 @pytest.mark.slow
 def test_what_may_wait_does() -> None:
-    """Else the exception has outlived its reason."""
+    """Otherwise the exception is no longer needed."""
     for way in ("fp8", "int4_64_zeros"):
         assert compiled("sm_90", way, FEW).losses
 
@@ -142,7 +143,7 @@ def test_scales_of_blocks_leave_tiles_in_flight(target: str, rows: int, determin
 def test_sweep(
     kind: tuple[str, str], tile: tuple[int, bool], given: tuple[tuple[int, int], str | None], dtype: str
 ) -> None:
-    """What chooses a tile in full, with all sizes, gates and dtypes, but not with these in all combinations."""
+    """Inputs of the choice of tiles in full, with all sizes, gates and dtypes, but not in all combinations."""
     (rows, deterministic), (sizes, activation) = tile, given
     processors = PROCESSORS if sizes == DEEP else 1
     compiled(
@@ -170,7 +171,7 @@ def launch_grouped(
     deterministic: bool,
     activation: Activation | None,
 ) -> None:
-    """What a GPU would launch; arguments are JSON's types."""
+    """Launch grouped products as on a GPU; arguments are JSON's types."""
     outputs, inputs = sizes
     kind = getattr(torch, dtype)
     codes = {"int8": torch.int8, "block_fp8": torch.float8_e4m3fn}

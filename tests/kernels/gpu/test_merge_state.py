@@ -1,4 +1,4 @@
-"""Parts are merged as the reference does, and to what attention over all keys gives."""
+"""Tests that partial results merge like the reference, and to attention over all keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG2E = 1.4426950408889634
 
 
 def merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Merge as `merge_state_reference` does, with one launch of the kernel that merges parts of attention."""
+    """Merge like `merge_state_reference`, with one launch of the kernel that merges partial attention."""
     check_merge_state(outs, lses, sinks)
     if outs.stride(3) != 1 or lses.stride(2) != 1:
         raise ValueError(f"outs have strides {outs.stride()}, their log-sum-exps {lses.stride()}")

@@ -37,7 +37,7 @@ def starts_of(counts: tuple[int, ...]) -> Tensor:
 
 
 def stored(experts: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """Codes and exponents."""
+    """Return quantised values and exponents."""
     generator = torch.Generator().manual_seed(outputs)
     shape = (experts, outputs, inputs // GROUP)
     codes = torch.randint(0, 256, (*shape[:2], inputs // 2), dtype=torch.uint8, generator=generator)
@@ -64,8 +64,8 @@ def test_experts_with_any_number_of_rows(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_code_with_every_exponent_is_exact(dtype: torch.dtype) -> None:
-    """A row of x has a single 1: a result is a weight. The bits of a weight that was widened before, the smallest and
-    the largest numbers included; beyond them infinity."""
+    """A row of x has a single 1: a result is a weight. Bits equal a weight that was converted before, with
+    extreme numbers; overflow gives infinity."""
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(1, 256, 1)
     exponents = torch.arange(256, dtype=torch.uint8).repeat_interleave(16).view(1, 256 * 16, 1)
     codes, exponents = codes.to(DEVICE), exponents.to(DEVICE)
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def launch_experts(
     dtype: str, rows: int, deterministic: bool, activation: Activation | None, int4: bool
 ) -> None:
-    """What a GPU would launch."""
+    """Launch a product of experts as on a GPU."""
     kind = getattr(torch, dtype)
     x, starts = torch.zeros(rows // 2, 512, dtype=kind), torch.zeros(9, dtype=torch.int64)
     bias, from_rows = torch.zeros(8, 1024, dtype=kind), torch.zeros(rows, dtype=torch.int64)
@@ -211,7 +211,7 @@ def test_a_linear_layer_is_widened_exactly() -> None:
 
 
 def launch_linear(rows: int) -> None:
-    """What a GPU would launch."""
+    """Launch a linear layer as on a GPU."""
     codes, exponents = torch.zeros(1024, 256, dtype=torch.uint8), torch.zeros(1024, 16, dtype=torch.uint8)
     weight = pack_mxfp4_weight(codes, exponents)
     with processors_of(132):

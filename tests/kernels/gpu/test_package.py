@@ -18,7 +18,7 @@ def parsed(path: Path) -> list[ast.AST]:
 
 
 def unannotated(function: ast.FunctionDef) -> bool:
-    """Whether a function, unless it is Triton's to compile, has arguments or a result without a type."""
+    """Return True if a function that Triton does not compile has arguments or a result without a type."""
     if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
         return False
     given = function.args
@@ -41,7 +41,7 @@ def test_all_but_the_kernels_is_annotated():
 
 
 def test_no_launch_waits_for_the_device():
-    """Else it could not be captured. NumPy's arrays are lists without waiting."""
+    """Otherwise it could not be captured. NumPy's arrays become lists without waiting."""
     for path in HERE.glob("*.py"):
         nodes = parsed(path)
         waits = WAITS - ({"tolist"} if "numpy" in imported(nodes) else set())

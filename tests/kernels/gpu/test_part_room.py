@@ -48,7 +48,7 @@ def planned(
 
 
 def part_bytes(plan: LaunchPlan) -> int:
-    """What a layer's attention allocates."""
+    """Return the bytes that a layer's attention allocates."""
     q = torch.empty(1, 32, 128, device="meta")
     splits, shared = plan.splits_of(None), 0 if plan.prefixes is None else plan.prefixes.parts
     if splits.whole and not shared:
@@ -59,7 +59,7 @@ def part_bytes(plan: LaunchPlan) -> int:
 
 
 def test_rows_that_share_nothing_take_no_room_of_others() -> None:
-    """4 of 1,024 rows share 16,384 keys in 32 parts each. With room for 32 parts of every row they took 541 MB."""
+    """4 of 1,024 rows share 16,384 keys in 32 parts each. Memory for 32 parts of every row was 541 MB."""
     contexts, shared = [16_400] * 4 + [500] * 1020, [SharedPrefix([0, 1, 2, 3], 16_384)]
     for longest in (None, 16_400):
         plan = planned(contexts, shared, longest)
@@ -72,7 +72,7 @@ def test_rows_that_share_nothing_take_no_room_of_others() -> None:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[int], list[SharedPrefix]]:
-    """Rows in levels within levels, some of them more than there is room for, and their contexts."""
+    """Draw rows with nested shared prefixes, some beyond the reserved memory, and their contexts."""
     rows, shared = draw(st.integers(4, 300)), []
     ends = np.zeros(rows, np.int64)
 
@@ -110,7 +110,7 @@ def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured, dra
 
 
 def test_what_is_set_aside_is_little() -> None:
-    """Of 1,024 rows of Llama 3.1 8B's shape, on a GPU of 139 GiB: whatever they share, however long they are."""
+    """1,024 rows of Llama 3.1 8B's shape on a GPU of 139 GiB, with any sharing and any length."""
     shape = AttentionShape(**LLAMA_8B)
     spare = (1024 + 66) + (4 * 1024 + 32 * 33)
     assert shape.spare_part_bytes(1024, 131_072, CPU) == spare * A_PART == 103_067_904

@@ -1,4 +1,4 @@
-"""Kernels around the matrix products, compiled for GPUs: nothing spills, loads are wide."""
+"""Compiles kernels around the matrix products for GPUs: nothing spills, and loads are wide."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def launch_rope(dtype: str, normed: bool, interleaved: bool) -> None:
 
 
 class Kind(NamedTuple):
-    """Arguments of a launch, how many kernels it has, and the least loads and stores of 16 bytes of each of them."""
+    """Arguments of a launch, its number of kernels, and each kernel's minimum of 16-byte loads and stores."""
 
     arguments: tuple[Any, ...]
     kernels: int = 1

@@ -1,4 +1,4 @@
-"""The RMSNorm kernel equals its reference."""
+"""Compares the RMSNorm kernel with its reference."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_equals_the_reference(device, dtype, rows, hidden):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_may_be_a_difference_from_1(device, dtype):
-    """As Gemma's are: small ones must not be lost in the sum."""
+    """As in Gemma: small differences must not be lost in the sum."""
     x, residual, weight = case(3, 100, dtype, device)
     check(x, weight / 1000, None, 1.0)
     check(x, weight, residual, 1.0)

@@ -1,4 +1,4 @@
-"""The kernel for RoPE, QK-norm and the KV write equals its reference."""
+"""Compares the kernel for RoPE, QK-norm and the KV write with its reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 @dataclass
 class Case:
-    """What a step writes: some padding, slots in random order, q, k and v slices of one tensor."""
+    """The inputs of a step: padding rows, random slots, q, k and v as slices of one tensor."""
 
     tokens: int = 5
     q_heads: int = 6
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def tables(self) -> dict[str, Tensor]:
-        """Return angles as tables in which the kernel looks positions up."""
+        """Return angles as tables that the kernel indexes by position."""
         return {"cos": self.table.cos(), "sin": self.table.sin(), "positions": self.positions}
 
     def caches(self) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class Case:
 
 
 def ordered(codes: Tensor) -> Tensor:
-    """float8_e4m3fn as integers in the order of their values."""
+    """Return float8_e4m3fn as integers in the order of their values."""
     bits = codes.view(torch.uint8).int()
     return torch.where(bits >= 128, 128 - bits, bits)
 
@@ -116,7 +116,7 @@ def ordered(codes: Tensor) -> Tensor:
     ),
 )
 def test_equals_the_reference(device, dtype, cache_dtype, normed, interleaved, offset, size):
-    """`interleaved`: neighbours are the pairs; `offset`: what weights of norms are differences from."""
+    """If `interleaved`, neighbours are the pairs. `offset` is added to weights of norms."""
     kind = (dtype, cache_dtype, normed, interleaved, offset)
     Case(5, 6, 2, *size, *kind, device=device).check()
 
@@ -133,7 +133,8 @@ def test_heads_of_one_token_may_take_several_programs(device, monkeypatch):
 
 
 def stored_codes(values: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """v (1, 1, D) as the kernel and as the reference code it; the kernel's scales of K, which is the same, and V."""
+    """Return v, [1, 1, D], as quantised by the kernel and by the reference, and the kernel's scales of K
+    (equal to V) and V."""
     dim = values.numel()
     x = values.reshape(1, 1, dim)
     cos = torch.ones(1, 1, device=x.device)
@@ -145,7 +146,7 @@ def stored_codes(values: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def test_every_code_and_what_lies_between(device):
-    """All that float8_e4m3fn can hold, the middles between them, and their neighbours."""
+    """All values of float8_e4m3fn, the middles between them, and their neighbours."""
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
     near = torch.cat((middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])))

@@ -1,4 +1,4 @@
-"""The sampling kernel draws the tokens that its reference draws."""
+"""Tests that the sampling kernel draws its reference's tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BORDER = 1e-5
 
 
 def check(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """Equal to the reference, but where a draw falls on a border between tokens."""
+    """Compare with the reference, except for draws on a border between tokens."""
     with poisoned():
         got = sample(logits, sampling)
     wanted = sample_reference(logits.cpu(), moved(sampling, "cpu"))
@@ -35,7 +35,7 @@ def check(logits: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def border_distance(logits: Tensor, sampling: RowSampling, row: int, token: int) -> float:
-    """How far the draw is from the part of [0, 1) that this token has."""
+    """Return the distance of the draw to the token's part of [0, 1)."""
     kept = row_by_row.kept(logits, sampling, row)
     if not kept[token]:
         return 1.0
@@ -55,7 +55,7 @@ def test_equals_the_reference(device, vocab, spread):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("spread", "programs"), [(0.3, 1), (3.0, 2), (3.0, 1024), (6.0, 2)])
 def test_rows_of_several_chunks(device, monkeypatch, spread, programs):
-    """So many programs of a row take them in turn."""
+    """Each row has `programs` programs, which take the chunks in turn."""
     kinds = [*KINDS, *({"temperature": 0.8, "top_p": share, "top_k": 9001} for share in (0.05, 0.3, 0.6))]
     monkeypatch.setattr(module, "PROGRAMS", programs * len(kinds))
     check(some_logits(len(kinds), 9001, spread, device), row_sampling(kinds, device))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are 
 
 
 def attend(query_lens, contexts, shared=()) -> None:
-    """One step, block tables as wide as its longest context."""
+    """Run one step, with block tables for its longest context."""
     cache = torch.zeros(4, KV_HEADS, BLOCK, DIM)
     tables = torch.zeros(len(contexts), -(-max(contexts) // BLOCK), dtype=torch.int32)
     plan = plan_attention(query_lens, contexts, SHAPE, "cpu", shared)
@@ -38,7 +38,7 @@ def kernels(found) -> list[str]:
 
 
 def test_attention_of_steps_of_all_sizes() -> None:
-    """Tables of 1, 2, 16 and 17 blocks; one, two and three levels that are shared; 1 to 17 rows, split or not."""
+    """Tables of 1, 2, 16 and 17 blocks; one to three shared levels; 1 to 17 rows, split or not."""
     with recorded(runs=False) as found:
         for rows, context in ((1, 10), (2, 30), (16, 250), (17, 270)):
             attend([1] * rows, [context] * rows)

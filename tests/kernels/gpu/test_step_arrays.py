@@ -1,4 +1,4 @@
-"""What a step's kernels read besides tensors goes to the device by one copy, which is counted."""
+"""Tests that a step's host arrays are copied to the device together, by counting copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = AttentionShape(torch.float16, 8, 2, 64)
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The copies to the device: how many numbers each has."""
+    """Return a list that receives the length of each copy to the device."""
     found: list[int] = []
     staged = step_arrays.copy_to_pinned
     monkeypatch.setattr(
@@ -74,7 +74,7 @@ def test_what_differs_is_copied_at_once(copied) -> None:
 
 
 def test_a_step_is_one_copy(copied) -> None:
-    """Prompts beside rows that decode and share keys, in layers of two windows."""
+    """Prompts next to decoding rows that share keys, in layers of two windows."""
     shared = [SharedPrefix([1, 2, 3, 4], 512)]
     plan = plan_attention([40, 1, 1, 1, 1], [90, 700, 700, 900, 520], SHAPE, "cpu", shared, None, {None, 64})
     plan = plan.with_windows({None, 64, 100})

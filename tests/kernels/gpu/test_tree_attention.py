@@ -56,7 +56,7 @@ KINDS = [
 
 
 def case_of(way: str, **options: Any) -> tuple[Case, TreeMask]:
-    """Return a case and the mask of its trees. Graphs have padding rows behind their steps."""
+    """Return a case and the mask of its trees. Graphs have padding rows after their steps."""
     chunks = WAYS[way][1]
     case = paged_case([*chunks, *(PADDING if way.startswith("few,") or way == "few" else [])], **options)
     if "sharing" in way:
@@ -81,7 +81,7 @@ def test_soft_caps_sinks_and_odd_sizes(way: str, device: str) -> None:
 
 
 def test_a_sequence_may_have_more_rows_than_a_program(monkeypatch, device: str) -> None:
-    """8 queries of 12 heads, for programs of up to 64 rows: a tree is divided. Its tiles may be others than without."""
+    """8 queries of 12 heads, for programs of up to 64 rows: a tree is divided, perhaps with other tiles."""
     of_trees, chosen = [], decode_attention.kernel_arguments
     monkeypatch.setattr(
         decode_attention, "kernel_arguments", lambda *given: of_trees.append(given[-1]) or chosen(*given)
@@ -132,7 +132,8 @@ def test_a_tree_may_be_run_in_parts(cut: int, device: str) -> None:
 
 
 def test_a_graph_of_trees_is_refilled(device: str) -> None:
-    """With a step that has other trees in other places, and more padding; and not with one that has none."""
+    """With a step that has other trees at other positions and more padding, but not with a step without
+    trees."""
     case, tree = case_of("few", device=device)
     room = Room(longest=600, queries=8)
     plan = plan_attention(case.queries, case.contexts, case.shape, device, (), room, tree=tree)

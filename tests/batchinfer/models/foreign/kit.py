@@ -59,7 +59,7 @@ class Foreign:
         return cache_layout(self.source.spec.caches, block_size, LONGEST)
 
     def greedy(self, prompts: list[list[int]], most: int) -> list[list[int]]:
-        """By transformers' own `generate`, one prompt at a time, with its own cache and attention."""
+        """Return greedy tokens of transformers' `generate`, one prompt at a time."""
         answers = []
         with silence_transformers():
             self.theirs.set_attn_implementation("eager")

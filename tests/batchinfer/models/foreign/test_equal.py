@@ -1,4 +1,5 @@
-"""Model types that transformers computes, over our cache: the greedy tokens of its own generate."""
+"""Tests model types that transformers computes over our cache: tokens equal the greedy ones of its own
+generate."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ BUDGET, BLOCK = 24, 8  # most prompts are cut
 
 
 def scarcities(foreign: Foreign) -> list[Limits]:
-    """Room for the longest row, and for a little more: where rows of other lengths collide, some are preempted."""
+    """Return limits with room for the longest row and slightly more, which leads to preemptions."""
     least = foreign.layout(BLOCK).sizes.alone(max(map(len, prompts())) + OUTPUT, BUDGET)
     return [
         Limits(budget=BUDGET, blocks=least + more, block_size=BLOCK, scarce=True)
@@ -40,7 +41,8 @@ def kinds() -> list[object]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", kinds())
 def test_greedy_tokens_equal_transformers(kind: str) -> None:
-    """With chunks, steps of prompts and decoding rows, shared prefixes and preemption; and the page's row is true."""
+    """With chunks, steps of prompts and decoding rows, shared prefixes and preemption. The page's row is
+    right."""
     foreign = make(kind)
     wanted = foreign.greedy(prompts(), OUTPUT)
     room = scarcities(foreign)
@@ -61,7 +63,7 @@ def test_greedy_tokens_equal_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("width", first_of([27, 30], 1))
 def test_experts_of_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's grouped matmul takes only rows that begin at multiples of 16 bytes."""
+    """torch's grouped matmul needs rows at multiples of 16 bytes."""
     monkeypatch.setitem(RUNS, "olmoe", {**RUNS["olmoe"], "intermediate_size": width})
     foreign = make("olmoe")
     foreign.theirs.set_experts_implementation("eager")

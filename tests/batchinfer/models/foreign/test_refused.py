@@ -1,4 +1,4 @@
-"""What transformers' code cannot run right over our cache is refused, with the reason."""
+"""Tests that models which transformers' code cannot run over our cache are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def phi() -> Foreign:
 
 @pytest.fixture
 def own(phi: Foreign, tmp_path: Path) -> Path:
-    """A copy of its folder that a test may change."""
+    """Return a copy of the model's folder that a test may change."""
     for file in phi.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -67,7 +67,7 @@ def test_the_page_says_why(kind: str) -> None:
 
 
 def test_the_page_has_every_type() -> None:
-    """If this fails after a family was added or transformers was upgraded: python -m tests.foreign_table."""
+    """After adding a family or upgrading transformers, run: python -m tests.foreign_table."""
     assert set(attention_on_page()) == set(RUNS) - set(FAMILIES)
     assert set(reasons_on_page()) == set(other_types())
 
@@ -153,13 +153,13 @@ class TestSecurity:
         assert "which is not run" in inspect_foreign(own, describe).notices[1]
 
     def test_a_quantized_model_with_remote_code(self, own: Path) -> None:
-        """What keeps it from running is not the code."""
+        """Its remote code is not the reason for the error."""
         edit_json(own / "config.json", auto_map={"AutoConfig": "x.X"}, quantization_config={"bits": 4})
         with pytest.raises(JobFileError, match="it is a quantized checkpoint"):
             inspect_foreign(own, describe)
 
     def test_other_files_than_those_that_were_checked_are_not_read(self, own: Path) -> None:
-        """Neither weights that config.json names, nor a model that an adapter belongs to, nor kernels of a hub."""
+        """Neither weights named in config.json, nor an adapter's model, nor kernels of a hub."""
         edit_json(
             own / "config.json",
             transformers_weights="../other.safetensors",
@@ -185,7 +185,7 @@ def test_arithmetic_that_transformers_code_does_not_have(
 
 
 def test_a_model_that_mixes_tokens_is_found_out(phi: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, a token sees the one before it; in a step, that is another row's, or was in another step."""
+    """In a step, the token before may belong to another row or another step."""
     plain = PhiMLP.forward
 
     def shifted(self: Any, x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class TestApart:
         assert describe_in_child(raw, {"eos_token_id": [7, 9]}) == describe(raw, {"eos_token_id": [7, 9]})
 
     def test_reasons_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of what the process sends, here of one that need not begin: it would import torch and transformers."""
+        """The process is replaced: a real one would import torch and transformers."""
 
         def sent(_: str, probe: str, *asked: Any, within_s: float) -> Any:
             assert probe == f"{serve.__module__}:{serve.__name__}"
@@ -291,7 +291,7 @@ def test_our_families_never_go_through_transformers(tmp_path: Path) -> None:
 
 
 def test_the_engine_takes_either() -> None:
-    """What a job names is opened the same way, and the engine gets a source for it."""
+    """The engine gets a source for each kind of model."""
     folder = kept_folder()
     make_foreign(folder, "phi")
     source = checkpoint_source(folder)
@@ -300,7 +300,7 @@ def test_the_engine_takes_either() -> None:
 
 
 def test_costs_count_active_experts() -> None:
-    """Two of four experts of a layer, and all that every token passes."""
+    """Two of four experts per layer, and the parts that all tokens use."""
     checkpoint = make("olmoe").checkpoint
     spec = checkpoint.spec
     hidden, inner, layers = 48, 64, 3
@@ -314,7 +314,7 @@ def test_costs_count_active_experts() -> None:
 
 
 def test_rows_are_not_told_from_the_seed(phi: Foreign) -> None:
-    """The check's rows do not touch torch's own generator, nor Python's."""
+    """The check's rows do not use torch's or Python's global generator."""
     states = torch.get_rng_state(), random.getstate()
     phi.loaded()
     assert torch.equal(torch.get_rng_state(), states[0])

@@ -14,7 +14,12 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class CuSparseLt:
-    """`dtypes`: that it has; `products`: how many were made."""
+    """A fake cuSPARSELt.
+
+    Attributes:
+        dtypes: supported dtypes.
+        products: number of products.
+    """
 
     dtypes: tuple[torch.dtype, ...] = HALVES
     products: int = 0

@@ -1,4 +1,4 @@
-"""Stand-ins for the matrix products of GPU libraries: they check arguments as strictly, and compute in float32."""
+"""Fake matrix products of GPU libraries: they check arguments as strictly, and compute in float32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ BLOCKS = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
 
 
 class ScaledMM:
-    """torch's `scaled_mm`, as strict about shapes, dtypes, strides and layouts as torch is
-    (aten/src/ATen/native/cuda/ScaledBlas.cpp), and about numbers of rows as cuBLAS is.
+    """A fake `scaled_mm` that checks shapes, dtypes, strides and layouts like torch
+    (aten/src/ATen/native/cuda/ScaledBlas.cpp), and row counts like cuBLAS.
 
-    `calls` counts calls. `capability`: of the GPU in whose place it is; `offset` is added to results."""
+    Attributes:
+        calls: number of calls.
+        capability: of the imitated GPU.
+        offset: added to results.
+    """
 
     def __init__(self, capability: int = 90, offset: float = 0.0) -> None:
         self.capability, self.offset, self.calls = capability, offset, 0
@@ -92,8 +96,11 @@ def _demand(holds: bool, what: str) -> None:
 
 
 class Quack(ModuleType):
-    """quack.gemm_interface of 0.6.5, as strict about a gated product as its kernels are. `calls` has the rows of each
-    call."""
+    """A fake quack.gemm_interface of version 0.6.5, as strict about a gated product as its kernels.
+
+    Attributes:
+        calls: rows of each call.
+    """
 
     def __init__(self) -> None:
         super().__init__("quack.gemm_interface")
@@ -129,8 +136,13 @@ class Quack(ModuleType):
 
 
 class GroupedMM:
-    """torch's grouped_mm of rows and one weight a group, as strict as torch is on a GPU. Rows that are in no group are
-    NaN. `calls` has the rows of each call."""
+    """A fake grouped_mm of rows with one weight per group, as strict as torch on a GPU.
+
+    Rows outside of all groups become NaN.
+
+    Attributes:
+        calls: rows of each call.
+    """
 
     def __init__(self) -> None:
         self.calls: list[int] = []

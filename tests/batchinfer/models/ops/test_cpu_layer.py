@@ -1,4 +1,4 @@
-"""A decoder layer in one call gives the bits of its operators called one by one."""
+"""Tests that a decoder layer in one call has the bits of its separate operators."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ HIDDEN, INNER, KV_HEADS, BLOCK, SHARED = 52, 70, 2, 16, 9
 
 
 def layer_spec(group, dim, biased, normed, window, inner=INNER, gemma=False):
-    """`gemma`: norms after each half, too, weights of norms that are differences from 1, gelu, capped scores, and
-    neighbours rotated."""
+    """Return a layer's spec.
+
+    Args:
+        gemma: norms after each half, norm weights as differences from 1, gelu, capped scores, and interleaved
+            rotation.
+    """
     norm, heads = NormSpec(HIDDEN, 1e-5, offset=1.0 if gemma else 0.0), (group * KV_HEADS, KV_HEADS, dim)
     qk_norm, cap = replace(norm, width=dim) if normed else None, 4.0 if gemma else None
     rotation, biases = Rotation(RopeConfig(), dim, interleaved=gemma), (biased, biased)
@@ -44,8 +48,8 @@ def layer_spec(group, dim, biased, normed, window, inner=INNER, gemma=False):
 
 
 def spec_of(kind, group, dim, biased, normed, window):
-    """The layer of a family: Llama's, Gemma's, Llama's with LayerNorms and an activation without a gate, or BERT's,
-    whose sums are normed."""
+    """Return the spec of a layer: Llama's, Gemma's, Llama's with LayerNorm and no gate, or BERT's with norms
+    after sums."""
     spec = layer_spec(
         group, dim, biased, normed and kind in ("llama", "gemma"), window, gemma=kind == "gemma"
     )
@@ -59,7 +63,7 @@ def spec_of(kind, group, dim, biased, normed, window):
 
 
 def random_weights(spec, dtype):
-    """Of a size that lets values neither vanish nor grow."""
+    """Return random weights that neither shrink nor grow values."""
     found = {name: torch.rand(norm.width).to(dtype) + 0.5 for name, norm in spec.norms.items()}
     found |= {
         f"{name}.bias": torch.randn(norm.width).to(dtype) for name, norm in spec.norms.items() if norm.biased
@@ -86,7 +90,7 @@ def with_norms(parts, **changed):
 
 
 def step_inputs(lengths):
-    """Sequences of (queries, tokens before them); the single queries' first `SHARED` blocks are the same."""
+    """Return sequences of (queries, tokens before them); single queries share their first `SHARED` blocks."""
     queries, contexts = [n for n, _ in lengths], [n + before for n, before in lengths]
     blocks = [-(-context // BLOCK) for context in contexts]
     fresh = iter(range(SHARED, SHARED + sum(blocks)))
@@ -102,7 +106,7 @@ def step_inputs(lengths):
 
 
 def run(layers, ops, inputs, blocks, spec, x):
-    """Every layer of a step, on caches with the same values."""
+    """Run all layers of a step on caches with equal values."""
     generator = torch.Generator().manual_seed(5)
     plan = ops.plan_attention(inputs, BLOCK, frozenset({spec.attention.window}))
     residual, caches = None, []
@@ -201,7 +205,7 @@ def test_no_number_reaches_the_output(case):
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_layers_of_a_step_share_a_room(case, kind):
-    """None of them copies what the one before it has left."""
+    """No layer copies the buffer of the layer before."""
     ops, _, _, inputs, cache, plan = case
     spec = spec_of(kind, 2, 20, True, False, None)
     x, residual, rooms = torch.randn(4, HIDDEN), None, []
@@ -269,7 +273,7 @@ def test_a_step_that_does_not_fit_is_refused(case):
 
 
 def test_layers_of_several_sizes_follow_one_another(case):
-    """Each gets a room of its own size."""
+    """Each layer gets a buffer of its size."""
     ops, spec, parts, inputs, cache, plan = case
     broad = layer_spec(2, 20, False, False, None, 3 * INNER)
     wide = layer_parts(ops, broad, torch.float32)

@@ -1,4 +1,4 @@
-"""The experts of a layer on every kind of operators, against the modules of transformers."""
+"""Tests the experts of a layer on all kinds of operators against transformers' modules."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def device_of(kind: str) -> str:
 
 
 def modules() -> Iterator[Any]:
-    """transformers' module, and the same as a spec."""
+    """Yield transformers' modules and our specs of them."""
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": 2, "num_attention_heads": 4}
     mixtral = MixtralConfig(**sizes, intermediate_size=INNER, num_local_experts=5)
     yield (
@@ -124,7 +124,7 @@ def filled(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gpt_oss(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Its experts' weights are transposed, and the rows of gate and up take turns."""
+    """Return gpt-oss's expert weights, transposed, with interleaved rows of gate and up."""
 
     def apart(values: Tensor) -> Tensor:
         return torch.cat((values[:, ::2], values[:, 1::2]), 1).flatten(0, 1)
@@ -180,7 +180,7 @@ def packed(
 
 
 def inputs_of(tokens: int, device: str, padding: int | None = None) -> AttentionInputs:
-    """Slots from 100 on; nothing else is looked at."""
+    """Return inputs with slots from 100; nothing else is used."""
     slots, none = torch.arange(100, 100 + tokens, device=device), torch.zeros(0, device=device)
     return AttentionInputs(none, slots, none, [1] * tokens, [1] * tokens, padding_slot=padding)
 
@@ -329,7 +329,7 @@ def test_a_token_does_not_depend_on_its_batch(
 )
 @torch.inference_mode()
 def test_codes_stay_near(kind: str, quantization: Any, most: float) -> None:
-    """The router is not quantised: each token goes where it would go without."""
+    """The router is not quantised: tokens keep their experts."""
     ops, layer, parts = packed("qwen2_moe", kind, quantization=quantization)
     device, x = device_of(kind), tokens_of(50)
     got = feed_forward(ops, layer, parts, x.to(device), inputs_of(50, device)).cpu()

@@ -42,7 +42,7 @@ def heads_of(ops: Ops) -> LatentHeads:
 
 
 def step_of(chunks: Chunks) -> tuple[Tensor, LayerCache, AttentionInputs]:
-    """Latents in a cache in which what no sequence uses is NaN."""
+    """Return random latents in a cache whose unused slots are NaN."""
     step = poisoned_step(5, HEADS, 1, RANK + TURNED, BLOCK, chunks)
     q = step.q[..., : PLAIN + TURNED].contiguous()
     nowhere = torch.zeros(len(q), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Products of 2:4 sparse weights on a GPU, with a stand-in for cuSPARSELt."""
+"""Tests products of 2:4 sparse weights on a GPU with a fake cuSPARSELt."""
 
 from __future__ import annotations
 

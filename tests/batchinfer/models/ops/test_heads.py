@@ -32,7 +32,7 @@ def compiled_ops(tiles: TileWay | None = None) -> Ops:
 def test_near_logits_of_great_magnitude_are_told_apart(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Around -148 bfloat16 has steps of 1; here logits differ by a quarter and less."""
+    """Near -148, bfloat16 has steps of 1; these logits differ by at most a quarter."""
     monkeypatch.setattr(torch_ops, "WIDENED_VALUES", 7 * HIDDEN)
     ops = {
         "torch": TorchOps,
@@ -52,7 +52,7 @@ def test_near_logits_of_great_magnitude_are_told_apart(
 
 
 def special_weight(dtype: torch.dtype) -> torch.Tensor:
-    """(VOCAB, HIDDEN): the first input adds -148 to every logit, the others little."""
+    """Return a weight, [VOCAB, HIDDEN], whose first input adds -148 to every logit."""
     weight = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(4)) * 0.02
     weight[:, 0] = -148.0
     return weight.to(dtype)

@@ -58,7 +58,7 @@ def triton_ops(deterministic: bool = False) -> TritonOps:
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes long for thousands."""
+    """Use few rows, as the interpreter is slow."""
     monkeypatch.setattr(contests, "ROWS", (4, 8, 16, 32))
     monkeypatch.setattr(contests, "ROUNDS", 1)
 
@@ -112,7 +112,7 @@ def contest(layers: list[Fp8Linear], *took: tuple[float, float], most: int = 10*
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (208, 144), (256, 640)])
 def test_the_library_is_given_what_it_wants(library, outputs, inputs, blocks, rows) -> None:
-    """Ends of blocks and groups that are not full, and as many scales as fill four."""
+    """Partial blocks and groups, and a number of scales that is a multiple of four."""
     bias = torch.randn(outputs, dtype=DTYPE) if outputs != 256 else None
     weight, x = coded(outputs, inputs, blocks), torch.randn(rows, inputs, dtype=DTYPE)
     found = LibraryFp8.of(weight, bias, DTYPE)
@@ -213,7 +213,7 @@ def packed(ops: TritonOps, blocks: bool = False) -> Fp8Linear:
 
 
 def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None:
-    """Both round differently. A shape that the first one has not stays with our kernel."""
+    """The ways round differently. A shape that the first engine does not have uses our kernel."""
     ops = triton_ops()
     rows, blocks = packed(ops), packed(ops, blocks=True)
     said = json.dumps({"products": {rows.form: 32}})
@@ -290,7 +290,7 @@ def test_results_are_those_of_two_launches(quack: Quack, activation: Any) -> Non
 
 @pytest.mark.parametrize("broken", ["raises", "is absent", "computes something else"])
 def test_where_it_is_broken_there_are_two_launches(quack: Quack, monkeypatch, caplog, broken: str) -> None:
-    """Also in an engine that did not choose."""
+    """Also in an engine that did not make the choice."""
     monkeypatch.setattr(contests, "MARGIN", float("inf"))
     if broken == "is absent":
         monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
@@ -374,7 +374,7 @@ def chosen(tokens: int, experts: Tensor) -> Choice:
 
 @pytest.mark.parametrize("skipped", [False, True])
 def test_results_are_those_of_our_kernels(grouped, skipped) -> None:
-    """Also where a token's other expert is another rank's, and no expert has some rows; one has no row at all."""
+    """Another rank has a token's other expert, some rows have no expert, and one expert has no row."""
     _, experts = packed_experts()
     x, given = torch.randn(9, HIDDEN, dtype=DTYPE), torch.randint(0, EXPERTS - 1, (9, 2))
     choice = chosen(9, given)
@@ -411,7 +411,7 @@ def test_experts_that_the_library_has_no_product_for(grouped, monkeypatch) -> No
 
 @pytest.mark.parametrize("library_of", ["quack", "grouped"])
 def test_it_is_chosen_by_time(request: pytest.FixtureRequest, monkeypatch, caplog, library_of: str) -> None:
-    """A choice of another engine that says nothing of these layers leaves them to our kernels."""
+    """If another engine's choice does not contain these layers, our kernels are used."""
     library = request.getfixturevalue(library_of)
     ops, layer = packed_gated() if library_of == "quack" else packed_experts()
     assert fastest_operators(ops, SIZES, CPU, {}, lambda _: '{"products": {"another": 8}}') is ops

@@ -1,4 +1,4 @@
-"""The measurement measures: small sizes here, so the numbers themselves mean nothing."""
+"""Tests the measurement of peaks; the sizes are too small for real values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_dtype_and_both_streams_are_measured() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
-    """Else a fast number would be the peak of nothing."""
+    """Otherwise a high rate would be no peak."""
     torch.manual_seed(0)
     x, weight = torch.randn(32, 64).to(dtype), torch.randn(48, 64).to(dtype)
     with torch.inference_mode():
@@ -64,7 +64,7 @@ def test_a_peak_is_that_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_products_of_layers_are_timed_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each weight once a turn: one that stays in a cache would be another product than a model's."""
+    """Each weight is used once per turn: a cached weight would be unlike a model's."""
     seen, numbers = list[tuple[torch.Size, int]](), count()
 
     def timed(x: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -1,4 +1,4 @@
-"""The time of a call on a GPU is the device's, once the host has queued all of it."""
+"""Tests that a call's time on a GPU is the device's, once the host has queued all of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from batchinfer.models.ops.queued_time import CYCLES_PER_S, QueuedTime
 
 
 class FakeGpu:
-    """Says what it was given, in its order. The host takes 2 ms to queue a call, the device 0.5 ms to run one."""
+    """A fake GPU that records calls in order. Queueing takes the host 2 ms, and running takes the device 0.5
+    ms."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given: list[str] = []

@@ -1,4 +1,4 @@
-"""Keys and values that another's code has rotated go to the cache as they are, on every kind of operators."""
+"""Tests that rotated keys and values of foreign code are stored unchanged, on all kinds of operators."""
 
 from __future__ import annotations
 

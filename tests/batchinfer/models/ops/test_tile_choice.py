@@ -21,7 +21,7 @@ REFUSED = Grant(False, "the system refuses the state of AMX tiles (arch_prctl: O
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """A machine that grants tiles, or not; its tiles are those in C, and its compiler knows them, or not."""
+    """A machine that grants matrix tiles or not, with tiles in C, and a compiler that knows them or not."""
 
     def grants(grant: Grant, *, compiled: bool = True) -> None:
         def build(tiles: TileWay | None, codes: bool) -> CompiledOperators:

@@ -118,7 +118,7 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch, architecture, w
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a driver")
 def test_where_triton_cannot_reach_the_gpu(monkeypatch, caplog):
-    """Not interpreted, Triton asks for the driver."""
+    """Without the interpreter, Triton needs the driver."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     wanted = "int8 needs the Triton operators: Triton cannot use this GPU: (.|\\n)*C compiler"
     with pytest.raises(Unavailable, match=wanted):

@@ -38,7 +38,7 @@ def load_part(
     dtype: torch.dtype = torch.float32,
     adapters: Sequence[tuple[str, Path]] = (),
 ) -> Decoder:
-    """As an engine loads the part of a rank."""
+    """Load the part of a rank like an engine."""
     ranks = replace(ranks, shard=place)
     source = checkpoint_source(checkpoint.path, "auto", quantization, adapters, ranks=ranks)
     assert isinstance(source, ModelSource)
@@ -109,7 +109,7 @@ def run_sharded(
 def run_stages(
     checkpoint: Checkpoint, ops: Ops, spans: Sequence[Span], prompts: Prompts, **how: Any
 ) -> list[Tensor]:
-    """Logits of all prompts through stages with these layers."""
+    """Return the logits of all prompts through stages with these layers."""
     load = {key: how.pop(key) for key in LOADING if key in how}
     stages = [load_part(checkpoint, ops, ModelShard(layers=span), **load) for span in spans]
     whole: Any = Stages(checkpoint.spec, 512, stages)

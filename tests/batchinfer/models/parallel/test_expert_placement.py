@@ -60,7 +60,7 @@ def test_every_expert_is_somewhere_and_no_rank_has_more_than_it_may(
 
 @cache
 def every(experts: int, ranks: int, room: int) -> NDArray[np.float64]:
-    """Return all placements [placement, rank, expert]: the share of an expert's load that a rank has."""
+    """Return all placements, [placement, rank, expert]: the share of an expert's load on a rank."""
     some = [set(one) for size in range(1, ranks + 1) for one in itertools.combinations(range(ranks), size)]
     places = np.array([[rank in one for rank in range(ranks)] for one in some])
     chosen = places[np.array([*itertools.product(range(len(some)), repeat=experts)])]

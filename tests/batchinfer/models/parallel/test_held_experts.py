@@ -40,8 +40,8 @@ SIZES = {"qwen3_moe": {"moe_intermediate_size": 64}}
 
 
 def placement_of(checkpoint: Checkpoint, ranks: int = 2) -> ExpertPlacement:
-    """Every other expert on each rank, in another order in each layer; the first one on all, and on the last rank the
-    second one, too."""
+    """Return every other expert per rank, in a different order per layer; the first expert is on all ranks,
+    and the second one also on the last rank."""
 
     def shares(layer: int, experts: int) -> Shares:
         own = [
@@ -67,7 +67,7 @@ def placement_of(checkpoint: Checkpoint, ranks: int = 2) -> ExpertPlacement:
 def test_placed_experts_have_the_bits_of_one_process(
     tmp_path: Path, family: str, quantization: Quantization
 ) -> None:
-    """Whoever computes a token's expert, however the steps are cut."""
+    """Any rank may compute a token's expert, with any chunks."""
     make_checkpoint(tmp_path, family, **QUANTIZED, **SIZES.get(family, {}))
     checkpoint = inspect_checkpoint(tmp_path)
     prompts, how = prompts_of(260, LENGTHS), {"quantization": quantization, "chunk": 20}
@@ -132,7 +132,7 @@ def test_wherever_experts_are_ranks_send_the_same(tmp_path: Path) -> None:
 
 
 class Counting(Experts):
-    """Gives each row a one, and counts it."""
+    """Returns ones for each row, and counts the rows."""
 
     skips = True
 
@@ -145,7 +145,7 @@ class Counting(Experts):
 
 
 def test_copies_take_turns_by_the_places_of_tokens() -> None:
-    """Each token is one rank's; three ranks have expert 1, and one has expert 0."""
+    """Each token belongs to one rank; three ranks have expert 1, one has expert 0."""
     choice = Choice(torch.tensor([[1]] * 9 + [[0]] * 2), torch.ones(11, 1))
     placement, found = ExpertPlacement((((0, 1), (1,), (1,)),)), []
     for rank in range(3):

@@ -77,7 +77,7 @@ def check_equal(found: list[list[torch.Tensor]], wanted: list[torch.Tensor]) -> 
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NORMS_ALL_HEADS])
 def test_tensor_ranks(tmp_path: Path, family: str, size: int) -> None:
-    """4 ranks and 2 KV heads: two ranks have the same ones."""
+    """4 ranks and 2 KV heads: two ranks share each head."""
     checkpoint = made(tmp_path, family, vocab=261)
     prompts = prompts_of(261, LENGTHS)
     found = run_sharded(checkpoint, plain_ops, size, prompts, chunk=20, block_size=8)
@@ -88,7 +88,7 @@ def test_tensor_ranks(tmp_path: Path, family: str, size: int) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("family", MOE)
 def test_expert_ranks(tmp_path: Path, family: str, exact: bool) -> None:
-    """All but the experts is on both ranks; sums in the order of one process have its bits."""
+    """Both ranks have all weights except experts; sums in one process's order have its bits."""
     checkpoint = made(tmp_path, family)
     found = run_sharded(
         checkpoint, compiled, 2, prompts_of(260, LENGTHS), tensor=False, experts=True, exact=exact, chunk=20
@@ -109,7 +109,7 @@ def test_experts_beside_tensor_ranks(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_have_the_bits_of_one_model(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
-    """Of tied tables the first stage and the last one have one each."""
+    """The first and the last stage have a copy of tied tables each."""
     tied = dtype == torch.bfloat16
     checkpoint = made(tmp_path, family, tied=tied, num_hidden_layers=3)
     ops = compiled(checkpoint.spec, dtype)
@@ -152,7 +152,7 @@ def test_tensor_ranks_of_rounded_weights(tmp_path: Path, family: str, quantizati
 
 
 def outlying(file: Path) -> None:
-    """Make two channels of norms outliers, which most of the experts hardly read."""
+    """Make two channels of norms outliers, which few experts read."""
     stored = load_file(file)
     for name, tensor in stored.items():
         if name.endswith("post_attention_layernorm.weight"):
@@ -183,7 +183,7 @@ def test_ranks_of_quantised_experts_give_the_same_bits(
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("form", ["mxfp4", "w8a8", "w4a16", "w4a16 with zeros", "awq"])
 def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """In their codes, tensor ranks; and the experts of gpt-oss by ranges, to the bit."""
+    """Tensor ranks with quantised weights, and gpt-oss's experts by ranges, bit by bit."""
     packed, plain = store(tmp_path, form, monkeypatch)
     held = packed.for_quantization(packed.stored_quantization)
     prompts, how = prompts_of(260, LENGTHS), {"quantization": packed.stored_quantization}
@@ -197,7 +197,8 @@ def test_ranks_of_stored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_ranks_of_calibrated_experts(tmp_path: Path, family: str) -> None:
-    """Tensor ranks have columns of each expert in whole groups; expert ranks have theirs, to the bit."""
+    """Tensor ranks have columns of each expert in whole groups. Expert ranks have whole experts, with equal
+    bits."""
     shared = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
     make_checkpoint(tmp_path / "plain", family, **QUANTIZED, **(shared if family == "qwen2_moe" else {}))
     calibrate(tmp_path / "plain", tmp_path / "int4")
@@ -252,7 +253,7 @@ def test_a_dora_is_merged_into_layers_that_are_all_there(tmp_path: Path) -> None
 
 
 class StatedHead(Head):
-    """Gives these logits, whatever it is given."""
+    """A head that returns given logits for any input."""
 
     in_features, out_features = 1, 1
 
@@ -283,7 +284,7 @@ def test_the_head_of_ranks_finds_the_argmax_of_all() -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_step_sends_two_sums_a_layer(tmp_path: Path, experts: bool) -> None:
-    """And the embedding, and the logits that are asked for."""
+    """And the embedding, and the requested logits."""
     checkpoint = made(tmp_path, "mixtral", num_hidden_layers=3, num_local_experts=4)
     sent: list[int] = []
 

@@ -73,7 +73,7 @@ def specs(draw: st.DrawFn) -> ModelSpec:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[ModelSpec, list[ModelShard]]:
-    """A model, and the places of all ranks of a layout."""
+    """Draw a model and the shards of all ranks of a layout."""
     spec, tensor = draw(specs()), draw(st.sampled_from([1, 2, 3, 4]))
     ranged = any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers) and draw(st.booleans())
     size = tensor if tensor > 1 or not ranged else 2
@@ -92,7 +92,7 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSpec, list[ModelShard]]:
 
 
 def marked(cut: ParameterCut, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """1 where a cut has a value of a parameter of this shape."""
+    """Return 1 for each value of a parameter that a cut includes."""
     found = np.zeros(shape, np.int64)
     if not cut.elsewhere:
         spans = [slice(None) if span is None else slice(*span) for span in (cut.outputs, cut.inputs)]
@@ -148,7 +148,7 @@ def check_tables(spec: ModelSpec, parts: list[ModelSpec]) -> None:
 
 
 def check_totals(spec: ModelSpec, parts: list[ModelSpec], places: list[ModelShard]) -> None:
-    """Parameters and the memory of the cache add up, and the whole costs of products are no less."""
+    """Check that parameters and cache memory add up, and that the costs of products are not lower."""
     tied_apart = spec.tied and not parts[0].ends
     assert sum(map(parameter_count, parts)) >= parameter_count(spec) + tied_apart * spec.vocab * spec.hidden
     whole, cost = model_cost(spec, 4), [model_cost(own, 4) for own in parts]
@@ -175,7 +175,7 @@ def test_the_sizes_that_are_named_are_those_that_work(spec: ModelSpec) -> None:
 
 
 def test_three_kv_heads_over_two_ranks_are_refused() -> None:
-    """6 query heads could be divided, and with them the keys could not."""
+    """6 query heads could be sharded, but not the keys."""
     norm = NormSpec(24, 1e-6)
     layer = LayerSpec(24, norm, AttentionSpec(6, 3, 4, 1.0, TURN), norm, FeedForwardSpec(12, "silu"))
     spec = ModelSpec("llama", 24, 50, (layer,), norm, True, 64, (), None, None)

@@ -36,7 +36,7 @@ from tests.published_formats import PUBLISHED, SIZES, make_published
 def test_each_input_keeps_its_scale_and_its_word(
     group: int, held: int, units: int, data: st.DataObject
 ) -> None:
-    """Or nothing is cut: exactly where a group of several, or a word, would be divided."""
+    """A cut within a group of several inputs, or within a word, is rejected."""
     count = group * held * units
     first, end = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     one = units * held == 1
@@ -55,7 +55,7 @@ def test_each_input_keeps_its_scale_and_its_word(
 
 
 class CountedFile:
-    """A safetensors file that counts the bytes that are taken of it."""
+    """A safetensors file that counts the bytes read."""
 
     read: ClassVar[Counter[str]] = Counter()
 
@@ -103,7 +103,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def read_all(checkpoint: Checkpoint, place: ModelShard) -> int:
-    """Read what a rank has; the bytes by its own count."""
+    """Read a rank's part and return the number of bytes by its own count."""
     count = ReadCount()
     weights = CheckpointWeights(checkpoint, torch.float32, "cpu", place, count)
     weights.tables()
@@ -132,7 +132,7 @@ def test_a_rank_reads_its_parameters_and_nothing_else(
 
 
 def test_what_is_read_ahead_is_no_more_than_is_read(tmp_path: Path) -> None:
-    """Rows of tensors are; a part of each row is not."""
+    """Rows of tensors are read ahead; a part of each row is not."""
     make_checkpoint(tmp_path, "llama", num_key_value_heads=4)
     checkpoint = inspect_checkpoint(tmp_path)
     parts = StoredParts(checkpoint, ModelShard(Portion(1, 4)))
@@ -156,7 +156,7 @@ FORMS = ("mxfp4", *FP8, *PUBLISHED)
 
 
 def store(folder: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, Checkpoint]:
-    """A checkpoint stored so, and the same in floats."""
+    """Return a stored checkpoint and its copy in floats."""
     packed, plain = folder / "packed", folder / "plain"
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 128}
     if form == "mxfp4":
@@ -194,7 +194,7 @@ def values(weights: LayerWeights, linear: LinearSpec) -> Tensor:
 def test_a_part_of_a_stored_format_is_that_part_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, held: bool, read: Counter[str]
 ) -> None:
-    """Dequantised, and in its codes."""
+    """Dequantised, and as quantised values."""
     packed, plain = store(tmp_path, form, monkeypatch)
     packed = packed.keep_quantized(frozenset(STORED)) if held else packed
     if form in REFUSED:

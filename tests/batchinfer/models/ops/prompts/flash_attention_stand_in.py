@@ -17,7 +17,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Forward:
-    """`_flash_attn_fwd`. `calls` lists the sequences of each call."""
+    """A fake `_flash_attn_fwd`.
+
+    Attributes:
+        calls: sequences of each call.
+    """
 
     def __init__(self, offset: float = 0.0) -> None:
         self.offset, self.calls = offset, []  # type: float, list[int]
@@ -104,7 +108,7 @@ def _check_lengths(q: Tensor, k: Tensor, starts: Tensor, used: Tensor, table: Te
 
 
 def _keys(cache: Tensor, pages: Tensor, keys: int) -> Tensor:
-    """(keys, heads, dim) of a sequence."""
+    """Return the keys of a sequence, [keys, heads, dim]."""
     return cache[pages].flatten(0, 1)[:keys].float()
 
 
@@ -117,7 +121,7 @@ def _attention(
     left: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The last query sees the last key. Keys that a tile holds besides are multiplied by 0, whatever they are."""
+    """Return attention whose last query sees the last key. Further keys of a tile are multiplied by 0."""
     queries, keys, group = len(q), len(k), q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.repeat_interleave(group, 1)) * scale
     if soft_cap is not None:
@@ -137,7 +141,7 @@ def _attention(
 
 
 def stand_in(forward: Any = None) -> dict[str, ModuleType]:
-    """The modules, by the names that they are imported by."""
+    """Return the fake modules by their import names."""
     interface = ModuleType("flash_attn.cute.interface")
     if forward is not None:
         interface._flash_attn_fwd = forward  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""A module in FlashInfer's place: what our code uses of its interface, strict about arguments, computed by the
-reference."""
+"""A fake FlashInfer with the part of its interface that our code uses, computed by the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +12,11 @@ from batchinfer_kernels.paged_attention import ScoreRules, paged_attention_refer
 
 
 class PagedPrefill:
-    """BatchPrefillWithPagedKVCacheWrapper as its documentation has it (0.6 and 0.7). `made` lists the instances."""
+    """A fake BatchPrefillWithPagedKVCacheWrapper following its documentation (0.6 and 0.7).
+
+    Attributes:
+        made: the instances.
+    """
 
     made: list[PagedPrefill]  # of the class that `stand_in` makes
     offset = 0.0  # added to each result

@@ -1,4 +1,4 @@
-"""Steps of prompts for tests of what reads them."""
+"""Steps of prompts for tests of prefill attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = AttentionShape(torch.float16, 4, 2, DIM)
 
 
 class Counted(Launcher):
-    """Runs a kernel in Gluon, and counts how often."""
+    """Runs a Gluon kernel and counts the runs."""
 
     launches = 0
 
@@ -32,7 +32,7 @@ class Counted(Launcher):
 
 
 def step(lens: list[int], contexts: list[int], seed: int = 0) -> AttentionInputs:
-    """Blocks lie anywhere; tables are padded with block 0."""
+    """Return inputs of a step with random blocks; tables are padded with block 0."""
     counts = [-(-context // BLOCK) for context in contexts]
     blocks = list(range(1, 1 + sum(counts)))
     random.Random(seed).shuffle(blocks)
@@ -47,7 +47,7 @@ def step(lens: list[int], contexts: list[int], seed: int = 0) -> AttentionInputs
 def filled(
     ops: Ops, inputs: AttentionInputs, shape: AttentionShape = SHAPE
 ) -> tuple[torch.Tensor, LayerCache]:
-    """Random queries, and a cache whose keys and values are random."""
+    """Return random queries and a random cache."""
     torch.manual_seed(1)
     blocks = 2 + sum(-(-context // BLOCK) for context in inputs.context_lens)
     cache = ops.allocate_cache(CacheSpec(shape.kv_heads, shape.head_dim), blocks, BLOCK, shape.dtype, DEVICE)

@@ -71,7 +71,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Forward:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    """Let our kernel in Gluon be for this device."""
+    """Enable our Gluon kernel on this device."""
     if DEVICE.type == "cuda":
         pytest.skip("tests/kernels/gpu compares the results of GPUs")
     kernel = Counted(hopper_prefill, "_hopper_prefill_kernel", 0)
@@ -150,7 +150,7 @@ def test_the_fastest_is_chosen(both, speeds, caplog):
 
 @pytest.mark.parametrize(("plain", "chosen"), [(1, OURS), (2, ATTENTION)])
 def test_layers_count_by_how_many_of_their_kind_there_are(both, speeds, plain, chosen):
-    """FlashAttention is faster in plain layers, and slower by about as much with a window."""
+    """FlashAttention is faster in plain layers, and slower by a similar time with a window."""
 
     def seconds(name: str, window: int | None) -> float:
         return {OURS: 1.5, INFER: 1.6, ATTENTION: 1.0 if window is None else 2.2}[name]
@@ -159,7 +159,7 @@ def test_layers_count_by_how_many_of_their_kind_there_are(both, speeds, plain, c
 
 
 def test_what_another_engine_chose_is_taken_without_timing(both, speeds, caplog):
-    """They round differently: a row would get other bits from one engine of a run than from another."""
+    """Libraries round differently: engines of one run would give a row different bits."""
     caplog.set_level(logging.INFO)
     for name, chosen in {
         "FlashInfer": INFER,
@@ -219,7 +219,7 @@ RULED_OUT: list[tuple[AttentionShape, dict[AttentionRules, int], tuple[str, ...]
 
 @pytest.mark.parametrize(("shape", "layers", "reasons"), RULED_OUT)
 def test_what_rules_a_library_out_is_logged(both, speeds, caplog, shape, layers, reasons):
-    """Nothing is timed then."""
+    """No library is timed then."""
     caplog.set_level(logging.INFO)
     assert speeds.chosen(NEVER, layers, TritonOps(shape)) == OURS
     assert all(reason in caplog.text for reason in reasons)
@@ -253,7 +253,7 @@ def _no_such_layout(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("wrong", ["results", "language"])
 def test_a_kernel_in_gluon_that_does_not_work_is_a_warning(hopper, speeds, monkeypatch, caplog, wrong):
-    """Another version's Gluon may be another language; its error is no RuntimeError."""
+    """Gluon's language may differ in another version; its error is no RuntimeError."""
     if wrong == "results":
         monkeypatch.setattr(GluonPrefill, "run", lambda *args: args[5].zero_())
     else:
@@ -292,7 +292,7 @@ BROKEN = {
 @pytest.mark.parametrize("library", ["FlashInfer", "FlashAttention-4"])
 @pytest.mark.parametrize("reason", BROKEN)
 def test_a_package_that_does_not_work_is_a_warning(monkeypatch, speeds, caplog, library, reason):
-    """The other one is taken, if it is faster than our kernel."""
+    """The other package is used if it is faster than our kernel."""
     changed, forwards = BROKEN[reason], Forward()
     if library == "FlashInfer":
         module = flashinfer_stand_in.stand_in(**changed)
@@ -316,7 +316,7 @@ WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor, int | None], bool]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_results_are_compared_where_a_library_may_be_wrong(monkeypatch, speeds, caplog, wrong):
-    """One that is right in plain layers, and in long prompts, may be wrong elsewhere."""
+    """A library that is right in plain layers and long prompts may be wrong in other cases."""
 
     class Wrong(Forward):
         def __call__(self, q: torch.Tensor, k: torch.Tensor, *args: Any, **more: Any) -> Any:
@@ -343,7 +343,7 @@ def test_versions_that_lack_what_is_called_are_a_warning(monkeypatch, speeds, ca
 
 @pytest.mark.parametrize("where", ["timed", "run"])
 def test_our_kernel_is_left_where_there_is_no_memory_for_a_trial(monkeypatch, both, speeds, caplog, where):
-    """Or where what was right breaks once it is timed."""
+    """Our kernel also stays if a right library fails while it is timed."""
     wanted, calls = getattr(Trial, where), list[int]()
 
     def scarce(*given: Any) -> Any:

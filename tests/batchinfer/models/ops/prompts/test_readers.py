@@ -44,7 +44,7 @@ NO_WINDOW = frozenset([None])
 
 @dataclass
 class Reader:
-    """What reads prompts, and how often it was asked to."""
+    """A reader of prompts that counts its calls."""
 
     prefill: type[Any]
     calls: Callable[[], int]
@@ -129,7 +129,7 @@ def test_a_step_s_results_are_those_of_the_reference(
 
 
 def unaligned(cache: LayerCache) -> LayerCache:
-    """The same values, at places that are no multiples of 16 bytes."""
+    """Return equal values at addresses that are no multiples of 16 bytes."""
     moved = torch.zeros(cache.k.numel() + 1, dtype=cache.k.dtype, device=DEVICE)[1:]
     return replace(cache, k=moved.view(cache.k.shape).copy_(cache.k))
 
@@ -205,7 +205,7 @@ def test_gluon_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_of_several_steps_take_turns_with_the_wrappers(infer: Reader) -> None:
-    """A step is planned once for all layers of a scale."""
+    """A step is planned once for all layers with equal scales."""
     ops, made = infer.ops(), sys.modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper.made
     for length in (5, 6, 7):
         inputs = step([length], [length + 9])
@@ -257,10 +257,8 @@ def test_tables_hold_what_queries_see_and_nothing_that_windows_have_left(
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_what_lies_behind_the_end_and_before_the_window_spoils_nothing(
-    flash: Reader, window: int | None
-) -> None:
-    """0 × NaN is NaN; rows whose numbers broke may have left some. Other layers of the step have another window."""
+def test_nan_after_the_end_and_before_the_window_has_no_effect(flash: Reader, window: int | None) -> None:
+    """0 × NaN is NaN, and rows with NaN may have left some. Other layers of the step have another window."""
     ops, lens, contexts = flash.ops(), [5, 1, 7], [29, 12, 23]
     inputs, rules = step(lens, contexts), ScoreRules(0.2, window)
     q, cache = filled(ops, inputs)
