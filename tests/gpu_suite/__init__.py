@@ -11,7 +11,7 @@ from tests.suite.section import BenchModel, SuiteEntry
 
 SMALL, LARGE = BenchModel("qwen2.5-0.5b"), BenchModel("llama-3.1-8b")
 LARGE_BESIDE = BenchModel("llama-3.1-8b", 0.45)  # the competitor needs an equal amount
-# Few rows, which are captured soon
+# Few rows, for a short capture
 CODED = partial(BenchModel, "llama-3.1-8b", rows=64, longest=4352)
 
 

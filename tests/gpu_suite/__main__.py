@@ -17,7 +17,7 @@ from tests.suite.section import SuiteEntry
 
 PREPARE = "tests.gpu_suite.rehearsing"
 RECORDS, REHEARSALS = Path("docs/measurements"), Path("results/gpu-suite")
-MINUTES = 8.75  # of a call: what starts before the first section, and ends after the last, fits into nine
+MINUTES = 8.75  # default minutes of a run; with start and end it fits into nine
 USAGE = 2
 CALLS = ("tests", "kernels", "models")
 

@@ -26,7 +26,7 @@ from tests.suite.turns import in_turns
 
 WORKLOAD = "mixed"
 TINY_CACHE = {"num_blocks": 8, "max_batch_tokens": 64}
-AIM = 3.0  # times as fast as continuous batching
+AIM = 3.0  # speedup over continuous batching
 
 
 def parts(section: BenchSection) -> list[Part]:
@@ -60,7 +60,7 @@ def _against(section: BenchSection) -> Result:
     finally:
         peer.close()
     series = Series(found["ours"], peer=found["peer"])
-    # In float32; what bfloat16 rounds decides between almost equal logits
+    # In float32: rounding to bfloat16 would decide between almost equal logits
     if section.rehearsal and series.ours[0].answers != series.peer[0].answers:
         raise WrongResult(f"{peer.name} gives other answers")
     result = told(section, workload, series, peer.name)

@@ -20,15 +20,15 @@ from tests.suite.section import BenchSection, Part, WrongResult
 
 LLAMA_8B, TINY = Heads(32, 8, 128, 16), Heads(4, 2, 64, 16)
 DECODE_TARGET, PREFILL_TARGET, PREFIX_AIM = 0.85, 0.6, 10.0
-CODED_TOLERANCE = 2e-2  # codes are the same for both; what differs is one more rounding
+CODED_TOLERANCE = 2e-2  # both use the same quantised values, with one more rounding
 PRIVATE = "private copies"
 # (sequences, context), equal lengths; cases with a target first, the last one is split over many programs
 DECODES = ((64, 4096), (64, 1024), (256, 1024), (8, 32768))
-CODED = [4096] * 64  # with int8 and float8 in the cache
-MIXED = tuple(128 * 2 ** (i % 7) - i % 16 for i in range(128))  # 128 … 8192, most of them no whole blocks
+CODED = [4096] * 64  # contexts of int8 and float8 caches
+MIXED = tuple(128 * 2 ** (i % 7) - i % 16 for i in range(128))  # 128 … 8192, mostly with a partial last block
 # (sequences, queries, context)
 PREFILLS = ((1, 4096, 4096), (4, 4096, 4096), (1, 16384, 16384), (1, 2048, 16384), (16, 512, 512))
-PREFIX = (256, 8192, 128)  # sequences, keys that all share, keys of their own
+PREFIX = (256, 8192, 128)  # sequences, common keys, own keys
 SKEWED = (16_000, *[512] * 255)
 FIXED_DECODE = (*[16_384] * 8, *[512] * 56)
 FIXED_PREFILL = (2048, 16_384)  # queries, context

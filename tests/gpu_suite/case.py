@@ -13,8 +13,8 @@ from batchinfer_kernels.cost import Cost
 from tests.suite.clock import Call, the_clock
 from tests.suite.section import BenchSection, Part, Result, WrongResult
 
-DTYPE = torch.bfloat16  # of activations, in all cases
-# ‖ours - right‖ / ‖right‖ where operands and results are in bfloat16: a few roundings each
+DTYPE = torch.bfloat16  # dtype of activations in all cases
+# ‖ours - right‖ / ‖right‖ with operands and results in bfloat16: a few roundings each
 TOLERANCE = 1e-2
 
 
@@ -67,10 +67,10 @@ class Case:
     ours: Call
     right: Call
     others: Mapping[str, Call] = field(default_factory=dict)
-    off: Callable[[Any, Any], float | Worst] = distance  # how far the results of `ours` and `right` differ
+    off: Callable[[Any, Any], float | Worst] = distance  # returns the error of `ours` against `right`
     tolerance: float = TOLERANCE
-    dtype: str = "bfloat16"  # whose peak the FLOPs are held against
-    # The share of its bound that it is meant to reach, and how many times as fast as which of `others`
+    dtype: str = "bfloat16"  # the dtype whose peak bounds the FLOPs
+    # Goals: the share of the roofline, and the speedup over one of `others`
     targets: Mapping[str, float] = field(default_factory=dict)
 
     @property

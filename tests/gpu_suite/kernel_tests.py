@@ -35,7 +35,7 @@ TESTS = (
     "tests/batchinfer/engine/test_trees_on_gpu.py",
 )
 REHEARSED = "tests/kernels/test_cost.py"
-TO_SUM_UP_S = 10.0  # for pytest to write what came of it when it is interrupted
+TO_SUM_UP_S = 10.0  # for pytest to write its report after an interrupt
 
 
 class TestsFailed(Exception):
@@ -65,7 +65,7 @@ def selected(rehearsal: bool) -> list[str]:
     chosen = [*TESTS, "--ignore-glob=*aot*", "-k", "not compiles", "--continue-on-collection-errors"]
     if importlib.util.find_spec("xdist") is None:
         return chosen
-    # pytest-benchmark, where a machine has it, warns that it does nothing beside xdist, and a warning is an error
+    # pytest-benchmark warns under xdist, and warnings are errors
     return [*chosen, "-n", str(min(MOST_PROCESSES, usable_cpus())), "-p", "no:benchmark"]
 
 
@@ -90,7 +90,7 @@ def _interrupted(process: subprocess.Popen[str]) -> str:
     try:
         text, _ = process.communicate(timeout=TO_SUM_UP_S * 0.8)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+        os.killpg(process.pid, signal.SIGKILL)  # kill pytest and its child processes
         text, _ = process.communicate()
     return text
 

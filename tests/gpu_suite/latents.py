@@ -16,7 +16,7 @@ from tests.gpu_suite.case import DTYPE, TOLERANCE, Case, part, random
 from tests.suite.section import BenchSection, Part
 
 SIZES, SMALL = LatentSizes(512, 128, 64, 128), LatentSizes(40, 12, 8, 10)
-FEW_HEADS, MANY_HEADS = 16, 128  # of DeepSeek-V2-Lite, and of -V3
+FEW_HEADS, MANY_HEADS = 16, 128  # as in DeepSeek-V2-Lite and DeepSeek-V3
 BLOCK, SCALE = 16, 0.07
 # heads, rows, queries, context
 CASES = (
@@ -68,7 +68,7 @@ def latent_case(section: BenchSection, heads: int, rows: int, queries: int, cont
         lambda: ops.latent_attention(q, cache, plan, own, SCALE),
         lambda: attended(TorchOps()),
         others,
-        tolerance=2 * TOLERANCE,  # K and V are rounded, or queries and results in latents
+        tolerance=2 * TOLERANCE,  # additional rounding of K and V, or of queries and results
     )
 
 

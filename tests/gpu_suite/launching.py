@@ -25,8 +25,8 @@ from tests.gpu_suite.loaded import loaded_model, name_of
 from tests.suite.clock import wait_for
 from tests.suite.section import BenchSection, Part, Result, WrongResult
 
-ROWS = 256  # in work at a time: few enough that the steady state begins soon
-FIRST, ENDED = 50, 350  # rows that have ended when counting begins, and when it is over
+ROWS = 256  # running rows: few, for a short start before the steady state
+FIRST, ENDED = 50, 350  # finished rows at the start and the end of the measurement
 # Costs of a layer for the host, as assumed by admission and by the simulator
 ASSUMED_LAYER_S = {"piecewise_graph": REPLAY_LAYER_S, "eager": LAUNCH_LAYER_S}
 
@@ -43,7 +43,7 @@ class HostStep:
 
     schedule_s: float
     launch_s: float
-    admitted: int  # rows
+    admitted: int  # number of admitted rows
 
 
 Stepped = tuple[StepSample, HostStep]

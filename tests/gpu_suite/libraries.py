@@ -21,7 +21,7 @@ from tests.gpu_suite.paged import Paged
 from tests.suite.clock import Call
 
 SDPA, FLASHINFER, CASCADE = "torch SDPA", "FlashInfer", "FlashInfer's cascade"
-WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer's documentation recommends
+WORKSPACE_BYTES = 128 * 2**20  # as FlashInfer's documentation recommends
 LAYOUT = "HND"  # FlashInfer's name of (blocks, kv, block, dim)
 
 
@@ -62,7 +62,7 @@ def sdpa_prefill(paged: Paged, q: Tensor, queries: int) -> Call:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     if queries == k.shape[2]:
         return lambda: sdpa(asked, k, v, is_causal=True, scale=heads.scale, enable_gqa=True)
-    # A bias and GQA do not go together
+    # SDPA supports either a bias or GQA
     wide_k, wide_v = (t.repeat_interleave(heads.q // heads.kv, 1) for t in (k, v))
     bias = _lower_right(queries, k.shape[2], q.device)
     return lambda: sdpa(asked, wide_k, wide_v, bias, scale=heads.scale)

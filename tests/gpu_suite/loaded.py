@@ -28,7 +28,7 @@ DTYPE: Dtype = "bfloat16"
 TINY_DTYPE: Dtype = "float32"  # tokens must equal the other engines'
 # Tokens of the longest row of any section: the long row among short ones, its answer, and the rows next to it
 LONGEST, TINY_LONGEST = 16_384 + 256, 48
-TINY_ROWS, TINY_TOKENS = 2, 16  # of a step
+TINY_ROWS, TINY_TOKENS = 2, 16  # rows and tokens of a step
 
 
 def name_of(section: BenchSection) -> str:
@@ -76,7 +76,9 @@ def source(section: BenchSection) -> ModelSource:
     """Return dummy weights by the model's name, quantised if the section's model is."""
     plain, model = shape_config(model_name(section)), _of(section)
     if section.rehearsal and not model.is_plain:
-        plain = replace(plain, layers=plain.layers[:1])  # the interpreter is slow, and layers are alike
+        plain = replace(
+            plain, layers=plain.layers[:1]
+        )  # the interpreter is slow, and layers have equal shapes
     spec = plain.with_cache_dtype(model.kv_cache)
     spec = in_blocks(spec) if model.quantization == "stored" else spec
     weights = CodedWeights if model.quantization == "stored" else DummyWeights
@@ -112,7 +114,7 @@ def _of(section: BenchSection) -> BenchModel:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loaded:
     model: LoadedModel
-    free: int  # bytes of the device's memory, once the cache was allocated
+    free: int  # free bytes of the device after the cache was allocated
 
 
 @cache
@@ -120,7 +122,7 @@ def _loaded(rehearsal: bool, model: BenchModel, found: Peaks) -> _Loaded:
     section = BenchSection(rehearsal, 0.0, model=model)
     gc.collect()
     if not rehearsal:
-        torch.cuda.empty_cache()  # of what kernels were measured on
+        torch.cuda.empty_cache()  # free the tensors of measured kernels
     longest = TINY_LONGEST if rehearsal else model.longest or LONGEST
     place, dtype = Path(model_name(section)), dtype_of(section)
     config = EngineConfig(

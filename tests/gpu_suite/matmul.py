@@ -44,7 +44,7 @@ from tests.suite.clock import Call
 from tests.suite.section import BenchSection, Part
 
 GROUP = 128  # inputs that share a scale in int4
-BYTES = 2  # of an activation
+BYTES = 2  # bytes per activation
 # Hopper's tensor cores add products of fp8 with about 14 bits
 FP8_TOLERANCE = 2e-2
 
@@ -63,9 +63,9 @@ class Layer:
 
 GATE_UP, DOWN, TINY = Layer("gate and up", 4096, 28672), Layer("down", 14336, 4096), Layer("tiny", 160, 48)
 DECODE, WIDE_DECODE, PREFILL, TINY_TOKENS = 64, 256, 4096, 3
-CHOSEN = 4  # experts of a token
+CHOSEN = 4  # experts per token
 EXPERTS, TINY_EXPERTS = (32, 2880, 5760), (4, 64, 48)  # experts, inputs, outputs of gate and up
-EXPERT_TOKENS = (16, 256, 4096)  # a tail, decode, prefill
+EXPERT_TOKENS = (16, 256, 4096)  # tokens of the end of a job, of decode, of prefill
 
 
 def parts(section: BenchSection) -> list[Part]:
@@ -79,7 +79,7 @@ def parts(section: BenchSection) -> list[Part]:
     found = [part(section, plain_case, layer, n) for n in (DECODE, PREFILL) for layer in (GATE_UP, DOWN)]
     found += [part(section, make, GATE_UP, n) for n in (DECODE, PREFILL) for make in quantised]
     found += [part(section, deterministic_case, GATE_UP, n) for n in (DECODE, PREFILL)]
-    # around as many rows as make the panel pay
+    # around the number of rows from which the panel is faster
     found += [part(section, weight_int4_case, GATE_UP, n) for n in (WIDE_DECODE, 2 * WIDE_DECODE)]
     found += [part(section, plain_case, layer, WIDE_DECODE) for layer in (GATE_UP, DOWN)]
     return found + [part(section, mxfp4_case, *EXPERTS, tokens) for tokens in EXPERT_TOKENS]
@@ -103,7 +103,7 @@ def int8_case(section: BenchSection, layer: Layer, tokens: int) -> Case:
     codes, scales = quantize_weight(weight)
     cost = quantized_linear_cost(tokens, layer.inputs, layer.outputs, BYTES)
     others: dict[str, Call] = {}
-    if tokens > 16:  # what torch asks for
+    if tokens > 16:  # torch requires it
         others = {"cuBLAS int8 product alone": partial(torch._int_mm, quantize_rows(x)[0], codes.T)}
     right = partial(quantized_linear_reference, x, codes, scales)
     return _case("int8 matmul", layer, x, weight, cost, partial(int8_matmul, x, codes, scales), right, others)

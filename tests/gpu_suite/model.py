@@ -16,13 +16,13 @@ from tests.suite.section import BenchSection, Part, Result, Times, WrongResult
 
 # (sequences, prompt); the first one has a target. Prompts are short enough that running them leaves time for the rest.
 DECODES = ((64, 1024), (128, 1024), (256, 512), (16, 1024), (1, 1024), (64, 4096))
-CODED_DECODES, CODED_PREFILLS = ((64, 1024), (64, 4096)), (2048,)  # of models in codes
-SKEWED = (16_000, 256, 256)  # the prompt of one row, the number of the others, and their prompts
+CODED_DECODES, CODED_PREFILLS = ((64, 1024), (64, 4096)), (2048,)  # for quantised models
+SKEWED = (16_000, 256, 256)  # prompt of the long row, number of other rows, and their prompts, in tokens
 PREFILLS = (8192, 2048, 512)
 DECODE_STEPS, WARM_STEPS = 40, 8
 TINY_STEPS, TINY_WARM_STEPS = 2, 1
 PREFILL_RUNS = 5
-MBU_TARGET = 0.8  # of decode at a batch of 64
+MBU_TARGET = 0.8  # target for decode with a batch of 64
 
 
 def parts(section: BenchSection) -> list[Part]:
@@ -51,7 +51,7 @@ def decode(section: BenchSection, prompts: Sequence[int], size: str) -> Result:
     loaded, wanted, warm = loaded_model(section), DECODE_STEPS, WARM_STEPS
     if section.rehearsal:
         wanted, warm = TINY_STEPS, TINY_WARM_STEPS
-    # The first row to be read goes on answering until the last one is
+    # The row that is prefilled first must still decode when the last prompt is prefilled
     count, room = len(prompts), loaded.info.max_num_batched_tokens - len(prompts)
     reading = -(-sum(prompts) // max(1, room))
     ran = _run(section, _rows(prompts, wanted + warm + reading))

@@ -17,9 +17,9 @@ from torch import Tensor
 from batchinfer_kernels.gpu.attention_plan import LaunchPlan
 from tests.gpu_suite.paged import CODE_SCALE, Paged
 
-UNITS = (16, 32, 64, 128, 1024)  # keys of blocks, of tiles, of segments
-TRAP = 3.0  # times a needle's score: it outweighs all other keys
-# Of random keys, by how they are coded; of codes it is that of whole numbers up to 127
+UNITS = (16, 32, 64, 128, 1024)  # sizes of blocks, tiles and segments, in keys
+TRAP = 3.0  # multiple of a needle's score: it outweighs all other keys
+# Variance of random keys by dtype of the cache; for int8 the variance of integers up to 127
 SPREAD = {torch.int8: (127 * CODE_SCALE["int8"]) ** 2 / 3}
 
 
@@ -31,7 +31,7 @@ class Needle:
     head: int
     position: int
     reader: int
-    times: float = 1.0  # of the score that has half of the weight
+    times: float = 1.0  # multiple of the score that gets half of the weight
 
 
 def borders(context: int, cuts: Iterable[int] = ()) -> list[int]:

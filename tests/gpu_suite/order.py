@@ -90,7 +90,7 @@ def _counted(path: Path, columns: dict[str, list[Any]], rows: int) -> Plan:
         to_run=len(totals),
         prompt_tokens=sum(columns["token_count"]),
         expected_tokens=sum(columns["expected_tokens"]),
-        shared_prefix_tokens=0,  # what forecasts need, and no benchmark
+        shared_prefix_tokens=0,  # needed only by forecasts
         rows_to_run=rows,
         longest=max(totals),
     )

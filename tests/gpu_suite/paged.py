@@ -16,7 +16,7 @@ class Heads:
     q: int
     kv: int
     dim: int
-    block: int  # tokens a block
+    block: int  # tokens per block
 
     def __str__(self) -> str:
         return f"heads of {self.dim}"
@@ -40,8 +40,8 @@ class Paged:
     k: Tensor
     v: Tensor
     table: Tensor
-    scale: Tensor | None  # (blocks, kv, block) float32, of codes
-    dtype: torch.dtype  # of queries
+    scale: Tensor | None  # (blocks, kv, block) float32, for quantised caches
+    dtype: torch.dtype  # dtype of queries
 
     @classmethod
     def random(

@@ -24,7 +24,7 @@ from tests.suite.section import BenchSection, Part, Result, WrongResult
 STEPS = 10
 # This number of rows has ended, and others have replaced them
 ENDED = 300
-SHOWN = 8  # kernels that take most of the time
+SHOWN = 8  # number of kernels in the table, the slowest first
 
 
 @dataclass(frozen=True, slots=True)

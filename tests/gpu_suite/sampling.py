@@ -19,10 +19,10 @@ from tests.suite.section import BenchSection, Part
 
 ROWS, VOCAB = 256, 128_256
 TINY_ROWS, TINY_VOCAB = 3, 300
-SPREAD = 3.0  # of logits; some hundred tokens then make 95% of the mass
-MOST = 5  # log-probabilities a row
-SAID = 512  # tokens of a prompt and an answer that penalties look at
-# Of rows whose token may differ from the reference's: at a filter's edge float32 sums decide, which it rounds otherwise
+SPREAD = 3.0  # standard deviation of logits: some hundred tokens have 95% of the mass
+MOST = 5  # log-probabilities per row
+SAID = 512  # tokens of a prompt and answer that are penalised
+# Share of rows whose token may differ from the reference: float32 sums round differently at the edge of a filter
 TOLERATED_ROWS = 0.02
 FILTERS: dict[str, tuple[float, int, float, float]] = {  # temperature, top-k, top-p, min-p
     "temperature": (0.8, 0, 1.0, 0.0),

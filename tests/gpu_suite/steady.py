@@ -26,13 +26,13 @@ from tests.suite.section import BenchSection, Part, Result
 from tests.suite.turns import in_turns
 
 ROWS, TINY_ROWS = 2000, 3
-PROMPT, SHARED = 512, 448  # tokens; shared tokens of the second workload
+PROMPT, SHARED = 512, 448  # prompt tokens; shared tokens in the second workload
 MEAN_OUTPUT, MOST_OUTPUT = 128, 512
-SHORT_OUTPUT = 32  # on average, where prompts are shared: most of the work is reading the prompt otherwise
+SHORT_OUTPUT = 32  # mean output with shared prompts: otherwise prefill dominates
 TINY_PROMPT, TINY_OUTPUT = 12, 3
 MOST_TURNS = 3
 SHOWN = ("output_tokens_per_s", "roofline_efficiency", "mfu", "mbu")
-FIRST_ID = 300  # special tokens lie below in most vocabularies
+FIRST_ID = 300  # most vocabularies have their special tokens below
 
 
 def parts(section: BenchSection) -> list[Part]:

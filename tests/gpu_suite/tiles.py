@@ -19,8 +19,8 @@ from tests.gpu_suite.case import DTYPE, Case, described, measured
 from tests.gpu_suite.paged import Heads
 from tests.suite.section import BenchSection, Part, Result
 
-QWEN_HALF_B = Heads(14, 2, 64, 16)  # heads of 64, as small models have them
-FEW = 3  # candidates with small heads
+QWEN_HALF_B = Heads(14, 2, 64, 16)  # head size 64, as in small models
+FEW = 3  # number of candidates for small heads
 # rows, keys, warps, stages; the most promising first
 _WIDE = ((64, 64, 4, 5), (128, 128, 8, 3), (128, 64, 8, 5), (128, 64, 8, 3), (64, 128, 4, 3), (128, 32, 8, 5))
 _NARROW = ((16, 128, 8, 3), (16, 64, 4, 5), (16, 128, 4, 3), (16, 64, 2, 6), (16, 64, 8, 4), (16, 32, 4, 6))

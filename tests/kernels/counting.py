@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations for each value of the result; a maximum or a comparison is one, as are exp, tanh, erf and a root
+# Operations per output value; a maximum, comparison, exp, tanh, erf or root counts as one
 _EACH = {
     "add": 1,
     "sub": 1,
@@ -27,7 +27,7 @@ _EACH = {
     "_softmax": 4,  # subtract the maximum, exp, sum, divide
     "_log_softmax": 4,  # subtract the maximum, exp, sum, subtract
 }
-# for each value that goes in
+# operations per input value
 _REDUCED = {"mean": 1, "max": 1, "amax": 1}
 
 

@@ -19,7 +19,7 @@ TOLERANCE = {
     torch.float32: {"atol": 2e-5, "rtol": 2e-5},
     torch.bfloat16: {"atol": 2e-2, "rtol": 1.6e-2},
 }
-# How products are computed: as this machine does it, in matrix tiles, by matrix multiply-accumulate
+# Ways to multiply: native, in matrix tiles, by matrix multiply-accumulate
 WAYS: tuple[TileWay | None, ...] = (None, "emulated", "emulated_mmla")
 
 

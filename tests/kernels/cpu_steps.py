@@ -19,7 +19,7 @@ from batchinfer_kernels.rope_store import quantize_heads_reference
 from tests.kernels.cpu_cache import codes_laid_out, laid_out
 from tests.kernels.cpu_kit import threads_of
 
-Chunks = list[tuple[int, int]]  # queries, and the context that they end
+Chunks = list[tuple[int, int]]  # queries per sequence, and its context including them
 
 
 def rules_of(scale: float, window: int | None, named: dict[str, Any]) -> ScoreRules:
@@ -34,7 +34,7 @@ class Step:
     v: Tensor
     table: Tensor
     chunks: Chunks
-    scales: tuple[Tensor, Tensor] | None = None  # of caches of codes
+    scales: tuple[Tensor, Tensor] | None = None  # scales of quantised caches
 
     @property
     def queries(self) -> list[int]:
@@ -193,7 +193,7 @@ def tree_step(
     lengths = [last - i % min(own * block_size, 7) for i in range(len(rows))]
     chunks = [
         (min(few[i % len(few)], length), length) for i, length in enumerate(lengths)
-    ]  # each sees itself
+    ]  # a query attends at least to itself
     q = torch.randn(sum(n for n, _ in chunks), kv_heads * group, dim, generator=generator)
     return Step(q, *caches, table, chunks)
 

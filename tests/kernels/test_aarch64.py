@@ -17,7 +17,7 @@ from tests.patience import PATIENCE_S
 CROSS = "aarch64-linux-gnu-gcc"
 DRIVER = Path(__file__).parent / "cross" / "driver.c"
 UNITS = ("bfloat16", "float32", "codes_bfloat16", "codes_float32")
-# What gives the compiler the instructions, and a CPU of QEMU's that has these and no others of them
+# Compiler options, and a CPU of QEMU with exactly these instruction sets
 KINDS = {
     "neon": (("-march=armv8-a",), "cortex-a72"),
     "sdot": (("-march=armv8.2-a+dotprod",), "neoverse-n1"),
@@ -28,7 +28,7 @@ KINDS = {
 }
 # The operators' flags, except for the CPU, and with faster compilation
 COMMON = [flag for flag in FLAGS if not flag.startswith(("-O", "-march", "-mcpu")) and flag not in ARM_FLAGS]
-# What every run of the tests has of the sweep
+# The cases that every test run contains
 SAMPLES = (("bfmmla and usmmla", "bfloat16"), ("neon", "codes_bfloat16"))
 needs_cross = pytest.mark.skipif(
     shutil.which(CROSS) is None, reason=f"{CROSS} is missing (apt install gcc-aarch64-linux-gnu)"
@@ -38,7 +38,7 @@ needs_cross = pytest.mark.skipif(
 def build_driver(compiler: str, unit: str, options: tuple[str, ...], folder: Path) -> Path:
     program = folder / "driver"
     sources = [DRIVER, FOLDER / "shared.c"]
-    if not unit.startswith("codes_"):  # which have attention in one unit with the rest
+    if not unit.startswith("codes_"):  # units of quantised values contain attention
         sources.append(FOLDER / f"attention_{unit}.c")
     words = [f"-I{FOLDER}", f'-DUNIT="{unit}.c"', *map(str, sources), "-lm", "-o", str(program)]
     subprocess.run([compiler, "-O1", *COMMON, *options, *words], check=True, capture_output=True, text=True)

@@ -60,7 +60,7 @@ def operands(weight: Any) -> list[Tensor]:
 
 
 OPERANDS = ("packed", "codes", "scales", "zeros")
-# How a weight is coded, its reference, the cost that is declared, and the options of this
+# Quantiser of the weight, reference, declared cost, and options of that cost
 LINEAR: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "plain": (lambda weight: weight, matmul_reference, cost.linear_cost, {"weight_itemsize": 2}),
     "int8": (quantize_weight, quantized_linear_reference, cost.quantized_linear_cost, {}),

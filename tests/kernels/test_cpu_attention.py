@@ -24,7 +24,7 @@ from tests.kernels.refused import assert_refused
 from tests.kernels.test_copy_parts import BLOCKS, by_place, some_parts
 
 BF16 = torch.bfloat16
-# How products are computed, the dtype of a run, and whether its caches hold codes
+# Way to multiply, dtype, and whether caches are quantised
 KINDS = [
     *((None, dtype, False) for dtype in DTYPES),
     ("emulated", BF16, False),
@@ -136,7 +136,7 @@ def test_nan_and_infinity_appear_only_where_they_are_visible(way, dtype, codes, 
     if what == "query":
         step.q[3, 4, 63] = float("inf")
         broken = (slice(3, 4), slice(4, 5))
-    else:  # of position 82, which the queries from the 12th on see, and of position 18, which all see
+    else:  # of position 82, visible to queries from the 12th on, or of position 18, visible to all
         k, v = step.scales or (step.k[..., 5], step.v)
         seen, cache, block = (12, k, 5) if what == "key" else (0, v, 1)
         cache[step.table[0, block], 1, 2] = float("nan")

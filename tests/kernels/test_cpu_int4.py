@@ -43,7 +43,7 @@ def test_equals_its_reference_and_a_row_alone(
     packed = compiled.pack_int4(codes, scales, zeros, group, bias, kind)
     got = compiled.linear(x, packed)
     wanted = int4_linear_reference(x.float(), codes, scales, zeros, group, bias)
-    # Where a product is not fused with the sum after it, a value between two codes may get the other one
+    # Without fused multiply-add, a value between two quantised values may be rounded to the other one
     assert_near(got, wanted, kind, dtype, 0.0 if compiled.lanes >= 8 else 2e-2 * float(wanted.abs().max()))
     alone = torch.cat([compiled.linear(x[i : i + 1], packed) for i in range(rows)])
     assert torch.equal(got, alone)
@@ -86,9 +86,9 @@ def test_the_cost_of_int4_counts_each_weight_once() -> None:
     packed = operators(WAYS[0]).pack_int4(codes, scales, None, group, None)
     found = int4_linear_cost(tokens, inputs, outputs, 2, group)
     activations = 2 * tokens * (inputs + outputs)
-    held = 256 * outputs // 2  # of inputs that are padded to whole lines
+    held = 256 * outputs // 2  # inputs are padded to whole lines
     assert packed.panels.numel() == held
-    # One start an output is read, too: as the sums of int8, which are not counted either
+    # The start value per output is not counted, like the sums of int8
     assert found.bytes == activations + inputs * outputs // 2 + scales.nbytes
     assert found.coded_ops == 2 * tokens * inputs * outputs
     assert found.flops == found.coded_ops + tokens * (3 * inputs + 2 + (2 + 2 * 7) * outputs), "7 groups"

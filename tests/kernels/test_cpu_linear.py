@@ -109,7 +109,7 @@ def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, ki
     bias = torch.randn(outputs).to(dtype) if biased else None
     codes, scales = quantize_weight(weight)
     got = compiled.linear(x, compiled.pack_codes(codes, scales, bias, kind))
-    # Where a product is not fused with the sum after it, a value between two codes may get the other one
+    # Without fused multiply-add, a value between two quantised values may be rounded to the other one
     step = 0.0 if compiled.lanes >= AVX2_LANES else 2.2 * x.abs().max() / 127 * weight.abs().max()
     assert_near(got, quantized_linear_reference(x.float(), codes, scales, bias), kind, dtype, step)
 

@@ -52,7 +52,7 @@ def test_it_is_gptq(seed: int, inputs: int, group: int) -> None:
     _, scales = quantize_groups(weight, group)
     found = round_with_feedback(weight, scales, products, group)
     wanted = one_by_one(weight, scales, products, group)
-    # One value between two codes may get the other one, and changes what follows of its row
+    # A value between two quantised values may be rounded to the other one, and then changes the rest of its row
     assert float((found == wanted).all(1).float().mean()) > 0.8
 
 

@@ -15,7 +15,7 @@ from batchinfer_kernels.tiles import OPTIONS
 from tests.kernels.cpu_kit import DTYPES, TOLERANCE
 from tests.kernels.cpu_steps import latent_step, tree_step
 
-# What takes an instruction set away from `-march=native`. An option for a set that is not there changes nothing.
+# Options that disable instruction sets of `-march=native`; no effect if the CPU has no such set.
 NARROWER = {
     "native": (),
     "8 lanes": ("-mno-avx512f", *OPTIONS["none"]),

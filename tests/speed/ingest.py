@@ -42,7 +42,7 @@ WORDS = [
     "to",
     "forty-two",
 ]
-FIRST_ID = 10_000_000  # all ids have as many digits
+FIRST_ID = 10_000_000  # all ids have the same number of digits
 
 
 def texts(rows: int, characters: int) -> Iterator[str]:

@@ -43,7 +43,7 @@ from tests.suite.section import BenchSection, Part, Result
 from tests.suite.turns import in_turns
 
 HERE = Path(__file__).parent
-# As layer_clock.h counts them
+# The counters of layer_clock.h, in its order
 BETWEEN, *OPERATORS = (
     "between",
     "input_norm",
@@ -58,7 +58,7 @@ BETWEEN, *OPERATORS = (
 )
 CONTEXT, PROMPT, BLOCK = 96, 512, 16  # tokens; a step of PROMPT rows is one prompt
 LEAST_ROUNDS = 5
-# Of each thread, by operator: seconds that passed, and of them waiting
+# Per thread, by operator: elapsed seconds, and seconds spent waiting
 Clocks = list[dict[str, tuple[float, float]]]
 
 

@@ -19,11 +19,11 @@ from tests.suite.section import Times
 from tests.suite.turns import in_turns
 
 Call = Callable[[], Any]
-COLD_BYTES = 512 * 2**20  # four times the largest L2 of a GPU that there is so far (126 MB, B200)
+COLD_BYTES = 512 * 2**20  # four times the largest L2 of current GPUs (126 MB, B200)
 LEAST_TURNS, MOST_TURNS = 5, 20
 TIMED_S = 0.25  # seconds of device time per call, which decide the number of turns
 QUEUE_MARGIN = 2.0  # times the host's time for a call
-SLEEP_CYCLES = 20_000_000  # ten milliseconds or so, for finding out how long a cycle is
+SLEEP_CYCLES = 20_000_000  # about ten milliseconds, to measure the duration of a cycle
 
 
 class DeviceClock:

@@ -18,7 +18,7 @@ from tests.suite.table import table
 from tests.suite.worker import Lost, Reply, Worker
 
 ROOT = Path(__file__).parents[2]
-LEAST_S = 2.0  # with less left a section is not begun
+LEAST_S = 2.0  # remaining time below which no section starts
 # A part is ended after this time and this share of its section, if the section has several parts and no
 # model: its kernel hangs. It may wait for the compiler, and a first part for the GPU.
 PART_S, PART_SHARE = 20.0, 1 / 3
@@ -36,7 +36,7 @@ class Suite:
     rehearsal: bool = False
     prepare: str | None = None  # a module that prepares each process
     given: Namespace = field(default_factory=Namespace)  # options of the sections
-    _model: BenchModel | None = None  # of the present process
+    _model: BenchModel | None = None  # the model that the present process has loaded
     _began: float = field(default_factory=time.monotonic)
 
     def main(self) -> int:

@@ -33,8 +33,8 @@ class BenchModel:
     kv_memory: float | None = None
     quantization: Quantization = "none"
     kv_cache: KvCacheDtype = "auto"
-    rows: int | None = None  # in work at a time; None: as a job
-    longest: int | None = None  # tokens of a row; None: the longest row of any section
+    rows: int | None = None  # maximum of running rows; None: a job's default
+    longest: int | None = None  # maximum tokens of a row; None: of the longest row of any section
 
     @property
     def is_plain(self) -> bool:
@@ -56,9 +56,9 @@ class SuiteEntry:
     """
 
     name: str
-    share: float  # of the time; unused time goes to later sections
+    share: float  # share of the time; unused time goes to later sections
     source: str
-    model: BenchModel | None = None  # that it runs; a process has one
+    model: BenchModel | None = None  # the model that the section runs; a process loads one model
     calls: tuple[str, ...] = ()  # the commands that it belongs to
     about: str = ""
     options: tuple[Option, ...] = ()
@@ -95,9 +95,9 @@ class Result:
     name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     times: Mapping[str, Times] = field(default_factory=dict)
-    costs: Mapping[str, Cost] = field(default_factory=dict)  # of each operator of what `times` are of
-    dtype: str = "bfloat16"  # whose peak the FLOPs are held against
-    codes_dtype: str = "int8"  # and the operations on codes
+    costs: Mapping[str, Cost] = field(default_factory=dict)  # cost of each operator in the timed call
+    dtype: str = "bfloat16"  # the dtype whose peak bounds the FLOPs
+    codes_dtype: str = "int8"  # the dtype whose peak bounds operations on quantised values
     tokens: int | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
     targets: Mapping[str, float] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class BenchSection:
     """The setting of a section's parts, sent to the measuring process."""
 
     rehearsal: bool  # tiny shapes on the CPU
-    ends: float  # by the monotonic clock, which all processes of a machine share
+    ends: float  # deadline by the monotonic clock, which all processes of a machine share
     # FLOP/s by dtype, BANDWIDTH; empty: not measured
     peaks: Mapping[str, float] = field(default_factory=dict)
     model: BenchModel | None = None  # None: the section runs none

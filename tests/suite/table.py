@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.suite.section import BANDWIDTH
 
-WIDTH = 58  # of the first column
+WIDTH = 58  # width of the first column
 
 
 def table(record: dict[str, Any]) -> str:

@@ -245,9 +245,13 @@ def test_every_workload_and_number_is_documented(every):
     table = page.split("## What each number says")[1].split("\n## ")[0]
     told = set(re.findall(r"`([a-z_]+)`", " ".join(re.findall(r"(?m)^\|[^|]*\|([^|]*)\|", table))))
     optional = {"without_deduplication", "against", "under_schemas", "with_drafts"}
-    parts = {"step_relative", "relative", "drafted_tokens", "accepted_tokens"}  # of the optional ones
+    parts = {"step_relative", "relative", "drafted_tokens", "accepted_tokens"}  # keys of the optional objects
     plain = {"workload", "rows", "duplicates", "prompt_tokens", "output_tokens", "model_s", "preemptions"}
-    plain |= {"recomputed_tokens", "decode_tokens_run", "decode_tokens_optimum"}  # their names say it all
+    plain |= {
+        "recomputed_tokens",
+        "decode_tokens_run",
+        "decode_tokens_optimum",
+    }  # not documented
     assert told - optional - parts == set(every["mixed"]) - plain
     assert optional <= told
 

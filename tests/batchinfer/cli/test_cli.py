@@ -39,7 +39,7 @@ from tests.reference import VERBS
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs" / "cli.md"
-# Slow enough that what a test does while they run is done by then: a step has 4 of them, and takes 0.3 s.
+# A step has 4 rows and takes 0.3 s: the run outlasts what tests do in parallel.
 MANY = [{"id": f"r{i}", "text": f"word number {i}"} for i in range(160)]
 SLOW = {"FAKE_ENGINE_DELAY_S": "0.3", "FAKE_ENGINE_BATCH": "4"}
 

@@ -144,7 +144,7 @@ def test_every_verb_that_prints_has_json(place: Place, tmp_path: Path, cli_of: C
     assert "torch" in only_line(run("doctor", "--json").out)
     told = only_line(run("init", tmp_path / "new", "--json").out)
     assert told["wrote"][0] == str(tmp_path / "new" / "job.yaml")
-    # the first three print JSON anyway, and the last one says what happens, to stderr
+    # these print JSON without the option, or only messages on stderr
     for verb in set(VERBS) - {"schema", "schema infer", "bench", "query", "worker"}:
         assert "--json" in {option for parameter in VERBS[verb].params for option in parameter.opts}
 

@@ -29,7 +29,7 @@ def test_a_cut_names_places_of_the_answer(ids: list[int], given: ReasoningTokens
         assert answer == 0
     if reasons and answer is not None:
         assert tuple(ids[answer - len(given.closing) : answer]) == given.closing
-        assert find(ids[start : answer - 1], given.closing) < 0  # it is the first one
+        assert find(ids[start : answer - 1], given.closing) < 0  # the first closing marker
     if reasons and given.begin and answer is not None:
         assert tuple(ids[:start]) == given.begin
 
@@ -47,8 +47,8 @@ def test_text_between_markers_is_reasoning(inside: list[int], behind: list[int],
 def test_an_answer_may_do_without_reasoning() -> None:
     given = ReasoningTokens((5, 6), (7, 8, 9), (8, 9))
     assert cut([1, 5, 6, 2], given) == NO_REASONING
-    assert cut([8, 9, 5, 6], given) == (0, 0, 2, False)  # it says so itself
-    assert cut([5], given) == (1, 1, None, True)  # it ended within its marker
+    assert cut([8, 9, 5, 6], given) == (0, 0, 2, False)  # the answer starts with its header
+    assert cut([5], given) == (1, 1, None, True)  # the answer ended within its opening marker
 
 
 def test_a_marker_that_is_not_whole_is_no_reasoning() -> None:

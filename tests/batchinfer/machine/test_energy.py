@@ -35,12 +35,12 @@ def test_packages_are_summed_and_their_parts_and_the_platform_are_not(tmp_path: 
     part = zone(tmp_path, "intel-rapl:0:0", "core", 0)
     platform = zone(tmp_path, "intel-rapl:2", "psys", 0)
     meter = EnergyMeter(rapl_counters(tmp_path), (), clock=lambda: 0.0)
-    (one / "energy_uj").write_text("100000")  # it started again at a joule
+    (one / "energy_uj").write_text("100000")  # the counter overflowed at one joule
     for other in (two, part, platform):
         (other / "energy_uj").write_text("500000")
     assert meter.read() == EnergyUse(pytest.approx(0.2 + 0.5), None)
     assert meter.read().total_j == pytest.approx(0.7)
-    (one / "energy_uj").unlink()  # from here on something would be missing
+    (one / "energy_uj").unlink()  # later sums would be incomplete
     assert meter.read() == EnergyUse(None, None)
     assert meter.read().total_j is None
 
@@ -48,7 +48,7 @@ def test_packages_are_summed_and_their_parts_and_the_platform_are_not(tmp_path: 
 def test_without_a_counter_energy_is_unknown(tmp_path: Path) -> None:
     assert rapl_counters(tmp_path) == []
     broken = zone(tmp_path, "intel-rapl:0", "package-0", 5)
-    (broken / "max_energy_range_uj").unlink()  # as one that only root may read
+    (broken / "max_energy_range_uj").unlink()  # like a counter that only root may read
     assert rapl_counters(tmp_path) == []
     assert EnergyMeter((), ()).read() == EnergyUse(None, None)
 

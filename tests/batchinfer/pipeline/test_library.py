@@ -57,7 +57,7 @@ def test_a_job_is_run_and_its_result_read(
     with pytest.raises(FrozenInstanceError):
         result.exit_code = 1  # type: ignore[misc]
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    again = batchinfer.run(place.folder)  # of a job.yaml, as the command line takes it
+    again = batchinfer.run(place.folder)  # the folder of a job.yaml, as on the command line
     assert (again.status, again.report, again.computed) == ("already published", None, None)
     assert os.environ["HF_HUB_OFFLINE"] == "0"
     result.results.rename(place.folder / "elsewhere")

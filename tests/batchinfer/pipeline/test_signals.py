@@ -34,7 +34,7 @@ ENDLESS_SQL = (
     "SELECT count(*)::VARCHAR AS text FROM range(9999999) a, range(9999999) b WHERE a.range * b.range = -1"
 )
 ENDLESS_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ text }}"
-WORKED_S = 0.3  # of processor time: by then it runs the query, or renders
+WORKED_S = 0.3  # CPU seconds, after which the query or the rendering has started
 
 
 def preview_sql(folder: Path, model: Path) -> list[str]:

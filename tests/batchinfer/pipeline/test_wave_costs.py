@@ -37,7 +37,7 @@ from tests.batchinfer.plan.simulation.test_steady_state import H100, SEQS, machi
 
 ROOTS = ContentRoots(100_000)
 ENGINE = machine(LLAMA_8B, admission_costs(LLAMA_8B, H100, True))
-PARTS, ANSWER = 12, 4  # of the index; tokens
+PARTS, ANSWER = 12, 4  # parts of the index; tokens of an answer
 Ints = NDArray[np.int64]
 
 
@@ -109,15 +109,15 @@ class Wavy:
     """Submits the requests of waves to an engine by its clock. Parts of the index become available one by one."""
 
     index: Made
-    part_s: float  # until a part more is read
+    part_s: float  # seconds to read a part
     ran_s: float = 0.0
     idle_s: float = 0.0
     given: list[bytes] = field(default_factory=list)
     done: set[bytes] = field(default_factory=set)
     plans: int = 0
     again: int = 0
-    waits: bool = False  # until all is read, since rows that share lie far apart
-    _known: int = 0  # parts
+    waits: bool = False  # until all parts are read, if rows with common prefixes are far apart
+    _known: int = 0  # number of known parts
     _left: int = 0
     _requests: Iterator[Request] = field(default_factory=lambda: iter(()))
 
@@ -164,7 +164,7 @@ class Cost:
     waits: bool
     tokens: float  # computed prompt tokens, relative to one plan
     of_best: float  # computed prompt tokens, relative to the optimum of sharing whole blocks
-    seconds: float  # until the end, as a multiple of reading all rows first
+    seconds: float  # until the end, relative to reading all rows first
 
 
 def cost(folder: Path, kind: str, rows: int, shuffled: bool) -> Cost:

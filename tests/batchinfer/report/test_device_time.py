@@ -62,7 +62,7 @@ def test_what_is_slow_is_found(slow: str) -> None:
     assert sum(found.values()) == pytest.approx(float(steps["model_s"].sum()))
     assert found["roofline"] == pytest.approx(float(sum(least.values()).sum()))
     expected = (took[slow] - 1) * float(least[slow].sum())
-    if expected > 0.05 * steps["model_s"].sum():  # what takes less is lost in the noise
+    if expected > 0.05 * steps["model_s"].sum():  # smaller times are lost in the noise
         assert found[slow] == pytest.approx(expected, rel=0.25)
 
 

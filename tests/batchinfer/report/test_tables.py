@@ -20,7 +20,11 @@ from batchinfer.report.tables.spool import Spool
 from batchinfer.report.tables.tables import RunRow, run_row, versions, write_run
 from batchinfer_kernels.cost import Peaks
 
-CAPTURED = ("capture_s", "graph_bytes", "load_free_bytes")  # columns that only a GPU has, beside launches
+CAPTURED = (
+    "capture_s",
+    "graph_bytes",
+    "load_free_bytes",
+)  # columns that only GPUs fill, in addition to launches
 START = datetime(2026, 11, 20, 22, 30, tzinfo=UTC)
 
 
@@ -225,7 +229,7 @@ def test_details_of_the_newest_runs_are_kept_and_every_run_row(tmp_path: Path) -
     for run_id in ids:
         for table in ("run", "steps", "requests", "rows", "experts", "activities"):
             folder.table_path(tmp_path, table, run_id).touch()
-    (tmp_path / "steps-2019.parquet").touch()  # somebody else's
+    (tmp_path / "steps-2019.parquet").touch()  # a file of another program
     gone = folder.prune(tmp_path)
     assert len(gone) == 15
     assert len(list(tmp_path.glob("run-*"))) == 13

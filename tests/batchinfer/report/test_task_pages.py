@@ -54,7 +54,7 @@ def test_each_task_has_a_summary_and_a_page_of_its_own(tmp_path: Path, task: str
     assert "decode_tokens" not in parsed.tables["throughput-table"].columns
     shown = {name for name, table in parsed.tables.items() if "completion_tokens" in table.columns}
     assert not shown, "tables about the tokens of answers"
-    if task == "classify":  # of a run whose result was replaced, labels are counted all the same
+    if task == "classify":  # labels are counted even after the result was replaced
         replaced = ParsedPage(page(read_run(tmp_path))).tables
         assert replaced["labels-table"].column("rows") == [200, 100]
         assert "probabilities-table" not in replaced

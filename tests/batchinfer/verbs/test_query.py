@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_blocks_with_the_whole_text() -> None:
     assert max(map(len, lines)) <= 60
     assert " ".join(" ".join(lines[2:]).split()) == f"generated_text {LONG.strip()}"
     whole = list(answer_lines(answer(f"select '{LONG}' as t"), "blocks", None))
-    assert whole[1] == f"t  {LONG.strip()}"  # no line is broken where no terminal is
+    assert whole[1] == f"t  {LONG.strip()}"  # lines are wrapped only on a terminal
 
 
 def test_on_a_pipe_each_row_is_one_line_however_long() -> None:
@@ -376,7 +376,7 @@ def test_tables_of_older_runs_are_read_too(copy: Place, ask: Command) -> None:
     report = copy.results.with_name("res-report")
     old = pa.table({"key": ["ab"], "engine": pa.array([0], pa.int64())})
     pq.write_table(old, report / "requests-20200101T000000Z-abcdef.parquet")
-    pq.write_table(old, report / "requests-mine.parquet")  # no run's
+    pq.write_table(old, report / "requests-mine.parquet")  # a file of no run
     assert (
         ask(copy.results, "select count(*) as n from requests where run_id is null", "--json").out
         == '{"n":1}\n'

@@ -24,7 +24,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.constraints.grammar import BadConstraint, grammar_of
 
-MOST_BYTES = 160  # of an answer that is drawn
+MOST_BYTES = 160  # limit of a random answer
 EDGES = [0, 1, -1, 2, 3, 5, 0.5, -0.5, 0.1, 0.3, 1.0, 2.5, 1e-7, 1e15, 1e22, 2**53, 2**53 + 1, 2**53 + 3, 2**63 - 1,
          2**63, 2**64, -(2**53) - 1, -(2**63), 10**18, 10**18 + 1, 120.88995980580641, 0.36712383142708804,
          9007199254740993.0, 1e300, 5e-324]  # fmt: skip
@@ -183,7 +183,7 @@ class SchemaMaker:
 class Counts:
     """Counts of schemas and texts that were tried."""
 
-    followed: int = 0  # schemas that are not refused
+    followed: int = 0  # accepted schemas
     texts: int = 0
     wrong: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -345,7 +345,7 @@ def try_schema(schema: dict[str, Any], seed: int, counts: Counts, walks: int = 6
     tried = texts | {near for text in texts for _ in range(4) if accepts(grammar, near := mutated(text, rng))}
     for text in tried:
         counts.texts += 1
-        if named_twice(text) or _HUGE.search(text):  # the check of answers refuses a name that stands twice
+        if named_twice(text) or _HUGE.search(text):  # answers with duplicate names are refused
             continue
         if (why := problem(schema, text)) is not None:
             counts.wrong.append((json.dumps(schema), text, why))

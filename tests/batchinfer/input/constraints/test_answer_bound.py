@@ -19,7 +19,7 @@ from tests.examples import examples
 
 Case = tuple[dict[str, Any], st.SearchStrategy[Any]]  # a bounded schema, and values that are valid under it
 CHARACTERS = st.characters(codec="utf-8")
-MOST = 999_999_999_999_999_872  # of 18 digits, and a 64-bit float
+MOST = 999_999_999_999_999_872  # 18 digits, exact as a 64-bit float
 TEXTS = st.text(CHARACTERS, max_size=4)
 
 

@@ -121,7 +121,7 @@ def test_deepseeks_words_are_of_the_letters_that_its_tokenizer_lists(tmp_path: P
     assert [letter for letter in listed if parts(f"é{letter}é") != 1] == []
     assert [letter for letter in others if parts(f"é{letter}é") != 3] == []
     assert [parts(text) for text in ("ႳႴ", "Ⴓⴤ", "Ჰბ")] == [1, 2, 2]
-    # A letter, a mark and a line take a space before them along, a digit and the rest do not; white space at the end
+    # Letters, punctuation and line breaks include the space before them, digits and other characters do not
     texts = ("a b", "a ,.。‘b", "a 12", "՛  1", "東京 가", "a\r\n", "a   b", "a   ")
     assert [parts(text) for text in texts] == [2, 4, 4, 2, 3, 3, 3, 2]
 

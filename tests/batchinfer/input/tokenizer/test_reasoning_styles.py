@@ -33,7 +33,7 @@ def test_its_markers_are_found(name: str, tmp_path: Path) -> None:
     found = find_reasoning("auto", Tokenizer.load(tmp_path))
     assert (found.begin, found.end) == MARKS[name]
     if name == "granite":
-        assert found.tokens is None  # written as other text is
+        assert found.tokens is None  # its markers are ordinary text
     else:
         assert [fast.decode(ids) for ids in found.tokens[:2]] == list(MARKS[name])
 

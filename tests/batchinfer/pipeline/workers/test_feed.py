@@ -21,7 +21,7 @@ class SilentHost:
     """A worker that never finishes its step, or the loading of its model."""
 
     left = False
-    dies = False  # once it has rows; the worker in its place has no engine yet
+    dies = False  # when it has rows; its replacement has no engine yet
 
     def __init__(self, info: Any = None) -> None:
         self.info = info

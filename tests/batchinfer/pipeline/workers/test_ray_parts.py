@@ -108,7 +108,7 @@ def test_engines_have_all_cpus_of_the_smallest_node(found: Found) -> None:
     engines = found(head, (node("a"), facts()), (node("b", cpus=4), facts(free=16 << 30)))
     assert (engines.share.cpus, engines.share.gpus) == (4, 0)
     assert engines.machine.engines == 3  # two of them on the node with 8 CPUs
-    assert (engines.machine.cores, engines.machine.free_memory) == (4, 8 << 30)  # half of the least
+    assert (engines.machine.cores, engines.machine.free_memory) == (4, 8 << 30)  # half of the smallest node's
     assert engines.machine.hardware.peak_flops == {"float32": 4e11}
 
 

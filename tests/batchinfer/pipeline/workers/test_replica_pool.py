@@ -54,12 +54,12 @@ KILLED = (
 class Fate:
     """The course of one start of an engine."""
 
-    speed: int = 1  # rows that it finishes each time it is heard
+    speed: int = 1  # rows per poll
     dies_after: int | None = None  # rows
-    fails_after: int | None = None  # rows: it says so together with its last answers
-    loads_for: int = 0  # times that it is heard before it is ready
-    refuses: BatchInferError | None = None  # while it loads
-    killers: frozenset[bytes] = frozenset()  # rows that it dies of when it runs them
+    fails_after: int | None = None  # rows; the failure is sent with the last answers
+    loads_for: int = 0  # polls until it is ready
+    refuses: BatchInferError | None = None  # raised during loading
+    killers: frozenset[bytes] = frozenset()  # keys of rows that kill it
 
 
 class Engines(MemoryTransport):
@@ -117,7 +117,7 @@ class OnNodes(Engines):
         return self.started[-1]
 
 
-NEVER, MOST_LOOKS = 1 << 30, 100_000  # at an engine before it has a node
+NEVER, MOST_LOOKS = 1 << 30, 100_000  # polls of an engine before it has a node
 
 
 class Started:
@@ -465,7 +465,7 @@ def test_an_engine_that_dies_costs_its_rows_in_flight() -> None:
     engines = Engines([Fate(dies_after=5), Fate(), Fate(dies_after=7)])
     ended = whole_run(engines, 2, rows(*[(1, 0, 10)] * 300))
     assert ended.pool.restarts == 2
-    assert ended.pool.peak_rss == 20  # of the last start of each place
+    assert ended.pool.peak_rss == 20  # of the last start of each engine
     assert ended.pool.expert_tokens == {0: [2, 4]}
     assert ended.notices == [
         f"engine 0: {KILLED}; it was computing rows 8; starting a new one",

@@ -21,7 +21,7 @@ from tests.batchinfer.int4_jobs import INT4, PLAIN, ROWS, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
 from tests.batchinfer.plan.forecast.forecasts import machine_of, planned, runs_on, text
 
-PEAK = 1e8  # of a slow machine, on which a tiny model takes a while
+PEAK = 1e8  # FLOP/s of a slow machine: a tiny model takes noticeable time
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_what_is_no_time_is_a_mistake(text: str, tmp_path: Path, model: Path) ->
 
 
 @pytest.mark.parametrize(("engine_s", "done", "said"), [
-    # before the engines run 10 of 110 seconds pass; the 10 rows are 2 error rows, 3 stored answers and 5 to run
+    # 10 of 110 s pass before the engines start; of 10 rows, 2 are error rows, 3 have stored answers, 5 run
     (100.0, 10, "all rows will be done, 1 s before"),
     (200.0, 7, r"70% of the rows \(7 of 10\) will be done by then, and about 2 min are left"),
     (1e6, 5, r"50% of the rows \(5 of 10\)"),

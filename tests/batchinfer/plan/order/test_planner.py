@@ -129,7 +129,13 @@ def test_windows_are_the_plan_in_order(tmp_path: Path, monkeypatch: pytest.Monke
     assert [key for w in batches for key in w.keys] == [row["key"] for row in planned(plan)]
     assert [n for w in batches for n in w.numbers("seq").tolist()] == list(range(plan.to_run))
     assert [n for w in batches for n in w.numbers("bucket").tolist()] == [4] * plan.to_run
-    for rows, every in ((9, 2), (9, 3), (7, 5), (40, 2), (9, 50)):  # of some, the windows in the middle
+    for rows, every in (
+        (9, 2),
+        (9, 3),
+        (7, 5),
+        (40, 2),
+        (9, 50),
+    ):  # `every`: only the middle window of each group
         wanted = [w.keys for w in plan.batches(rows)][every // 2 :: every]
         assert [w.keys for w in plan.batches(rows, every)] == wanted
 
@@ -138,8 +144,8 @@ tree_prompts = st.lists(
     st.tuples(
         st.lists(st.integers(0, 1), min_size=1, max_size=8),  # a path of 12-token stretches
         st.integers(1, 40),  # expected output
-        st.booleans(),  # bad row
-        st.booleans(),  # present already
+        st.booleans(),  # an error row
+        st.booleans(),  # has a stored answer
     ),
     max_size=30,
 )

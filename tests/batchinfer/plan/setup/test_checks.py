@@ -30,7 +30,7 @@ def asking(folder: Path, size: str) -> Job:
 def test_more_than_memory_has_is_refused(setting: Setting, checkpoint: Checkpoint, tmp_path: Path) -> None:
     models = [PlacedModel(checkpoint, setting)]
     check_kv_memory(asking(tmp_path, "63MiB"), models)
-    for size in ("64MiB", "900GiB"):  # of the first, the weights need a part
+    for size in ("64MiB", "900GiB"):  # weights need a part of the first size
         with pytest.raises(JobFileError, match=r"engine\.kv_memory: .* is more than .* use at most 63MiB"):
             check_kv_memory(asking(tmp_path, size), models)
     for size in ("0.9", "auto"):

@@ -119,7 +119,9 @@ def test_prompts(tmp_path: Path) -> None:
     with_prompts(tmp_path, default_prompt_name="query")
     assert found(tmp_path) == found(tmp_path, prompt="query")
     assert found(tmp_path, prompt="none") == Embedding("mean", True, HIDDEN)
-    assert found(tmp_path, "{token_ids: t}") == Embedding("mean", True, HIDDEN)  # it is put before texts
+    assert found(tmp_path, "{token_ids: t}") == Embedding(
+        "mean", True, HIDDEN
+    )  # token ids get no text prompt
     pooling = tmp_path / "m/1_Pooling/config.json"
     pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": False}))
     assert found(tmp_path, prompt="document") == Embedding("mean", True, HIDDEN)

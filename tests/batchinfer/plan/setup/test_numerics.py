@@ -97,7 +97,7 @@ ORDERS: dict[str, tuple[Any, ...]] = {
     ("option", "changes", "apart"),
     [
         *((option, changes, bool(changes)) for option in ORDERS for changes in (DETERMINISTIC, {})),
-        ("tiles", DETERMINISTIC | {"quantization": "int8"}, True),  # attention is in tiles, too
+        ("tiles", DETERMINISTIC | {"quantization": "int8"}, True),  # attention also uses tiles
         ("tiles", DETERMINISTIC | {"dtype": "float32"}, False),
         ("tiles", {"quantization": "int8"}, False),
     ],

@@ -84,7 +84,7 @@ def test_each_rank_has_a_place(tmp_path: Path, checkpoint: Checkpoint, eight: li
     assert len(worker_specs(job, setting.for_rows(1), "a:b")[0].others) == 1
     on_gpus = job_of(tmp_path, ("model.dtype", "bfloat16"), ("engine.tensor_parallel_size", "2"))
     setting = resolve(on_gpus, checkpoint, GPUS)
-    assert (setting.placement.replicas, setting.placement.gpus) == (1, ("0", "1"))  # of three
+    assert (setting.placement.replicas, setting.placement.gpus) == (1, ("0", "1"))  # two of three GPUs
     alone = GPU.peaks(setting.numerics.dtype)
     assert setting.peaks == alone.times(2)
 

@@ -48,7 +48,7 @@ from tests.batchinfer.engine.small_engine import MAX_LEN, Limits, at_once, drain
 from tests.examples import examples
 
 PEAKS = Peaks(1e12, 1e11)
-MEASURED = ("_s", "graph_bytes")  # what only a device can say
+MEASURED = ("_s", "graph_bytes")  # fields that only a device can measure
 COUNTS = [field.name for field in fields(StepSample) if not field.name.endswith(MEASURED)]
 
 

@@ -29,7 +29,7 @@ from tests.model_costs import llama_spec
 
 FREE = DeviceLink("free", math.inf, 0.0, 1.0)
 SPEC = llama_spec(8, 512, 1408, 8, 4, 64, 32_000)
-RANK = Peaks(1e12, 1e11)  # of one rank
+RANK = Peaks(1e12, 1e11)  # peaks of one rank
 TIMES = st.floats(0, 10, allow_subnormal=False)
 STEPS = st.integers(1, 4).flatmap(
     lambda stages: st.lists(
@@ -84,14 +84,14 @@ def test_a_stage_keeps_what_it_made_until_the_next_one_takes_it() -> None:
     for third, end in (
         ((1, 0), 11.0),
         ((8, 0), 14.0),
-    ):  # the first stage takes its third step after 6 seconds
+    ):  # the first stage starts its third step after 6 seconds
         schedule = StageSchedule(2)
         steps = [[StageWork(first), StageWork(last)] for first, last in ((1, 5), (1, 5), third)]
         assert [schedule.run(work, 0.0, 0.0) for work in steps] == [6.0, 11.0, end]
     for stages, end in (
         (2, 8.0),
         (1, 1.0),
-    ):  # the last of several takes a step once its results are asked for
+    ):  # the last of several stages starts a step when its results are requested
         assert StageSchedule(stages).run([StageWork(1.0)] * stages, 0.0, 0.0, asked_s=7.0) == end
 
 

@@ -45,9 +45,9 @@ from tests.model_costs import llama_cost
 LLAMA_1B = llama_cost(16, 2048, 8192, 32, 8, 64, 128_256, 2, 2)
 MODELS = {"8B": LLAMA_8B, "1B": LLAMA_1B}
 H100, EFFICIENCY = Peaks(760e12, 3.0e12), 0.85
-MEMORY = 55 << 30  # bytes of the cache
+MEMORY = 55 << 30  # bytes of the KV cache
 SEQS, BUDGET = 256, 8192
-SIZES = (2, 4, 8, 16, 32, 48)  # places that are filled together, where costs do not decide
+SIZES = (2, 4, 8, 16, 32, 48)  # rows admitted together, without admission by cost
 
 
 class Counted(BatchedAdmission):

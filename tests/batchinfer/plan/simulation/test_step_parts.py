@@ -110,7 +110,7 @@ def test_no_other_coefficients_from_zero_on_come_nearer(seed: int) -> None:
     wanted = rng.normal(size=12)
     found = nonnegative(columns, wanted)
     assert (found >= 0).all()
-    gradient = columns.T @ (wanted - columns @ found)  # of Karush, Kuhn and Tucker: no coefficient gains
+    gradient = columns.T @ (wanted - columns @ found)  # KKT: no change improves the fit
     assert (gradient <= 1e-7).all()
     assert np.abs(gradient[found > 0]).max(initial=0.0) < 1e-7
 

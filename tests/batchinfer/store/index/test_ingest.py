@@ -635,7 +635,7 @@ def test_a_stop_blames_no_row(folder: Path, who: str, processes: int) -> None:
 @pytest.mark.usefixtures("cold_children")
 def test_workers_end_with_ingest(folder: Path) -> None:
     ingest_rows(folder, [{"text": "a"}])
-    # A process that has ended, and whose parent has not asked how, has no command line: another test's, for example
+    # Zombie processes, such as another test's, have no command line
     alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     assert [p for p in alive if "render_worker:serve" in " ".join(p.cmdline())] == []
 

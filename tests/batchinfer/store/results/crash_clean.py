@@ -24,7 +24,7 @@ from tests.batchinfer.store.small_index import answer
 DAY = 86400
 NOW = 1_800_000_000
 KEYS = [bytes([n]) * 32 for n in range(48)]
-# parts of six rows, by when they were committed and which of their rows were used yesterday
+# parts of six rows: days since the commit, and the rows used yesterday
 PARTS: list[tuple[int, list[int]]] = [
     (90, []),  # goes
     (80, [0, 1, 2, 3, 4, 5]),
@@ -32,7 +32,7 @@ PARTS: list[tuple[int, list[int]]] = [
     (60, []),  # goes
     (50, [1, 3]),
     (45, []),  # goes
-    (2, []),  # young
+    (2, []),  # too new to remove
     (1, []),
 ]
 KEPT = [

@@ -32,10 +32,8 @@ ATTEMPTS = 4
 INVALID = ("length", "repetition", "incomplete_output", "unfit_output", "constraint_failed")
 OTHERS = ("engine_died", "nan_logits")  # errors; the second one is retryable
 WORK = [([n, 1, 2], 8 + n) for n in range(6)]  # prompt and max_tokens of each work, which rows may share
-Row = (
-    tuple[int, tuple[int | None, ...]] | None
-)  # its work in the first attempt, and in the others; None: a bad row
-Outcomes = dict[int, str]  # of the work that is stored
+Row = tuple[int, tuple[int | None, ...]] | None  # work of the first and of later attempts; None: an error row
+Outcomes = dict[int, str]  # by stored work
 
 rows = st.none() | st.tuples(st.integers(0, 5), st.tuples(*[st.none() | st.integers(0, 5)] * (ATTEMPTS - 1)))
 outcomes = st.dictionaries(st.integers(0, 5), st.sampled_from(["stop", *INVALID, *OTHERS]))

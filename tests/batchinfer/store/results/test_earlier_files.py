@@ -58,7 +58,7 @@ def publish_night(
     state = state or StateFolder(results)
     with state.lock(), CompletionStore(root / "store") as store:
         keys = {one: key_of([one], 8) for one in work if one is not None}
-        # of equal ones the first counts, and of an answer and an error the answer
+        # the first of equal answers counts, and an answer replaces an error
         store.append(failure(key) for one, key in keys.items() if one in night.errors)
         store.append(answer(key) for one, key in keys.items() if one not in night.errors)
         store.commit()

@@ -101,7 +101,7 @@ def test_a_file_is_replaced_only_by_the_job_that_wrote_it(place: Path) -> None:
     (place / "mine.jsonl").write_text("edited")
     with pytest.raises(OutputConflict, match="changed since"):
         out(place, "mine.jsonl").check()
-    write(out(place, "another.jsonl"), "x")  # and another file is forgotten by none
+    write(out(place, "another.jsonl"), "x")  # the record keeps both files
     (place / "mine.jsonl").write_text("second")
     out(place, "mine.jsonl").check()
 
@@ -147,7 +147,7 @@ def test_two_results_of_a_job_write_the_same_file_whole(place: Path) -> None:
     """A regression: the second run deleted the first one's temporary file, and the first renamed a partial file."""
     first, second = of_night(place, "monday", "o.jsonl"), of_night(place, "tuesday", "o.jsonl")
     with second.writing() as late:
-        late.write(b"x" * (2 << 20))  # more than is held in memory
+        late.write(b"x" * (2 << 20))  # more than the buffer in memory
         with first.writing() as early:
             early.write(b"monday's")
         assert (place / "o.jsonl").read_text() == "monday's"
@@ -175,7 +175,7 @@ def test_two_results_of_a_job_remember_both_their_files(place: Path) -> None:
 
     def start() -> None:
         other.start()
-        other.join(0.3)  # long enough for a thread that nothing holds back
+        other.join(0.3)  # enough time for a thread that is not blocked
 
     write(out(place, "one.jsonl", ops=Meanwhile(start)), "monday's")
     other.join()
@@ -192,7 +192,7 @@ def test_files_of_a_killed_run_are_removed_later(place: Path) -> None:
         at_work.__enter__().write(b"half")
         assert len(list(place.glob(".batchinfer-*.tmp"))) == 2
         of_night(place, "wednesday", "o.jsonl").probe()
-        assert len(list(place.glob(".batchinfer-*.tmp"))) == 1  # of the run that is at work
+        assert len(list(place.glob(".batchinfer-*.tmp"))) == 1  # the file of the running run
         at_work.__exit__(None, None, None)
     assert (place / "o.jsonl").read_text() == "half"
 
