@@ -205,7 +205,7 @@ def compiled(schema: Any) -> LLMatcher:
 
 
 def drawn(grammar: LLMatcher, rng: random.Random) -> str | None:
-    """Return an answer by a random walk over the mask, or None if it gets too long. Some walks start with digits."""
+    """Return an answer by a random walk over the mask, or None if it gets too long or is incomplete."""
     matcher, said = grammar.deep_copy(), bytearray()
     bits = allocate_token_bitmask(1, library().vocab_size)
     while not matcher.is_stopped() and len(said) < MOST_BYTES:
@@ -222,7 +222,7 @@ def drawn(grammar: LLMatcher, rng: random.Random) -> str | None:
 
 
 def _weighed(allowed: list[int], rng: random.Random) -> list[int]:
-    """Return the allowed tokens, with a higher weight if they end a value."""
+    """Return only the tokens that may end a value with probability 0.7, else all allowed tokens."""
     ends = [one for one in allowed if one >= 256 or chr(one) in '"]}0195.\\-']
     return ends if ends and rng.random() < 0.7 else allowed
 

@@ -24,7 +24,7 @@ def deaths_until_found(count: int, killer: int) -> int:
     deaths, answered = 0, 0
     while (group := suspects.take()) is not None:
         assert all(request.shares_next == 0 for request in group.requests), (
-            "groups do not share prefixes with the next row"
+            "in a group, shares_next of the plan no longer applies"
         )
         if rows[killer].key not in {request.key for request in group.requests}:
             answered += len(group.requests)

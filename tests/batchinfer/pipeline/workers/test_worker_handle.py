@@ -45,7 +45,7 @@ def failing(load: LoadConfig, constraints: object, untimed: Untimed) -> FailingW
 
 
 def tells_of_teardown(load: LoadConfig, *_: object) -> fake_engine.FakeWeights:
-    """Load weights whose process ends with a status that shows if Python tore it down."""
+    """Load weights. If Python's teardown runs in this process, it exits with code 7."""
     atexit.register(os._exit, 7)
     return fake_engine.build(load)
 

@@ -43,7 +43,7 @@ def tokens(*parts: str | int) -> list[int]:
 
 
 def confidence(ids: list[int], text: str, choices: list[str], counted: Sequence[int]) -> None:
-    """Check that exactly the `counted` tokens contribute. Token i of them has log-probability -1 - i."""
+    """Check that exactly the tokens at positions `counted` contribute to the confidence of `text`."""
     logprobs = [-1.0 - at if at in counted else -100.0 for at in range(len(ids))]
     answer = AnswerTokens.of(text, ids, logprobs, Bytes())
     found = confidence_array(iter([answer, None]), choices, None).to_pylist()

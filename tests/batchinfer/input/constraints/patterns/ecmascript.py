@@ -33,7 +33,7 @@ def matches(pattern: str, texts: Sequence[str]) -> list[bool] | None:
 
 
 def _strict(pattern: str) -> str:
-    """Remove backslashes before punctuation, which flag u refuses. The meaning is the same."""
+    """Replace escaped punctuation, which flag u refuses, by hex escapes. The meaning is the same."""
     return _ESCAPE.sub(
         lambda found: (
             found[0]
