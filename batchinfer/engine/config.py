@@ -29,7 +29,10 @@ NO_CHOICE = "{}"  # the result if the engine died while choosing
 
 
 def choose_alone(choose: Callable[[], str]) -> str:
-    """Call `choose` and return its result, for an engine that shares its choices with no other engine.
+    """Call `choose` and return its result, without asking other engines.
+
+    An engine gets this function if no other engine must make the same choice. Otherwise, it gets a function that calls
+    `choose` in one engine and returns the result in all engines.
 
     Args:
         choose: Makes a choice and returns it as JSON.
@@ -38,7 +41,9 @@ def choose_alone(choose: Callable[[], str]) -> str:
 
 
 def max_queued_requests(max_num_seqs: int) -> int:
-    """Return the number of unfinished requests to keep in an engine, so that it never waits for requests.
+    """Return the number of unfinished requests that the driver should keep in an engine.
+
+    With this number, the engine never waits for requests: 3 per running sequence, at least 512.
 
     Args:
         max_num_seqs: The maximum number of sequences that the engine runs at once.
@@ -70,17 +75,18 @@ class LoadConfig:
     Attributes:
         model: The folder of the checkpoint.
         dtype: The dtype of weights and activations.
-        device: The kind of device.
-        threads: CPU threads, or None for one per usable core.
+        device: The kind of device: CPU or GPU.
+        threads: The number of CPU threads, or None for one per usable core.
         quantization: How the weights are quantised.
         deterministic: True if the result of a row must not depend on the other rows of a batch.
-        tiles: True if a deterministic run on a CPU must give the same bits as matrix tiles (AMX) do.
+        tiles: True if a deterministic run on a CPU must give the same bits as a CPU with matrix tiles (AMX).
         kv_cache: The dtype of cached keys and values.
         adapters: The fingerprint and the folder of each LoRA adapter.
-        adapter_slots: Maximum number of adapters on the device at a time, or None for all.
-        draft_model: The draft model, if any.
-        heads: The folder of draft heads, if any.
-        experts: The experts of each rank, or None for contiguous ranges.
+        adapter_slots: Maximum number of LoRA adapters on the device at a time, or None for all.
+        draft_model: The settings of the draft model, or None if the job has none.
+        heads: The folder of draft heads, or None if the job has none.
+        experts: The experts (of mixture-of-experts layers) that each rank holds. None: each rank holds an equal range
+            of consecutive experts.
     """
 
     model: Path
@@ -104,15 +110,15 @@ class EngineConfig:
 
     Attributes:
         load: The settings for loading the weights.
-        max_model_len: Maximum tokens of a sequence, prompt and output.
-        longest: Tokens, prompt and output, of the job's longest sequence.
-        max_num_seqs: Maximum running sequences. None: the engine chooses.
-        max_num_batched_tokens: Maximum tokens per step. None: the engine chooses.
-        block_size: Tokens per KV cache block. None: the engine chooses.
+        max_model_len: Maximum number of tokens of a sequence, prompt and output.
+        longest: The number of tokens, prompt and output, of the longest sequence in the job.
+        max_num_seqs: Maximum number of running sequences. None: the engine chooses.
+        max_num_batched_tokens: Maximum number of tokens per step. None: the engine chooses.
+        block_size: The number of tokens per KV cache block. None: the engine chooses.
         kv_memory: The size of the KV cache: an int in bytes, or a float as a share of the memory that is free after
             loading the weights. None: the engine chooses.
         prefix_caching: True if sequences may share the cached blocks of a common prefix.
-        memory: Bytes of host memory for a CPU engine, weights included. None: all free memory.
+        memory: The bytes of host memory that a CPU engine may use, weights included. None: all free memory.
         peaks: The peak FLOP/s and bandwidth of this engine's share of the device, or None if unknown.
         logprobs: The highest number of log-probabilities per token that a row requests. None: no row requests any.
         drafts: The names of the draft sources.
@@ -134,28 +140,29 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties of a running engine. The report shows them, and the driver fills the engine's queue by them.
+    """The properties of a loaded engine.
 
-    Bytes are per rank if the model is sharded.
+    The report shows them. The driver derives from them how many requests it sends to the engine. Numbers of bytes are
+    per rank if the model is sharded.
 
     Attributes:
         ops: The name of the operator implementation.
         device: The name of the device.
         dtype: The dtype of weights and activations.
-        threads: CPU threads.
-        max_num_seqs: Maximum running sequences.
-        max_num_batched_tokens: Maximum tokens per step.
-        block_size: Tokens per KV cache block.
-        blocks: Blocks of the KV cache.
-        kv_bytes: Bytes of the KV cache.
-        weight_bytes: Bytes of the weights.
+        threads: The number of CPU threads.
+        max_num_seqs: Maximum number of running sequences.
+        max_num_batched_tokens: Maximum number of tokens per step.
+        block_size: The number of tokens per KV cache block.
+        blocks: The number of blocks of the KV cache.
+        kv_bytes: The size of the KV cache in bytes.
+        weight_bytes: The size of the weights in bytes.
         quantization: How the weights are quantised.
         deterministic: True if the result of a row does not depend on the other rows of a batch.
         linear: How the linear layers are computed.
         gpu: The GPU's UUID; empty on a CPU.
-        capture_s: Seconds spent capturing CUDA graphs; None on a CPU.
-        graph_bytes: Device memory of the CUDA graphs; None on a CPU.
-        free_bytes: Free device memory when the engine is ready; None on a CPU.
+        capture_s: The seconds spent capturing CUDA graphs; None on a CPU.
+        graph_bytes: The device memory of the CUDA graphs in bytes; None on a CPU.
+        free_bytes: The free device memory when the engine is ready, in bytes; None on a CPU.
         division: How the model is sharded over ranks.
     """
 
@@ -185,12 +192,12 @@ NUMERICS_VERSION = 6
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOrder:
-    """The input of an int4 calibration.
+    """The input of an int4 calibration, which quantises a model with the help of sample prompts.
 
     Attributes:
         load: The settings for loading the unquantised model.
         prompts: Sample prompts, in the order in which they were drawn.
-        answer_tokens: Maximum tokens per answer, or 0 if the job generates no text.
+        answer_tokens: Maximum number of tokens to generate per prompt, or 0 if the job generates no text.
         folder: The output folder, which must be empty.
         group: The number of inputs of a weight matrix that share a scale.
         adapted: True if the quantised checkpoint must stay compatible with the model's LoRA adapters.

@@ -27,31 +27,32 @@ class _Count:
 class NodeAcceptance:
     """Estimates the probability that a node of a draft tree is accepted, given that its parent was accepted.
 
-    Nodes are counted by a hashable kind that the draft source gives each node, such as its depth and rank.
+    Each draft source assigns a kind to its nodes, such as (depth, rank). The estimate for a node is the acceptance
+    rate of earlier nodes of the same kind.
     """
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, _Count] = {}
 
     def rate(self, kind: Hashable, believed: float) -> float:
-        """Return the probability that a node of this kind is accepted if its parent is.
+        """Return the estimated probability that a node of this kind is accepted if its parent is.
 
         Args:
-            kind: The key by which the draft source groups nodes with a similar acceptance rate.
-            believed: The prior probability. Its weight equals 4 verified nodes.
+            kind: The kind that the draft source assigned to the node.
+            believed: The prior probability, with the weight of 4 verified nodes.
         """
         count = self._counts.get(kind) or _Count()
         rate = (count.accepted + _PRIOR_TOKENS * believed) / (count.verified + _PRIOR_TOKENS)
         return min(_MOST, max(_LEAST / 20, rate))
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
-        """Count the verified and the accepted nodes of a draft tree, per kind.
+        """Count, per kind of node, how many nodes of a draft tree were verified and how many were accepted.
 
-        Only children of accepted nodes count, because the step decides nothing about the other nodes.
+        Children of rejected nodes are not counted, because the step does not decide whether they are right.
 
         Args:
             tree: The proposed tree.
-            outcome: The result of the step that verified the tree, or a part of the tree.
+            outcome: The result of the step that verified the tree, or only some of its nodes.
         """
         parents = tree.parents or range(-1, len(tree.tokens) - 1)
         run_parents = outcome.parents or range(-1, len(outcome.drafts) - 1)
@@ -73,7 +74,7 @@ class NodeAcceptance:
             run_node = accepted
 
     def fade(self, share: float) -> None:
-        """Scale the counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more."""
+        """Multiply all counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more."""
         for count in self._counts.values():
             count.scale(1 - share)
 
@@ -85,10 +86,11 @@ class NodeAcceptance:
 
 
 class Acceptance:
-    """Estimates the acceptance rate of draft tokens, per draft source and `Proposal.kind`.
+    """Estimates the acceptance rate of draft tokens from the results of earlier steps.
 
-    Drafts after a rejected draft are not verified, so they are not counted. Counts fade as steps pass, so a source with
-    a low rate is tried again later.
+    Results are counted per draft source and per `Proposal.kind` (the length of the matching text). Drafts after a
+    rejected draft are not verified, so they are not counted. Old results lose weight as steps pass, so a source with a
+    low rate is tried again later.
     """
 
     def __init__(self) -> None:
@@ -96,11 +98,11 @@ class Acceptance:
         self._rates: dict[tuple[str, int, bool], float] = {}  # a cache, cleared when counts change
 
     def rate(self, source: str, proposal: Proposal) -> float:
-        """Return the probability that a token of a proposal is accepted if the tokens before it are.
+        """Return the estimated probability that a token of a proposal is accepted if the tokens before it are.
 
         Args:
             source: The name of the draft source.
-            proposal: The proposal. Its length of match determines the prior probability.
+            proposal: The proposal. The more of its tokens matched a known text, the higher is the prior probability.
         """
         key = (source, proposal.matched, proposal.agreed)
         found = self._rates.get(key)
@@ -119,10 +121,7 @@ class Acceptance:
         return min(_MOST, max(_LEAST, rate))
 
     def _weaker(self, source: str, kind: tuple[int, bool]) -> _Count:
-        """Return the counts of the source's proposals with shorter matches, scaled to `_WEAKER_TOKENS` at most.
-
-        A longer match is at least as reliable. If short matches are accepted often, the text is probably copied.
-        """
+        # A longer match is at least as reliable. If short matches are accepted often, the text is probably copied.
         found = _Count()
         for (name, other), count in self._counts.items():
             if name == source and other != kind and other[0] <= kind[0] and other[1] <= kind[1]:
@@ -134,12 +133,12 @@ class Acceptance:
         return found
 
     def record_verified(self, source: str, proposal: Proposal, drafts: int, accepted: int) -> None:
-        """Count the verified and the accepted tokens of a proposal.
+        """Count how many tokens of a proposal were verified and how many were accepted.
 
         Args:
             source: The name of the draft source that made the proposal.
             proposal: The proposal.
-            drafts: The number of leading tokens of the proposal that the step ran.
+            drafts: The number of leading tokens of the proposal that the step verified.
             accepted: The number of leading tokens that were accepted.
         """
         self._rates.clear()
@@ -150,7 +149,7 @@ class Acceptance:
             count.scale(0.5)
 
     def fade(self, share: float) -> None:
-        """Scale the counts of verified and accepted tokens by 1 - `share`, so that newer results weigh more."""
+        """Multiply all counts of verified and accepted tokens by 1 - `share`, so that newer results weigh more."""
         self._rates.clear()
         for count in self._counts.values():
             count.scale(1 - share)

@@ -9,7 +9,9 @@ _LONGEST_PAUSE = 32  # tokens
 
 @dataclass(slots=True)
 class Backoff:
-    """Exponential back-off for a row whose drafts were missing or rejected several times in succession.
+    """Exponential back-off for a row: it gets no drafts for some tokens after several failures in succession.
+
+    A failure is a query of a draft source without an accepted draft: the draft was missing or rejected.
 
     Attributes:
         failures: The number of failures since the last accepted draft.
@@ -20,7 +22,7 @@ class Backoff:
     resumes: int = 0
 
     def is_over(self, length: int) -> bool:
-        """Return True if the row may be queried for drafts again.
+        """Return True if the row's back-off is over, so draft sources may be queried for it again.
 
         Args:
             length: The row's current length in tokens.
@@ -28,9 +30,10 @@ class Backoff:
         return length >= self.resumes
 
     def record_failure(self, length: int, most: int) -> None:
-        """Count a query without an accepted draft, and pause after more than `most` of them in succession.
+        """Count a failure: a query for drafts that yielded no accepted draft.
 
-        The pause is 2 tokens at first and doubles up to 32 tokens.
+        After more than `most` failures in succession, drafts are paused for 2 tokens. Each further failure doubles the
+        pause, up to 32 tokens.
 
         Args:
             length: The row's current length in tokens.
@@ -41,7 +44,7 @@ class Backoff:
             self.resumes = length + min(_LONGEST_PAUSE, 1 << min(self.failures - most, 10))
 
     def reset(self) -> None:
-        """End the pause and forget all failures, after a draft was accepted."""
+        """Set the number of failures to 0 and end the pause, after a draft was accepted."""
         self.failures = self.resumes = 0
 
 
@@ -51,10 +54,10 @@ _NEWEST = 0.2  # weight of the newest search in a moving average
 
 
 class SearchBudget:
-    """The time that may be spent on searching texts for drafts.
+    """A budget for the time spent on searching texts for drafts.
 
-    Each step adds a share of its duration to the budget, and each search subtracts its own. The budget is limited to
-    the shares of 20 steps.
+    Each step adds 5 % of its duration to the budget, and each search subtracts its own duration. At most the shares of
+    20 steps accumulate.
     """
 
     def __init__(self) -> None:
@@ -63,15 +66,15 @@ class SearchBudget:
 
     @property
     def is_spent(self) -> bool:
-        """True if the remaining time is shorter than the average search for drafts of one row."""
+        """True if the rest of the budget is shorter than the average time to search a row's text for drafts."""
         return bool(self._row_s) and self._allowed_s < self._row_s
 
     def rows(self, ready: int) -> int:
-        """Return the maximum number of rows to search for drafts within the remaining time.
+        """Return the maximum number of rows for which the budget allows a search for drafts.
 
         Args:
-            ready: The number of rows that could be searched, returned while no search has been timed. Otherwise, the
-                result may exceed it.
+            ready: The number of rows for which drafts could be searched. It is the result until the first search has
+                been timed. Afterwards the result does not depend on it and may exceed it.
         """
         if self._row_s <= 0:
             return ready
@@ -81,11 +84,11 @@ class SearchBudget:
         return most
 
     def subtract(self, seconds: float) -> None:
-        """Subtract the duration of a search for drafts, in seconds, from the remaining time."""
+        """Subtract the duration of a search for drafts, in seconds, from the budget."""
         self._allowed_s -= seconds
 
     def record_search(self, rows: int, seconds: float) -> None:
-        """Update the average time to search a row.
+        """Update the average time that a search for drafts takes per row.
 
         Args:
             rows: The number of rows that were searched, at least 1.
@@ -95,10 +98,10 @@ class SearchBudget:
         self._row_s += _NEWEST * (each - self._row_s) if self._row_s else each
 
     def record_step(self, seconds: float) -> None:
-        """Add 5 % of a step's time to the budget.
+        """Add 5 % of a step's duration to the budget.
 
         Args:
-            seconds: The duration that the tokens of the step would have taken without drafts.
+            seconds: The time that it would have taken to generate the tokens of the step without drafts.
         """
         share = SHARE * seconds
         self._most_allowed_s = _SAVED_STEPS * share

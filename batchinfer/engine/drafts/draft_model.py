@@ -36,32 +36,35 @@ _BELIEVED = 0.75  # prior acceptance rate of a token of the chain
 def spare_blocks(block_size: int, max_num_seqs: int) -> int:
     """Return the number of KV cache blocks that a draft model needs in addition to the target model's blocks.
 
-    They take proposed tokens that do not fit into the blocks of their sequence.
+    Proposed tokens are written to them if the blocks of their sequence are full.
 
     Args:
-        block_size: Tokens per block.
-        max_num_seqs: Maximum running sequences of the engine.
+        block_size: The number of tokens per block.
+        max_num_seqs: Maximum number of running sequences of the engine.
     """
     return min(MOST_ROWS, max_num_seqs) * -(-MOST_PROPOSED // block_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModelRunner:
-    """A loaded draft model and the properties of the target model that it needs.
+    """A loaded draft model, with the settings of the engine and the target model that it depends on.
 
     Attributes:
-        runner: Runs the draft model. Its KV cache has the target model's `blocks`, followed by the `spare_blocks`.
-        roots: The content roots of the draft model's own requests, with the draft model's own position limit.
+        runner: Runs the draft model. Its KV cache has the target model's number of blocks (`blocks`), followed by the
+            draft model's spare blocks.
+        roots: Creates the content roots of the draft model's requests, with the draft model's maximum length.
         vocab: The vocabulary size of the draft model.
         blocks: The number of KV cache blocks of the target model.
-        max_num_seqs: Maximum running sequences of the engine.
-        most_tokens: Maximum tokens per step of the draft model.
+        max_num_seqs: Maximum number of running sequences of the engine.
+        most_tokens: Maximum number of tokens per step of the draft model.
         table: The index of the target model's cache group whose block tables the draft model uses.
         target_vocab: The vocabulary size of the target model.
         eos_token_ids: The end-of-sequence tokens of the target model.
-        masks: The masks of constraints. None if no row has a constraint, or if the masks are for another vocabulary.
-        head: True for draft heads. At each position, draft heads read the next token and the hidden state of the target
-            model. For their own proposals they use their own states instead, so they compute accepted positions again.
+        masks: The token masks of constraints. None if no row has a constraint, or if the masks are for another
+            vocabulary.
+        head: True for draft heads. At each position, draft heads read the next token and the hidden state of the
+            target model. For their own proposals they use their own hidden states instead, so they recompute accepted
+            positions.
         branches: True if proposals may be trees.
     """
 
@@ -84,8 +87,8 @@ class _Prediction(NamedTuple):
 
     Attributes:
         token: The id of the token.
-        chance: Its probability by the draft model; 0 if proposals are not trees.
-        others: The most likely alternatives, as token id and probability; empty if proposals are not trees.
+        chance: The probability that the draft model gives it; 0 if proposals are not trees.
+        others: The most likely other tokens, as (token id, probability); empty if proposals are not trees.
     """
 
     token: int
@@ -95,17 +98,17 @@ class _Prediction(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _RowState:
-    """The draft model's progress in a sequence of the target model.
+    """The draft model's state of a sequence that the target model runs.
 
     Attributes:
         row: The sequence of the target model.
-        own: The same sequence as the draft model runs it, followed by proposed tokens. For draft heads, without the
-            sequence's first token.
-        preemptions: The preemptions of `row` when this object was created.
+        own: A copy of `row` that the draft model runs, followed by proposed tokens. For draft heads, it lacks the
+            first token of `row`.
+        preemptions: The number of preemptions of `row` when this state was created.
         confirmed: The number of leading tokens of `own` that are tokens of `row`, not proposals.
         kept_positions: The number of leading positions in blocks that the target model will not free before the next
             query, except by preemption.
-        mask: The number of the constraint's token mask while the model proposes, or None.
+        mask: The number of the token mask of the row's constraint while the draft model proposes, or None.
     """
 
     row: Sequence
@@ -119,14 +122,14 @@ class _RowState:
 class DraftModelSource:
     """A draft source that runs a small draft model, or draft heads with their own KV cache, such as EAGLE.
 
-    The draft model prefills a row (a running sequence) only when the row is queried. Draft model and target model store
-    a row in KV cache blocks with the same numbers, so prefix sharing and preemption apply to both caches. Tokens beyond
-    the row's blocks use spare blocks and are recomputed if they are accepted. The row's sampling parameters, random
-    draws and constraint also apply to proposals.
+    The draft model prefills a row (a running sequence) only when a proposal for the row is requested. Draft model and
+    target model store a row in KV cache blocks with the same numbers, so prefix sharing and preemption apply to both
+    caches. Tokens beyond the row's blocks use spare blocks and are recomputed if they are accepted. The row's sampling
+    parameters, random draws and constraint also apply to proposals.
 
-    If the configuration allows branches, the source proposes trees: a chain of the sampled tokens, with the next likely
-    tokens as leaves. With draft heads, the last position of a shared block may have been computed with the next token
-    of another row, which makes proposals slightly worse.
+    If the configuration allows branches, the source proposes trees. A tree is the chain of the tokens that the draft
+    model sampled; the next likely tokens at each position are leaves. With draft heads, the last position of a shared
+    block may have been computed with the next token of another row, which makes proposals slightly worse.
     """
 
     most_proposed = MOST_PROPOSED  # maximum number of proposed tokens per row
@@ -146,19 +149,19 @@ class DraftModelSource:
 
     @property
     def name(self) -> DraftName:
-        """The name of this draft source in reports: heads or model."""
+        """The name of this draft source in reports: "heads" for draft heads, "model" for a draft model."""
         return "heads" if self._config.head else "model"
 
     @property
     def most_rows(self) -> int:
-        """The maximum number of rows per call of `propose`."""
+        """The maximum number of rows for which `propose` can be called at once."""
         return min(MOST_ROWS, self._config.max_num_seqs)
 
     def can_draft(self, row: Sequence) -> bool:
-        """Return True if the draft model can run a row with a full proposal.
+        """Return True if the draft model can run a row (a running sequence) with the longest possible proposal.
 
-        The row must not exceed the draft model's context length. The vocabulary must include the row's tokens and the
-        tokens of its sampling parameters.
+        It cannot if the row and the proposal would exceed the draft model's context length. It cannot either if the
+        draft model's vocabulary lacks a token of the row or of its sampling parameters.
         """
         config, length = self._config, len(row)
         if min(length + MOST_PROPOSED, row.max_length) > config.roots.max_model_len or length <= self._offset:
@@ -168,10 +171,10 @@ class DraftModelSource:
         )
 
     def seconds(self, rows: Seq[Sequence], count: int) -> float:
-        """Return the estimated time to propose `count` tokens for each row, in seconds.
+        """Return the estimated time in seconds to propose `count` tokens for each row.
 
-        The time to prefill a row is spread over all tokens that the row may still generate. The estimate includes the
-        part for `count` + 1 tokens.
+        The time to prefill a row's unread tokens is spread over all tokens that the row may still generate. Only the
+        share of `count` + 1 tokens is included.
         """
         more = sum(self._unread(row) * min(1.0, (count + 1) / (row.max_length - len(row))) for row in rows)
         each, context = len(rows), sum(map(len, rows)) / len(rows)
@@ -182,8 +185,8 @@ class DraftModelSource:
         """Return the expected number of accepted tokens of a chain of `count` tokens.
 
         Args:
-            rate: The measured acceptance rate of the source's tokens. If proposals may be trees, the rate that this
-                source measures itself is used instead.
+            rate: The measured acceptance rate of this source's tokens. If proposals may be trees, `rate` is ignored:
+                the rate of the chain's tokens, which is measured separately, is used.
             count: The number of tokens of the chain. Leaves of a tree are not counted.
         """
         return expected_accepted(
@@ -191,29 +194,30 @@ class DraftModelSource:
         )
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
-        """Learn the acceptance rates of nodes from a verified tree.
+        """Learn from a verified tree how often nodes are accepted.
 
-        Nodes are counted twice: by kind, and by whether they belong to the chain of the model's own tokens.
+        Each node is counted for its kind. It is also counted for the chain of the model's own tokens or for the
+        leaves, because `expected` needs the rate of the chain.
 
         Args:
             tree: The tree that this source proposed.
-            outcome: The result of the step that verified it.
+            outcome: The result of the step that verified the tree.
         """
         self._acceptance.record_verified(tree, outcome)
         chain = ["other" if rank else "chain" for _, rank, _ in cast(Seq[_Kind], tree.kinds)]
         self._acceptance.record_verified(tree._replace(kinds=chain), outcome)
 
     def fade(self, share: float) -> None:
-        """Scale the counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more."""
+        """Multiply all counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more."""
         self._acceptance.fade(share)
 
     def propose(self, rows: Seq[Sequence], count: int) -> list[DraftTree]:
-        """Run the draft model and return a tree of up to `count` tokens for each row. A tree may be empty.
+        """Run the draft model and return for each row a draft tree of up to `count` tokens. A tree may be empty.
 
         Args:
             rows: At most `most_rows` sequences for which `can_draft` is True.
-            count: The maximum number of tokens per tree. The model runs this number of steps after the prefill, minus
-                one.
+            count: The maximum number of tokens per tree. The model runs the prefill and up to `count` - 1 further
+                steps.
         """
         states = [self._update(row, number) for number, row in enumerate(rows)]
         found: dict[Sequence, list[_Prediction]] = {one.own: [] for one in states}
@@ -234,12 +238,6 @@ class DraftModelSource:
         return [self._proposed(one, found[one.own]) for one in states]
 
     def _proposed(self, one: _RowState, given: Seq[_Prediction]) -> DraftTree:
-        """Return the draft tree of a row.
-
-        Args:
-            one: The state of the row, after the proposed tokens were appended.
-            given: The predictions of all steps.
-        """
         chain = one.own.tokens[one.confirmed :]
         if not self._config.branches:
             return DraftTree(chain.tolist())
@@ -255,11 +253,10 @@ class DraftModelSource:
         return _tree(nodes, len(given))
 
     def finish(self, row: Sequence) -> None:
-        """Delete the state of a sequence that has ended."""
+        """Delete the draft model's state of a sequence that has ended."""
         self._states.pop(row, None)
 
     def _unread(self, row: Sequence) -> int:
-        """Return the number of a row's tokens that the draft model must prefill before it proposes the first token."""
         one = self._states.get(row)
         valid = (
             self._reusable(row)
@@ -271,11 +268,11 @@ class DraftModelSource:
     def _update(self, row: Sequence, place: int) -> _RowState:
         """Return the state of a row, updated with the tokens that the row got since the last query.
 
-        The row's blocks are recorded as computed, although only the following call of `_prefill` computes them.
+        The row's blocks are recorded as computed, because `_prefill` is called next and computes them.
 
         Args:
             row: The sequence of the target model.
-            place: Its index in the query, which determines its spare blocks.
+            place: The index of the row in the query. It determines the spare blocks of the row.
         """
         one = self._states.get(row)
         if one is None or one.preemptions != row.preemptions:
@@ -324,13 +321,13 @@ class DraftModelSource:
     def _candidates(self, step: _Prediction, drawn: bool) -> list[tuple[int, float, _Kind]]:
         """Return the candidate tokens of a position, each with its acceptance rate and its kind.
 
+        The model's own token comes first. A rate is the probability that the token is accepted if its ancestors are.
+        The prior rate of another token is the probability that the model's token is rejected, times this token's share
+        of the remaining probability.
+
         Args:
             step: The model's token and its alternatives.
             drawn: True if the row is sampled, not greedy.
-
-        Returns:
-            The model's token first. A rate is the probability of acceptance if the ancestors are accepted. The prior
-            rate of an alternative is the rest that the model's token leaves, times the alternative's share of it.
         """
         kind = drawn, 0, _level(step.chance)
         found, left = [(step.token, self._acceptance.rate(kind, _BELIEVED), kind)], max(1e-6, 1 - step.chance)
@@ -345,15 +342,7 @@ class DraftModelSource:
             one.mask = one.own.mask = None
 
     def _valid(self, one: _RowState, row: Sequence) -> int:
-        """Return the number of leading positions of a row whose cached keys and values can be reused.
-
-        Positions of accepted proposals can be reused too, except with draft heads, which compute proposals from their
-        own states.
-
-        Args:
-            one: The draft model's state of the row, at the end of the last query.
-            row: The row now.
-        """
+        # Draft heads compute proposals from their own states, so positions of accepted proposals cannot be reused.
         own, same = one.own, one.confirmed
         most = min(one.kept_positions, own.computed, len(row))
         if self._offset:
@@ -363,7 +352,6 @@ class DraftModelSource:
         return min(same, most)
 
     def _reusable(self, row: Sequence) -> int:
-        """Return the number of leading prompt tokens in full blocks that the draft model has computed for any row."""
         table, size = row.tables[self._config.table], self._size
         full = row.prompt_blocks(len(row), size)
         missing = (at for at in range(full) if self._contents.get(table[at]) != row.block_hash(at, size))
@@ -372,8 +360,8 @@ class DraftModelSource:
     def _note(self, one: _RowState, start: int, end: int) -> None:
         """Record the content hashes of the blocks with the positions from `start` to `end` of the row in `one`.
 
-        Blocks that are not full of prompt tokens are recorded as unknown. The last proposed token is never written to
-        the cache: nothing is proposed after it, and it may have no block.
+        A block that is not full of prompt tokens has no known content afterwards. The last proposed token is never
+        written to the cache: nothing is proposed after it, and it may have no block.
         """
         row, size = one.row, self._size
         table, full = one.own.tables[0], row.prompt_blocks(one.confirmed, size)
@@ -384,7 +372,6 @@ class DraftModelSource:
                 self._contents.pop(table[at], None)
 
     def _prefill(self, states: Seq[_RowState]) -> dict[Sequence, _Prediction]:
-        """Run all tokens of the rows that are not in the draft model's cache, and return the prediction of each row."""
         predictions: dict[Sequence, _Prediction] = {}
         chunks, room = list[Chunk](), self._config.most_tokens
         for one in states:
@@ -400,11 +387,6 @@ class DraftModelSource:
         return predictions | self._run(chunks) if chunks else predictions
 
     def _run(self, chunks: list[Chunk]) -> dict[Sequence, _Prediction]:
-        """Run a step of the draft model on some chunks.
-
-        Returns:
-            The predicted next token of each row whose last token is in its chunk.
-        """
         began, sampling = self._clock(), [c.sequence for c in chunks if c.samples]
         plan = self._writer.of(Step(chunks=chunks), sampling)
         launched = self._config.runner.launch(plan)
@@ -419,7 +401,6 @@ class DraftModelSource:
         }
 
     def _append(self, one: _RowState, token: int) -> bool:
-        """Append a token to the proposal for the row in `one`, if it is allowed. Return True if another may follow."""
         own, constraint = one.own, one.own.constraint
         if not 0 <= token < self._config.target_vocab or token in own.stop_token_ids:
             return False
@@ -441,7 +422,8 @@ class _Node(NamedTuple):
         chance: The probability that this node and all its ancestors are accepted.
         parent: The index of the parent in the chain, or -1 for the sequence's last token.
         token: The id of the token.
-        kind: True if the sequence is sampled; the rank of the token; the level of its probability.
+        kind: The kind of node by which acceptance is counted: (True if the sequence is sampled, the rank of the token,
+            the level of its probability).
     """
 
     chance: float
@@ -451,12 +433,10 @@ class _Node(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The rank of the token among its siblings; 0 for the token of the chain."""
         return self.kind[1]
 
 
 def _tree(nodes: Seq[_Node], most: int) -> DraftTree:
-    """Return the draft tree of the `most` most likely nodes."""
     # Parents come before their children: they are at least as likely
     chosen = sorted(nodes, key=lambda node: (-node.chance, node.parent, node.rank))[:most]
     places = {-1: -1} | {node.parent + 1: place for place, node in enumerate(chosen) if not node.rank}
@@ -473,12 +453,10 @@ def _prediction(token: int, logprobs: TokenLogprobs | None) -> _Prediction:
 
 
 def _level(chance: float) -> int:
-    """Return the level of a probability, by which nodes are counted: -2 * log2(chance), rounded, at most 16."""
     return min(16, round(-2 * log2(max(chance, 1e-9))))
 
 
 def _largest_named_token(row: Sequence) -> int:
-    """Return the largest token id in a sequence's sampling parameters and stop tokens, or 0."""
     params = row.request.params
     named = [token for token, _ in params.logit_bias]
     named += [*params.allowed_token_ids, *(token for words in params.bad_tokens for token in words)]

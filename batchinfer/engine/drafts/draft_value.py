@@ -19,12 +19,12 @@ LEAST_GAIN = 1.03  # minimum gain in tokens per second for which drafts are used
 
 
 class Decoding(NamedTuple):
-    """The size of a step's decoding part.
+    """The decoding rows of a step and their tokens, by which steps are compared.
 
     Attributes:
         rows: The number of decoding rows.
-        drafts: The total number of drafts that the step verifies for them.
-        tokens: The expected number of tokens that the step generates for them.
+        drafts: The total number of drafts that the step verifies for these rows.
+        tokens: The expected number of tokens that the step generates for these rows.
     """
 
     rows: int
@@ -36,11 +36,12 @@ NO_ROWS = Decoding(0, 0, 0.0)
 
 
 def host_seconds(rows: int, steps: float = 1.0) -> float:
-    """Return the estimated time in seconds that the host of a GPU needs for a step.
+    """Return the estimated time in seconds that the host needs to prepare a step for a GPU.
 
     Args:
         rows: The number of rows of the step.
-        steps: The mean number of steps that one launch starts; the host's fixed costs are divided among them.
+        steps: The mean number of steps that the host launches together (multi-step decoding). The fixed time of a
+            launch is divided among these steps.
     """
     return (HOST_STEP_S + rows * HOST_ROW_S + further_host_s(steps - 1, rows)) / steps
 
@@ -48,13 +49,15 @@ def host_seconds(rows: int, steps: float = 1.0) -> float:
 def is_waiting_faster(
     seconds: Callable[[int, int], float], waiting: Decoding, ready: Decoding, plain: int
 ) -> bool:
-    """Return True if one later step of all rows yields more tokens per second than two separate steps.
+    """Return True if it is faster to wait for rows in flight and run all rows in one step than to run two steps.
+
+    The rate that is compared is generated tokens per second.
 
     Args:
-        seconds: Returns the device time of a step in seconds from its rows and its total number of drafts.
-        waiting: The rows whose tokens are in flight.
+        seconds: Returns the device time of a step in seconds from its number of rows and its total number of drafts.
+        waiting: The rows in flight: their newest tokens are not known yet.
         ready: The rows that can run now with drafts.
-        plain: The number of rows that run in every step and get one token each.
+        plain: The number of rows that run in every step and get one token per step each.
     """
     return waiting_speedup(seconds, waiting, ready, plain) > 1
 
@@ -64,14 +67,14 @@ def waiting_speedup(
 ) -> float:
     """Return the tokens per second of one step of all rows, divided by the tokens per second of two separate steps.
 
-    The single step starts when the tokens in flight are known, and the device waits for them. The first separate step
-    runs the `ready` rows and the second one the `waiting` rows.
+    The one step starts only when the tokens in flight are known, so the device is idle until then. Of the two separate
+    steps, the first runs the `ready` rows and the second the `waiting` rows. Above 1, waiting is faster.
 
     Args:
-        seconds: Returns the device time of a step in seconds from its rows and its total number of drafts.
-        waiting: The rows whose tokens are in flight.
+        seconds: Returns the device time of a step in seconds from its number of rows and its total number of drafts.
+        waiting: The rows in flight: their newest tokens are not known yet.
         ready: The rows that can run now with drafts.
-        plain: The number of rows that run in every step and get one token each.
+        plain: The number of rows that run in every step and get one token per step each.
     """
     each = ((plain + part.rows, part.drafts) for part in (ready, waiting))
     separate_s = sum(max(seconds(n, drafts), host_seconds(n)) for n, drafts in each)
@@ -91,17 +94,17 @@ def choose_draft_counts(
     """Choose how many tokens of each proposal a step verifies, to maximise the step's tokens per second.
 
     The j-th token of a proposal, counted from 1, is accepted with probability rate^j. The tokens with the highest
-    probabilities are chosen. Their total number is found by trying 1, 2, 3, 4, 6, 8, 12 and so on, and then a few
-    numbers around the best.
+    probabilities are verified. To find their best total number, 1, 2, 3, 4, 6, 8, 12 and so on are tried, then a few
+    numbers around the best of these.
 
     Args:
         rates: [n], the acceptance rate of the tokens of each of the n proposals.
         lengths: [n], the number of tokens per proposal.
         seconds: Returns the duration of the step in seconds from its total number of drafts.
-        certain: The tokens that the step yields without drafts.
+        certain: The number of tokens that the step yields without drafts.
         most: Maximum total number of drafts.
-        known: The acceptance probability of each token, in descending order, by the index of a proposal. They replace
-            the proposal's rate.
+        known: By the index of a proposal, the acceptance probability of each of its tokens, in descending order. They
+            are used instead of the proposal's rate.
 
     Returns:
         [n], the number of leading tokens of each proposal to verify. All are 0 if drafts do not make the step at least
@@ -147,11 +150,11 @@ def choose_proposal_length(
     Args:
         expected: Returns the expected number of accepted tokens of a row from its number of proposed tokens.
         rows: The number of rows for which the model would be queried.
-        certain: The tokens that the next step yields without the draft model's proposals.
-        seconds: Returns the duration of the step in seconds from the proposed tokens per row, including the time that
-            the draft model takes.
+        certain: The number of tokens that the next step yields without the draft model's proposals.
+        seconds: Returns the duration of the next step in seconds from the number of proposed tokens per row. It
+            includes the time that the draft model takes.
         most: Maximum number of proposed tokens per row.
-        least: The tokens per second without the draft model. The result is 0 if they are not exceeded by 3 %.
+        least: The tokens per second without the draft model. The draft model must exceed them by 3 %.
     """
     if most <= 0:
         return 0
@@ -173,6 +176,5 @@ def expected_accepted(rate: float, tokens: float) -> float:
 
 @lru_cache(1024)
 def _tried(most: int) -> list[int]:
-    """Return the total numbers of drafts that are tried first: 1, 2, 3, 4, 6, 8, 12, and so on up to `most`."""
     powers = [1 << bit for bit in range(most.bit_length())]
     return sorted({min(number, most) for power in powers for number in (power, power * 3 // 2)} | {most})

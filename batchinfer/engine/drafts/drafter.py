@@ -45,8 +45,9 @@ class _Row:
         texts: The back-off of the sources that search texts.
         model: The back-off of the draft model.
         source: The name of the source of the newest drafts.
-        proposal: The proposal of the newest drafts.
-        rest: The proposed tokens after a rejected draft. They may be accepted if a copied text differs in one token.
+        proposal: The proposal that the newest drafts were taken from.
+        rest: The proposed tokens after the newest rejected draft. They may be right if a copied text differs in one
+            token.
         drafts: The number of the newest drafts.
         expected: The expected number of accepted tokens among the newest drafts.
     """
@@ -63,18 +64,18 @@ class _Row:
 class CostedDrafter:
     """A drafter that chooses drafts from several sources to maximise the expected tokens per second of a step.
 
-    A row is a running sequence. The time for queries is limited to a share of the steps' time. Rows without accepted
-    drafts are queried with exponentially decreasing frequency.
+    A row is a running sequence. Searching texts may take only a small share of the steps' time. A row whose drafts
+    were missing or rejected is queried with exponentially decreasing frequency.
 
     Args:
         sources: The sources that search texts, in the order in which they are queried.
         times: Estimates the duration of steps on the device.
         most_sampled: Maximum number of sampled positions per step, drafts included.
-        looks_ahead: True if the host prepares a step while the previous step runs. A row with drafts then misses the
-            following step, unless that step waits for the row.
+        looks_ahead: True if the host prepares a step while the previous step runs. The next drafts of a row are then
+            known too late for the following step. The row misses that step, unless the step is delayed.
         clock: Returns the time in seconds.
-        model: A draft model, if any. If the expected gain exceeds its cost, it is queried for the rows whose proposals
-            from `sources` are weaker.
+        model: The draft model, or None. A row with a good proposal from `sources` is not queried for. For other rows,
+            the model is queried if the expected gain exceeds the time it takes.
         most_drafts: Maximum number of drafts per row and step. None: 24.
     """
 
@@ -104,9 +105,9 @@ class CostedDrafter:
         """Return the rows that get drafts in the next step, with their drafts.
 
         Args:
-            rows: Decoding sequences without drafts whose tokens are all known.
-            ahead: The number of further decoding sequences, whose last tokens are in flight.
-            others: The number of tokens that other sequences run in the step.
+            rows: Decoding sequences whose tokens are all known and that have no drafts yet.
+            ahead: The number of other decoding sequences, whose newest tokens are in flight.
+            others: The number of tokens that sequences in prefill run in the step.
         """
         began = self._clock()
         decodes, others = len(rows) + ahead, max(others, self._costs.prompt_tokens)
@@ -127,10 +128,10 @@ class CostedDrafter:
         return chosen
 
     def should_hold_row(self, sequence: Sequence) -> bool:
-        """Return True if a sequence in flight should skip the next step to have drafts in the step after it.
+        """Return True if a sequence in flight should skip the next step, to have drafts in the step after it.
 
         The next step is launched before the sequence's newest tokens are known, so the sequence can have no drafts in
-        it.
+        the next step.
         """
         if not self._pays:
             return False
@@ -148,12 +149,13 @@ class CostedDrafter:
     def should_hold_step(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
         """Return True if the next step should be launched only after the tokens of the step in flight are known.
 
-        Then one step of all rows yields more tokens per second than two separate steps.
+        This is the case if one step of all rows yields more tokens per second than two separate steps.
 
         Args:
-            waiting: The sequences in flight that will have drafts when their tokens are known.
+            waiting: The sequences in flight that can have drafts when their tokens are known.
             ready: The decoding sequences that are not in flight.
-            plain: The number of sequences in flight that can run on before their tokens are known.
+            plain: The number of sequences in flight that run in the next step, without drafts, before their tokens are
+                known.
         """
         if self._costs.prompt_tokens or not plain + len(ready):
             return False
@@ -162,7 +164,6 @@ class CostedDrafter:
         )
 
     def _decoding(self, rows: Seq[Sequence]) -> Decoding:
-        """Estimate the size of a step of `rows` from the newest drafts of each row."""
         states = [self._rows[row] for row in rows if row in self._rows]
         return Decoding(
             len(rows), sum(one.drafts for one in states), len(rows) + sum(one.expected for one in states)
@@ -170,20 +171,17 @@ class CostedDrafter:
 
     @property
     def _tolerated_failures(self) -> int:
-        """The number of successive failures of a row that are tolerated before back-off starts.
-
-        After a changed word of a copied text, no draft is found for a few tokens. If rows skip a step to have drafts, a
-        failure costs a whole step, so back-off starts at the first failure.
-        """
+        # After a changed word of a copied text, no draft is found for a few tokens. If rows skip a step to have drafts,
+        # a failure costs a whole step, so back-off starts at the first failure.
         return 4 if self._costs.together else 0
 
     def record_verified(self, outcome: AcceptedTokens) -> None:
-        """Learn from the verification of a sequence's drafts.
+        """Learn from a step that verified drafts of a sequence.
 
         The acceptance rate of the draft source and the back-off of the sequence are updated.
 
         Args:
-            outcome: The drafts that a step ran for a sequence, and which of them were accepted.
+            outcome: The drafts that the step ran for the sequence, and which of them were accepted.
         """
         row = self._rows[outcome.sequence]
         assert row.proposal is not None, "drafts without a proposal"
@@ -212,11 +210,14 @@ class CostedDrafter:
             self._learn(sequence.tokens[max(0, sequence.prompt_length - CONTEXT_TOKENS) :])
 
     def learn(self, answer: TokenIds) -> None:
-        """Add an answer of another engine to the texts that sources search."""
+        """Add an answer that another engine generated to the texts that sources search."""
         self._learn(array("i", answer.tobytes()))
 
     def record_step(self, sample: StepSample) -> StepSample:
         """Learn from the duration of a step.
+
+        Args:
+            sample: The measurements of the step.
 
         Returns:
             The sample with its draft fields filled: verified and accepted drafts, the time spent on proposals, and the
@@ -242,12 +243,6 @@ class CostedDrafter:
             source.learn(text)
 
     def _counted(self, sample: StepSample, spent_s: float) -> dict[str, Any]:
-        """Return the values of the draft fields of a step's sample, by name of the field.
-
-        Args:
-            sample: The sample of the step.
-            spent_s: The part of the step's duration that the draft model took, in seconds.
-        """
         found: dict[str, Any] = {}
         for source, (drafted, accepted) in self._counts.items():
             found |= {f"{source}_drafted": drafted, f"{source}_accepted": accepted}
@@ -256,7 +251,6 @@ class CostedDrafter:
         return found | {"drafted_tokens": drafted, "accepted_tokens": accepted, "drafts_saved_s": saved_s}
 
     def _rows_to_search(self, rows: Seq[Sequence]) -> list[Sequence]:
-        """Return the rows whose texts are searched for the next step, in turn if the search budget limits them."""
         ready = [row for row in rows if self._row(row).texts.is_over(len(row))]
         most = self._search.rows(len(ready))
         if most >= len(ready):
@@ -265,7 +259,6 @@ class CostedDrafter:
         return [*ready[self._turn :], *ready[: self._turn]][:most]
 
     def _search_rows(self, rows: list[Sequence]) -> list[_Found]:
-        """Query the sources, and return the proposal with the most expected accepted tokens for each row with any."""
         began = self._clock()
         best: dict[Sequence, tuple[float, str, Proposal]] = {}
         for row, name, proposal in self._proposals(
@@ -289,17 +282,17 @@ class CostedDrafter:
     def _with_model(
         self, model: ModelChoice, rows: Seq[Sequence], found: list[_Found], decodes: int, others: int
     ) -> list[_Found]:
-        """Replace the weaker proposals by proposals of the draft model, if the gain exceeds the model's cost.
+        """Query the draft model for rows whose proposals are missing or weak, if the expected gain exceeds the cost.
 
         Args:
             model: The draft model.
             rows: The sequences that may have drafts.
-            found: The proposals of other sources.
+            found: The proposals of the sources that search texts.
             decodes: The number of sequences that decode in the step.
-            others: The number of tokens that other sequences run in the step.
+            others: The number of tokens that sequences in prefill run in the step.
 
         Returns:
-            The proposals of all sources.
+            `found`, in which proposals of the draft model replace the weak ones.
         """
         ready = [row for row in rows if self._row(row).model.is_over(len(row))]
         rate = self._acceptance.rate(model.name, model.prior)
@@ -325,13 +318,6 @@ class CostedDrafter:
         return proposal.expected_accepted(self._acceptance.rate(source, proposal), len(proposal.tokens))
 
     def _expected(self, found: list[_Found], decodes: int, others: int) -> tuple[int, float]:
-        """Return how many drafts a step with these proposals would verify, and how many it would accept on average.
-
-        Args:
-            found: The proposals.
-            decodes: The number of sequences that decode in the step.
-            others: The number of tokens that other sequences run in the step.
-        """
         if not found:
             return 0, 0.0
         rates, counts = self._draft_counts(found, decodes, others)
@@ -345,7 +331,7 @@ class CostedDrafter:
         Args:
             found: The proposals.
             decodes: The number of sequences that decode in the step.
-            others: The number of tokens that other sequences run in the step.
+            others: The number of tokens that sequences in prefill run in the step.
 
         Returns:
             The acceptance rate of each proposal's tokens, and the number of its tokens to verify, both [n].
@@ -364,13 +350,6 @@ class CostedDrafter:
         return rates, counts
 
     def _choose(self, found: list[_Found], decodes: int, others: int) -> list[tuple[Sequence, Drafts]]:
-        """Return the rows that get drafts in the next step, with their drafts.
-
-        Args:
-            found: The best proposal of each row that has any.
-            decodes: The number of sequences that decode in the step.
-            others: The number of tokens that other sequences run in the step.
-        """
         rates, counts = self._draft_counts(found, decodes, others)
         expected = _expected_accepted(found, rates, counts)
         each = [one for one in zip(found, expected, counts.tolist(), strict=True) if one[2]]
@@ -382,12 +361,6 @@ class CostedDrafter:
         ]
 
     def _would_hold(self, chosen: list[tuple[_Found, float, int]], decodes: int) -> bool:
-        """Return True if the step after the next one would wait for the tokens of these drafts.
-
-        Args:
-            chosen: Each proposal with its expected number of accepted tokens and its number of drafts.
-            decodes: The number of sequences that decode in the next step.
-        """
         tokens = sum(1 + accepted for _, accepted, _ in chosen)
         drafted = Decoding(len(chosen), sum(n for _, _, n in chosen), tokens)
         if len(chosen) == decodes:
@@ -397,12 +370,6 @@ class CostedDrafter:
     def _proposals(
         self, rows: list[Sequence], enough: Callable[[Sequence], bool]
     ) -> Iterator[tuple[Sequence, str, Proposal]]:
-        """Yield rows with the name of a source and its proposal. A row can occur several times.
-
-        Args:
-            rows: The sequences to query the sources for.
-            enough: Returns True if a sequence needs no further proposals.
-        """
         for row in rows:
             state = self._rows[row]
             if state.rest is not None:
@@ -430,10 +397,7 @@ def _expected_accepted(
 
 
 def _verified(row: Sequence, proposal: Proposal) -> int:
-    """Return the number of leading tokens of a proposal that one step can verify.
-
-    It is limited for a row with penalties, because each draft then needs its own copy of the row's text.
-    """
+    # Each draft of a row with penalties needs its own copy of the row's text
     if not row.request.params.penalised:
         return len(proposal.tokens)
     return min(len(proposal.tokens), _PENALISED_TOKENS // len(row))

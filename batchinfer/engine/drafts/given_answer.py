@@ -21,28 +21,29 @@ _COMPARED = 32  # tokens that are compared before each position
 class GivenAnswer:
     """A draft source for requests that carry a draft of the whole answer, such as the row's earlier answer.
 
-    It proposes the tokens of the draft from the position that matches the end of the answer so far. If the answer
-    differs from the draft, the position with the longest match is used. Among equal matches, the position nearest to
-    the answer's length wins.
+    It proposes the tokens of the draft after the position where the draft matches the end of the answer so far. If the
+    answer has left the draft, the position with the longest match is used. Among equal matches, the position nearest
+    to the answer's length wins.
     """
 
     def __init__(self, name: DraftName) -> None:
-        """Create a source.
+        """Create a source for drafts of one origin.
 
         Args:
-            name: The origin of the drafts that requests carry: earlier or model.
+            name: The name of the source in reports: "earlier" if drafts are earlier answers to the rows, "model" if a
+                draft model generated them.
         """
         self.name = name
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
-        """Return a proposal of up to 128 tokens for each row, from the draft of its request.
+        """Return a proposal of up to 128 tokens for each row, taken from the draft that its request carries.
 
         Args:
             rows: Running sequences.
             most: Ignored.
 
         Returns:
-            None for a row without a draft, or if no position of its draft matches.
+            A proposal per row. None for a row without a draft, or if no position of its draft matches.
         """
         return [
             None
@@ -52,15 +53,19 @@ class GivenAnswer:
         ]
 
     def learn(self, text: array[int]) -> None:
-        """Ignore a complete answer: drafts come from the requests only."""
+        """Do nothing with a complete answer: all drafts of this source come from requests."""
 
 
 def continue_draft(draft: TokenIds, answer: array[int]) -> Proposal | None:
-    """Return the part of a draft that continues an incomplete answer, or None if no position of the draft matches.
+    """Return the part of a draft that continues an incomplete answer.
 
     Args:
-        draft: The tokens of a likely complete answer.
+        draft: The tokens of a complete answer that resembles the one being generated.
         answer: The tokens that were generated so far.
+
+    Returns:
+        The proposed tokens, at most 128. None if no position of the draft matches the end of the answer, or if the
+        draft ends there.
     """
     if not len(answer):
         return _proposal(draft, 0, CONTEXT_TOKENS)
@@ -80,7 +85,6 @@ def _proposal(draft: TokenIds, begin: int, matched: int) -> Proposal | None:
 
 
 def _nearby_positions(draft: TokenIds, last: list[int], near: int) -> list[int]:
-    """Return up to 8 positions of the draft that follow the last two tokens of the answer, nearest to `near` first."""
     if len(last) < 2 or len(draft) < 2:
         return []
     found = np.flatnonzero((draft[1:] == last[-1]) & (draft[:-1] == last[-2])) + 2
@@ -90,7 +94,6 @@ def _nearby_positions(draft: TokenIds, last: list[int], near: int) -> list[int]:
 
 
 def _matched(draft: TokenIds, begin: int, last: list[int]) -> int:
-    """Count the tokens directly before position `begin` of the draft that equal the end of the answer, `last`."""
     if begin > len(draft):
         return 0
     # Lists: comparing a few tokens in numpy takes ten times as long

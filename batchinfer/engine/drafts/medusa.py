@@ -44,7 +44,8 @@ class TreeShape(NamedTuple):
 
     Attributes:
         parents: The index of the parent node, or -1 for the sequence's last token.
-        depths: The index of the Medusa head that predicts the node's token; 0 for a parent of -1.
+        depths: The index of the Medusa head that predicts the node's token; 0 for a child of the sequence's last
+            token.
         ranks: The rank of the node's token among the candidates of its head, 0 for the most likely.
         chances: The probability that the node and all its ancestors are accepted.
     """
@@ -55,7 +56,7 @@ class TreeShape(NamedTuple):
     chances: list[float]
 
     def first(self, count: int) -> TreeShape:
-        """Return the shape of the first `count` nodes, which is the best tree with that number of nodes."""
+        """Return the shape of the first `count` nodes, which is the best tree with `count` nodes."""
         return TreeShape(self.parents[:count], self.depths[:count], self.ranks[:count], self.chances[:count])
 
 
@@ -64,7 +65,7 @@ def best_shape(rates: Seq[Seq[float]], most: int) -> TreeShape:
 
     Args:
         rates: `rates[depth][rank]` is the probability that a candidate token is accepted if its ancestors are.
-        most: Maximum number of nodes.
+        most: The maximum number of nodes of the tree.
     """
     orders = [sorted(range(len(own)), key=own.__getitem__, reverse=True) for own in rates]
     shape, waiting = TreeShape([], [], [], []), list[tuple[float, int, int, int, float]]()
@@ -100,15 +101,6 @@ class _Head:
     out: Tensor
 
     def tokens(self, states: Tensor, ranks: int) -> Tensor:
-        """Return the tokens with the highest logits.
-
-        Args:
-            states: Hidden states of the target model, [n, hidden].
-            ranks: The number of tokens per state.
-
-        Returns:
-            int64 [n, ranks], the highest logit first.
-        """
         for weight, bias in self.blocks:
             states = states + silu(linear(states, weight, bias))
         logits = linear(states, self.out)
@@ -123,10 +115,10 @@ class MedusaHeads:
 
     @classmethod
     def load(cls, stored: StoredMedusa, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
-        """Load the weights of all heads of a checkpoint.
+        """Load the weights of all Medusa heads of a checkpoint.
 
         Args:
-            stored: The files of the checkpoint.
+            stored: The checkpoint's file of weights, and their names.
             dtype: The dtype of the target model.
             device: The device of the target model.
         """
@@ -157,11 +149,11 @@ class MedusaRunner:
     """Loaded Medusa heads with access to the hidden states of the target model.
 
     Attributes:
-        heads: The heads.
+        heads: The Medusa heads.
         model: The target model's final norm and output layer.
         states: The hidden states from which the last tokens of running sequences were sampled.
         head_values: The number of weights per head.
-        itemsize: The bytes per weight.
+        itemsize: The number of bytes per weight.
         branches: True if proposals may be trees.
     """
 
@@ -173,7 +165,7 @@ class MedusaRunner:
     branches: bool = False
 
     def cost(self, rows: int, count: int) -> Cost:
-        """Return the FLOPs and bytes of running the first `count` heads for `rows` hidden states."""
+        """Return the cost of running the first `count` heads for `rows` hidden states: FLOPs, and bytes of weights."""
         values = count * self.head_values
         return Cost(2 * rows * values, values * self.itemsize)
 
@@ -181,9 +173,9 @@ class MedusaRunner:
 class MedusaSource:
     """A draft source that runs Medusa heads on the hidden state from which a row's last token was sampled.
 
-    A row is a running sequence. The source proposes the tree with the highest expected number of accepted tokens, from
-    the measured acceptance of each candidate. If the runner allows no branches, the source proposes the most likely
-    token of each head. Penalties, biases and random draws of the row are ignored.
+    A row is a running sequence. From the measured acceptance rate of each candidate token, the source derives the tree
+    with the highest expected number of accepted tokens and proposes it. If the runner allows no branches, the source
+    proposes the most likely token of each head. Penalties, logit biases and random draws of the row are ignored.
     """
 
     name: DraftName = "heads"
@@ -204,9 +196,9 @@ class MedusaSource:
 
     @property
     def shape(self) -> TreeShape:
-        """The shape of the tree with the highest expected number of accepted tokens, of the maximum size.
+        """The shape of the draft tree with the highest expected number of accepted tokens.
 
-        The maximum is 24 nodes, or one node per head if the runner allows no branches.
+        It has 24 nodes, or one node per head if the runner allows no branches.
         """
         if self._shape is None:
             heads = len(self._runner.heads.heads)
@@ -215,7 +207,6 @@ class MedusaSource:
         return self._shape
 
     def _rates(self, head: int, ranks: int) -> list[float]:
-        """Return the probability that each of a head's first `ranks` candidates is accepted if its ancestors are."""
         rates = [self._acceptance.rate((head, 0), _BELIEVED)]
         for rank in range(1, ranks):
             believed = max(0.0, 1 - sum(rates)) * _BELIEVED_NEXT
@@ -223,7 +214,12 @@ class MedusaSource:
         return rates
 
     def expected(self, rate: float, count: int) -> float:
-        """Return the expected number of accepted tokens per row if `count` tokens are verified. `rate` is ignored."""
+        """Return the expected number of accepted tokens per row if the tree's first `count` tokens are verified.
+
+        Args:
+            rate: Ignored: the source measures the acceptance rate of each candidate itself.
+            count: The number of verified tokens.
+        """
         return sum(self.shape.chances[:count])
 
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
@@ -237,9 +233,10 @@ class MedusaSource:
         self._shape = None
 
     def fade(self, share: float) -> None:
-        """Scale the counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more.
+        """Multiply all counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more.
 
-        The estimated duration of proposals also moves towards its roofline bound, if it is longer.
+        If proposals took longer than their roofline, the estimate of their duration also moves 1 % towards the
+        roofline. Otherwise a single slow proposal could stop all further ones.
         """
         self._acceptance.fade(share)
         self._shape = None
@@ -252,7 +249,7 @@ class MedusaSource:
     def can_draft(self, row: Sequence) -> bool:
         """Return True if the hidden state from which the row's last token was sampled is available.
 
-        A token that a constraint forced was not sampled and has no hidden state.
+        A token that a constraint forced was not sampled, so there is no hidden state for it.
         """
         return self._runner.states.has(row.request.key, row.output_length)
 
@@ -265,7 +262,7 @@ class MedusaSource:
 
         Args:
             rows: Sequences for which `can_draft` is True.
-            count: The number of tokens per tree, at most `most_proposed`.
+            count: The number of tokens per tree, from 1 to `most_proposed`.
         """
         began, states = self._clock(), self._runner.states
         hidden = states.of([(row.request.key, row.output_length) for row in rows])
@@ -278,10 +275,10 @@ class MedusaSource:
         return [DraftTree(own, parents, shape.chances, kinds) for own in tokens]
 
     def record_time(self, rows: int, heads: int, took_s: float) -> None:
-        """Learn from the duration of a proposal.
+        """Learn from the measured duration of a proposal.
 
         Args:
-            rows: The number of rows.
+            rows: The number of rows of the proposal.
             heads: The number of heads that ran.
             took_s: The duration in seconds.
         """

@@ -22,7 +22,7 @@ Found = tuple[Sequence, str, Proposal]
 class ModelChoice:
     """Chooses the rows for which a draft model is queried, and the number of tokens that it proposes.
 
-    A row is a running sequence. The model is queried only if the expected gain exceeds its cost.
+    A row is a running sequence. The model is queried only if it is expected to save more time than it takes.
     """
 
     def __init__(self, model: DraftingModel, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,7 +38,10 @@ class ModelChoice:
 
     @property
     def prior(self) -> Proposal:
-        """An empty proposal, by which the acceptance rate of the draft model's tokens is looked up."""
+        """An empty proposal with the match length that the draft model's proposals count as.
+
+        It serves to look up the acceptance rate of the draft model's tokens before it has proposed any.
+        """
         return Proposal((), _PRIOR_MATCH)
 
     def choose_rows(
@@ -46,8 +49,8 @@ class ModelChoice:
     ) -> tuple[list[Sequence], list[Found]]:
         """Choose the rows for which the draft model would be queried.
 
-        A row that has a proposal of another source is not queried if the expected number of accepted tokens of that
-        proposal is at least half of the draft model's.
+        A row with a proposal of another source is left out if that proposal's expected number of accepted tokens is at
+        least half of the draft model's.
 
         Args:
             rows: The sequences that may be queried.
@@ -56,7 +59,8 @@ class ModelChoice:
             rate: The acceptance rate of the draft model's tokens.
 
         Returns:
-            The rows to query, limited to the model's maximum per query, and the elements of `found` of all other rows.
+            The rows to query, at most the model's maximum per query, and the elements of `found` that belong to other
+            rows.
         """
         gain, self.was_queried = self._model.expected(rate, self._model.most_proposed), False
         better = {one[0] for one in found if 2 * value(one) >= gain}
@@ -82,11 +86,11 @@ class ModelChoice:
         Args:
             rows: The sequences to query the model for.
             rate: The acceptance rate of the draft model's tokens.
-            certain: The tokens that the next step yields without the draft model's proposals.
-            seconds: Returns the duration of the next step in seconds from the number of verified tokens per row. The
-                time to propose them is added.
+            certain: The number of tokens that the next step yields without the draft model's proposals.
+            seconds: Returns the duration of the next step in seconds from the number of verified tokens per row. It
+                does not include the time that the draft model takes, which is added.
             most: Maximum number of proposed tokens per row.
-            least: The tokens per second without the draft model.
+            least: The tokens per second without the draft model. The draft model must exceed them by 3 %.
         """
         return choose_proposal_length(
             partial(self._model.expected, rate),
@@ -101,7 +105,7 @@ class ModelChoice:
         """Query the draft model for up to `count` tokens per row.
 
         Returns:
-            The row, the model's name and the proposal, for each row with a proposal that is not empty.
+            (row, name of the draft model, proposal) for each row with a proposal that is not empty.
         """
         began, self.was_queried = self._clock(), True
         given = self._model.propose(rows, count)
@@ -119,7 +123,7 @@ class ModelChoice:
         self._model.record_verified(tree, outcome)
 
     def fade(self, share: float) -> None:
-        """Scale the draft model's acceptance counts by 1 - `share`, so that newer results weigh more."""
+        """Multiply all acceptance counts of the draft model by 1 - `share`, so that newer results weigh more."""
         self._model.fade(share)
 
     def take_spent_s(self) -> float:

@@ -26,10 +26,11 @@ Places = NDArray[np.int64]
 
 
 class OtherAnswers:
-    """A draft source that proposes what followed the last tokens of a row in another answer of the job.
+    """A draft source that searches other answers of the job for the last tokens of a row.
 
-    The newest answers are searched for the row's last 12 tokens, then for its last 6 and its last 3. The last prompt
-    tokens before each answer are searched, too. The indexes of these n-grams are rebuilt when enough tokens are new.
+    It proposes the tokens after the match. The newest answers are searched for the row's last 12 tokens, then for its
+    last 6 and its last 3. The last prompt tokens before each answer are searched, too. The indexes of these n-grams
+    are rebuilt when enough new tokens have been added.
     """
 
     name: DraftName = "answers"
@@ -42,10 +43,11 @@ class OtherAnswers:
         self._indexes: list[_NgramIndex] = []
 
     def learn(self, text: array[int]) -> None:
-        """Add a complete answer to the searched texts. Above the limit, only the newest half of all tokens is kept.
+        """Add a complete answer to the searched texts. Above their maximum size, the oldest half is dropped.
 
         Args:
-            text: The answer's tokens, after the last tokens of its prompt. Tokens beyond half of the limit are cut.
+            text: The last tokens of the prompt, then the tokens of the answer. Tokens beyond half of the maximum size
+                are dropped.
         """
         self._tokens += text[: self._most // 2]
         self._tokens.append(_NONE)
@@ -73,13 +75,6 @@ class OtherAnswers:
         return found
 
     def _proposal(self, places: list[int], most: int, size: int) -> Proposal | None:
-        """Return the `most` tokens from the newest of some positions, at most up to the end of its answer.
-
-        Args:
-            places: Positions after an n-gram, oldest first.
-            most: Maximum number of tokens.
-            size: The size of the n-gram.
-        """
         text, begin = self._text, places[-1]
         tokens = text[begin : begin + most]
         if _NONE in tokens:
@@ -113,7 +108,7 @@ class _NgramIndex:
     def of(cls, text: array[int], size: int) -> _NgramIndex:
         """Build the index of the n-grams with `size` tokens in a text.
 
-        Left out are n-grams that cross the end of an answer, and the last n-gram, because no token follows it.
+        N-grams that cross the end of an answer are left out. So is the last n-gram, because no token follows it.
         """
         if len(text) <= size:
             return cls(size, text, np.zeros(0, np.uint64), np.zeros(0, np.int64))
@@ -152,7 +147,6 @@ class _NgramIndex:
 
 
 def _hashes(windows: NDArray[np.int32]) -> Hashes:
-    """Return the hash of each n-gram, [n], from tokens [n, size]: a polynomial modulo 2^64."""
     powers = _FACTOR ** np.arange(windows.shape[1] - 1, -1, -1, dtype=np.uint64)
     found: Hashes = (windows.astype(np.uint64) * powers).sum(1)
     return found ^ (found >> np.uint64(29))
