@@ -121,10 +121,13 @@ class _NgramIndex:
         return cls(size, text, hashes[order], (starts + size)[order])
 
     def find_positions(self, ends: list[array[int]]) -> list[list[int]]:
-        """Return the positions in the indexed text that follow each n-gram, up to 4 of the newest, in ascending order.
+        """For each n-gram, return the positions after its newest occurrences in the indexed text, in ascending order.
 
         Args:
-            ends: N-grams of `size` tokens to look up.
+            ends: The n-grams to look up, each of `size` tokens.
+
+        Returns:
+            A list per n-gram, with up to 4 positions; empty if the n-gram does not occur.
         """
         wanted = _hashes(np.array(ends, np.int32))
         first = np.searchsorted(self.hashes, wanted, side="left").tolist()
@@ -132,13 +135,6 @@ class _NgramIndex:
         return [self._matching(*own) for own in zip(first, last, ends, strict=True)]
 
     def _matching(self, first: int, last: int, end: array[int]) -> list[int]:
-        """Return up to 4 of the newest positions between two entries of the index, without hash collisions.
-
-        Args:
-            first: The first entry with the hash of the n-gram.
-            last: The entry after the last one with this hash.
-            end: The n-gram.
-        """
         if first == last:
             return []
         # Arrays of Python: comparing a few numbers takes numpy several times as long

@@ -20,10 +20,11 @@ _BYTES = array("i").itemsize
 
 
 class OwnText:
-    """A draft source that proposes what followed a row's last tokens where they occur earlier in the same row.
+    """A draft source that searches a row's own prompt and answer for the row's last tokens.
 
-    A row's prompt and answer are searched for its last 8 tokens, then for its last 4 and its last 2. For the first
-    tokens of an answer, the source first tries the prompt position from which another row's answer was copied.
+    It proposes the tokens after an earlier occurrence. The last 8 tokens are searched first, then the last 4 and the
+    last 2. For the first tokens of an answer, the source first tries the prompt position from which another row's
+    answer was copied.
     """
 
     name: DraftName = "prompt"
@@ -41,7 +42,7 @@ class OwnText:
         return [self._of_row(row.tokens, row.prompt_length, most) for row in rows]
 
     def learn(self, text: array[int]) -> None:
-        """Ignore a complete answer: only a row's own text is searched."""
+        """Do nothing with a complete answer: this source only searches a row's own text."""
 
     def _of_row(self, tokens: array[int], prompt: int, most: int) -> Proposal | None:
         answered = len(tokens) - prompt
@@ -57,16 +58,6 @@ class OwnText:
         return Proposal(tokens_from(tokens, match.end, most), match.matched)
 
     def _from_beginning(self, tokens: array[int], prompt: int, most: int) -> Proposal | None:
-        """Return a proposal that copies from the prompt position at which the newest copied answer began.
-
-        Args:
-            tokens: The tokens of the row.
-            prompt: The number of prompt tokens.
-            most: Maximum number of tokens of the proposal.
-
-        Returns:
-            None if the answer so far does not match the prompt there.
-        """
         answered = len(tokens) - prompt
         if self._beginning is None:
             return None
@@ -89,12 +80,12 @@ class Match(NamedTuple):
 
 
 def find_match(tokens: array[int]) -> Match | None:
-    """Return the last earlier occurrence of the tokens at the end of a text.
+    """Find the last earlier occurrence of the tokens at the end of a text.
 
     The last 8 tokens are searched first, then the last 4 and the last 2.
 
     Returns:
-        None if the last 2 tokens do not occur earlier.
+        The occurrence, or None if the last 2 tokens do not occur earlier.
     """
     text = tokens.tobytes()
     for size in NGRAM_SIZES:
@@ -107,7 +98,7 @@ def find_match(tokens: array[int]) -> Match | None:
 
 
 def tokens_from(tokens: array[int], start: int, most: int) -> array[int]:
-    """Return `most` tokens of a text from position `start` on. If the text ends before, these tokens are repeated."""
+    """Return `most` tokens of a text from position `start` on. If the text has fewer, they are repeated to fill up."""
     found = tokens[start : start + most]
     while len(found) < most:
         found += found[: most - len(found)]
@@ -130,13 +121,6 @@ def last_occurrence(text: bytes, wanted: bytes) -> int | None:
 
 
 def _matched(tokens: array[int], begin: int, size: int) -> int:
-    """Return the number of tokens before position `begin` that match the end of the text, at most 32.
-
-    Args:
-        tokens: The text.
-        begin: The position.
-        size: The number of tokens that are known to match.
-    """
     end, matched = len(tokens), size
     while matched < min(begin, MOST_MATCHED) and tokens[begin - 1 - matched] == tokens[end - 1 - matched]:
         matched += 1

@@ -11,9 +11,9 @@ _REMEMBERED = 1024  # step shapes in the cache of bounds
 
 
 class ProposalTimes:
-    """Estimates the duration of a draft model's step: its roofline bound times a measured ratio.
+    """Estimates how long a step of a draft model takes: its roofline times a measured ratio.
 
-    The ratio of duration to bound is a moving average over the steps of similar size.
+    The ratio of duration to roofline is a moving average over steps of similar size.
 
     Args:
         cost: The costs of the draft model.
@@ -29,7 +29,7 @@ class ProposalTimes:
         """Return the estimated duration of a step of the draft model in seconds.
 
         Args:
-            tokens: The number of tokens of all rows of the step.
+            tokens: The total number of tokens of all rows of the step.
             rows: The number of rows.
             context: The mean context length in tokens.
         """
@@ -39,7 +39,7 @@ class ProposalTimes:
         """Learn from the measured duration of a step of the draft model.
 
         Args:
-            tokens: The number of tokens of all rows of the step.
+            tokens: The total number of tokens of all rows of the step.
             rows: The number of rows.
             context: The mean context length in tokens.
             took_s: The duration in seconds.
@@ -56,13 +56,11 @@ class ProposalTimes:
         return self._bound(StepShape(run, rows, run * seen, rows * seen))
 
     def _ratio(self, level: int) -> float:
-        """Return the ratio of the nearest measured size, a bit length of token counts, or 1 if nothing was measured."""
         ratios = self._ratios
         return ratios[min(ratios, key=lambda other: (abs(other - level), other))] if ratios else 1.0
 
 
 def _rounded(count: float) -> int:
-    """Round a number down to its four leading bits, which makes similar step shapes equal."""
     rounded = round(count)
     cut = max(0, rounded.bit_length() - 4)
     return rounded >> cut << cut

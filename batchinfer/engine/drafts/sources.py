@@ -37,19 +37,21 @@ def make_drafter(
     draft_runner: DraftModelRunner | MedusaRunner | None = None,
     graphs: GraphSteps | None = None,
 ) -> CostedDrafter | None:
-    """Build the object that chooses the drafts of each step of an engine.
+    """Create the drafter of an engine: the object that chooses the drafts of each step from the draft sources.
+
+    A step with drafts samples at most `max_num_seqs` positions on a GPU and twice this number on a CPU. The limit is
+    at least 64.
 
     Args:
         names: The names of the draft sources.
         runner: The runner of the target model.
         peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
-        max_num_seqs: The maximum number of running sequences. A step with drafts samples at most this number of
-            positions on a GPU, twice this number on a CPU, and 64 if that is more.
-        draft_runner: The draft model or draft heads, if any.
-        graphs: The sizes of steps that are replayed as one CUDA graph, if any.
+        max_num_seqs: The maximum number of running sequences.
+        draft_runner: The draft model or the draft heads. None: the job has neither.
+        graphs: The sizes of steps that are replayed as one CUDA graph. None: no step is.
 
     Returns:
-        None if no source is named or `peaks` is None.
+        The drafter. None if no source is named or `peaks` is None.
     """
     if not names or peaks is None:
         return None

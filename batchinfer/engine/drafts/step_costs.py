@@ -12,13 +12,10 @@ _NEWEST = 0.05  # the weight of the newest step in a moving average
 
 
 class StepCosts:
-    """Predicts the duration of the next step, including time spent waiting for the host.
-
-    It learns from the duration of each step that ran.
-    """
+    """Predicts the duration of the next step from measured steps, including time spent waiting for the host."""
 
     def __init__(self, times: DraftedStepTimes, looks_ahead: bool) -> None:
-        """Create the object without any measured step.
+        """Create a predictor that has no measured steps yet.
 
         Args:
             times: Estimates the duration of steps on the device.
@@ -37,7 +34,7 @@ class StepCosts:
 
         Args:
             decodes: The number of rows that decode in the step.
-            ahead: The number of these rows that are in flight.
+            ahead: The number of these rows whose newest tokens are still in flight.
             others: The number of prompt tokens of the step.
         """
         if decodes and self._looks_ahead:
@@ -46,13 +43,13 @@ class StepCosts:
             self._host_s = host_seconds(decodes) if self.together else 0.0
 
     def can_pay_off(self, rows: int, others: int) -> bool:
-        """Return True if drafts would increase the tokens per second of the next step if all were accepted.
+        """Return True if drafts that are all accepted would increase the tokens per second of the next step.
 
-        They would not in a step that is bound by arithmetic instead of memory bandwidth.
+        They would not if the step is bound by arithmetic instead of memory bandwidth.
 
         Args:
             rows: The number of rows that decode.
-            others: The number of tokens of other rows.
+            others: The number of tokens of rows in prefill.
         """
         least = LEAST_GAIN * rows / self.seconds(rows, others, 0)
         tried = {max(1, rows // 4), rows, 2 * rows, 4 * rows}
@@ -61,12 +58,13 @@ class StepCosts:
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
         """Return the estimated duration of the next step in seconds, including time spent waiting for the host.
 
-        The host prepares the step while the previous step runs, unless drafts depend on the tokens of that step.
+        The host prepares the step while the previous step runs, unless drafts depend on the tokens of the previous
+        step.
 
         Args:
             decodes: The number of rows that decode.
-            others: The number of tokens of other rows.
-            drafts: The total number of drafts.
+            others: The number of tokens of rows in prefill.
+            drafts: The total number of drafts that the step verifies.
         """
         took = self._times.seconds(decodes, others, drafts)
         if not self._looks_ahead:
@@ -76,14 +74,19 @@ class StepCosts:
         return max(took, host_seconds(decodes, 1.0 if drafts or others else self._launched))
 
     def device_seconds(self, rows: int, drafts: int) -> float:
-        """Return the estimated device time in seconds of a step of `rows` decoding rows with `drafts` drafts."""
+        """Return the estimated device time in seconds of a step that verifies drafts.
+
+        Args:
+            rows: The number of rows, which all decode.
+            drafts: The total number of drafts.
+        """
         return self._times.seconds(rows, 0, drafts)
 
     def saved_s(self, sample: StepSample, accepted: int, spent_s: float) -> float | None:
-        """Return the seconds that drafts saved: the time of a step's tokens without drafts, minus the step's own time.
+        """Return the seconds that drafts saved in a step, negative if the step would have been faster without drafts.
 
-        Without drafts, the accepted tokens would have taken further steps. None of these steps would have been longer
-        than this step, because this step ran more tokens.
+        Without drafts, the accepted tokens would have taken further steps. The duration of these steps is estimated.
+        None of them is assumed to take longer than this step, because this step ran more tokens.
 
         Args:
             sample: The measurements of the step.
@@ -91,7 +94,7 @@ class StepCosts:
             spent_s: The part of the step's duration that a draft model took, in seconds.
 
         Returns:
-            None if the duration of a step without drafts is not known yet.
+            Seconds. None if the duration of steps without drafts is not known yet.
         """
         rows = max(1, sample.sampled_tokens - accepted)
         first_s = self._times.typical_seconds(rows, sample.prefill_tokens)
@@ -107,7 +110,7 @@ class StepCosts:
 
         Args:
             sample: The measurements of the step.
-            steps_s: The duration of the step in seconds, without the time of a draft model.
+            steps_s: The duration of the step in seconds, without the time that a draft model took.
         """
         waited_s = self._host_s if sample.drafted_tokens else 0.0
         if not sample.drafted_tokens:

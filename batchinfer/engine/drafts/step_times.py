@@ -19,21 +19,27 @@ _REMEMBERED = 4096  # step shapes in the cache of bounds
 
 
 class TypicalRatios:
-    """The newest ratios of a step's duration to its roofline bound, per power of two of the step's tokens."""
+    """The newest measured ratios of a step's duration to its roofline, grouped by step size.
+
+    Sizes with the same power of two of tokens form a group. The median of a group is robust against single slow steps.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[int, deque[float]] = {}
 
     def record_time(self, tokens: int, ratio: float) -> None:
-        """Record the ratio of duration to roofline bound of a step with `tokens` tokens."""
+        """Record the ratio of a step's duration to its roofline, for a step of `tokens` tokens."""
         self._newest.setdefault(tokens.bit_length(), deque(maxlen=_KEPT)).append(ratio)
 
     def nearest(self, tokens: int) -> tuple[int, float] | None:
-        """Return the median ratio of the measured steps whose size is nearest to `tokens` tokens.
+        """Return the median ratio of duration to roofline of the measured steps that are nearest in size.
+
+        Args:
+            tokens: The size to compare with: a number of tokens.
 
         Returns:
-            The largest difference in size of these steps, in powers of two, and the median. None if fewer than 3 steps
-            were measured.
+            The largest difference between `tokens` and the size of these steps, in powers of two, and the median. None
+            if fewer than 3 steps were measured.
         """
         ratios, level = list[float](), tokens.bit_length()
         for other in sorted(self._newest, key=lambda other: (abs(other - level), other)):
@@ -44,17 +50,18 @@ class TypicalRatios:
 
 
 class DraftedStepTimes:
-    """Estimates the duration of a step: its roofline bound times the measured ratio of steps of similar size.
+    """Estimates the device time of a step: its roofline times the measured ratio of steps of similar size.
 
-    Ratios of duration to bound are kept separately for steps with and without drafts, per power of two of a step's
-    tokens, and interpolated. For a size that no step with drafts had, the ratios of steps without drafts are used.
-    While no step has drafts, the ratios with drafts approach the ratios without. Otherwise a single slow step would
-    prevent any further draft.
+    The ratios of duration to roofline are kept per power of two of a step's tokens and interpolated. Steps with drafts
+    have their own ratios. For a size that no step with drafts had, the ratios of steps without drafts are used. Each
+    step without drafts moves the ratios with drafts slightly towards the ratios without. Otherwise a single slow step
+    would prevent any further draft.
 
     Args:
         cost: The costs of the target model.
         peaks: The peak FLOP/s and bandwidth of the device.
-        graphs: The sizes of steps that are replayed as one CUDA graph. Their padded size counts.
+        graphs: The sizes of the steps that are replayed as one CUDA graph. Such a step is padded, and takes the time
+            of its padded size. None: steps are not padded.
     """
 
     def __init__(self, cost: ModelCost, peaks: Peaks, graphs: GraphSteps | None = None) -> None:
@@ -69,7 +76,7 @@ class DraftedStepTimes:
         self._bound = lru_cache(_REMEMBERED)(lambda shape: roofline_seconds(cost.step(shape), peaks))
 
     def record_time(self, sample: StepSample) -> None:
-        """Learn from the duration of a step. A step in which a CUDA graph was captured is ignored.
+        """Learn from the duration of a step. A step during which a CUDA graph was captured is ignored.
 
         Args:
             sample: The measurements of the step.
@@ -92,12 +99,12 @@ class DraftedStepTimes:
         self._merged.clear()
 
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
-        """Return the estimated duration of a step on the device, in seconds.
+        """Return the estimated device time of a step in seconds.
 
         Args:
             decodes: The number of rows that decode.
-            others: The number of tokens of other rows.
-            drafts: The total number of drafts.
+            others: The number of tokens of rows in prefill.
+            drafts: The total number of drafts that the step verifies.
         """
         tokens = decodes + others + drafts
         if self._graphs is not None and not others:
@@ -105,16 +112,17 @@ class DraftedStepTimes:
         return self._bound_of(tokens, others) * (self._ratio(tokens, drafts > 0) or 1.0)
 
     def typical_seconds(self, decodes: int, others: int) -> float | None:
-        """Return the typical duration of a step without drafts in seconds, from medians, for reports.
+        """Return the typical device time in seconds of a step without drafts, from medians of measured steps.
 
-        If the size of measured steps with drafts is nearer, their median is used.
+        It serves to report the time that drafts saved. If the measured steps with drafts are nearer in size, their
+        median is used.
 
         Args:
             decodes: The number of rows that decode.
-            others: The number of tokens of other rows.
+            others: The number of tokens of rows in prefill.
 
         Returns:
-            None if too few steps were measured.
+            Seconds. None if fewer than 3 steps were measured.
         """
         tokens = decodes + others
         if self._graphs is not None and not others:
@@ -140,12 +148,6 @@ class DraftedStepTimes:
             self._bounds.clear()
 
     def _ratio(self, tokens: int, drafted: bool) -> float | None:
-        """Return the expected ratio of duration to bound of a step, or None if no step was measured.
-
-        Args:
-            tokens: The number of tokens of the step.
-            drafted: True if the step has drafts.
-        """
         if drafted not in self._merged:
             own, plain = self._ratios[True], self._ratios[False]
             self._merged[drafted] = own.extended_by(plain) if drafted else plain
@@ -153,15 +155,12 @@ class DraftedStepTimes:
 
 
 class _Ratios:
-    """Moving averages of the ratio of a step's duration to its roofline bound, per power of two of its tokens."""
-
     def __init__(self) -> None:
         self._levels = list[int]()  # bit lengths of token counts, ascending
         self._sizes = list[float]()  # mean number of tokens per level
         self._ratios = list[float]()
 
     def at(self, tokens: int) -> float | None:
-        """Return the ratio for a step of `tokens` tokens, interpolated linearly, or None if there are no ratios."""
         if not self._levels:
             return None
         right = bisect(self._sizes, tokens)
@@ -172,7 +171,6 @@ class _Ratios:
         return self._ratios[right - 1] + share * (self._ratios[right] - self._ratios[right - 1])
 
     def extended_by(self, others: _Ratios) -> _Ratios:
-        """Return a copy that also has the ratios of `others` for sizes below and above all sizes of this object."""
         low, high = (self._levels[0], self._levels[-1]) if self._levels else (0, 0)
         each = zip(others._levels, others._sizes, others._ratios, strict=True)
         outside = [one for one in each if not low <= one[0] <= high]
@@ -186,13 +184,6 @@ class _Ratios:
         return found
 
     def record_time(self, tokens: int, ratio: float, believed: float) -> None:
-        """Update the average ratio for a size of steps.
-
-        Args:
-            tokens: The number of tokens of a step.
-            ratio: The measured ratio of the step's duration to its bound.
-            believed: The ratio that was expected.
-        """
         level, at = tokens.bit_length(), bisect(self._levels, tokens.bit_length())
         # Limit the influence of a single step that was delayed by something else
         change = min(ratio, 2 * believed) - believed
@@ -205,13 +196,11 @@ class _Ratios:
         self._ratios.insert(at, believed + 0.5 * change)
 
     def fade(self, others: _Ratios) -> None:
-        """Move all ratios by 1 % of the distance towards the ratios of `others`."""
         for at, size in enumerate(self._sizes):
             plain = others.at(round(size))
             self._ratios[at] += _FORGOTTEN * ((plain or self._ratios[at]) - self._ratios[at])
 
 
 def _rounded(count: int) -> int:
-    """Round a number down to its three leading bits, which makes similar step shapes equal."""
     cut = max(0, count.bit_length() - 3)
     return count >> cut << cut

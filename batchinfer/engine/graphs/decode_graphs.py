@@ -53,7 +53,7 @@ Forward = Callable[[Tensor, Seq[AttentionInputs], Seq[AttentionPlan]], Tensor]
 
 @runtime_checkable
 class GraphOps(AdvancingOps, Protocol):
-    """Operators that can plan attention for a CUDA graph and prepare the inputs of its next replay."""
+    """Operators that can plan attention for a CUDA graph and advance the inputs of the graph by one decode step."""
 
     def plan_captured(
         self,
@@ -65,16 +65,17 @@ class GraphOps(AdvancingOps, Protocol):
         before: FixedPlan | None = None,
         queries: int = 1,
     ) -> FixedPlan:
-        """Return an attention plan for a CUDA graph, valid while contexts grow up to `longest` tokens.
+        """Return a plan of attention kernels for a CUDA graph, valid while contexts grow up to `longest` tokens.
 
         Args:
             inputs: The step's attention inputs of one cache group.
-            block_size: Tokens per KV cache block.
+            block_size: The number of tokens per KV cache block.
             windows: The sliding windows of the layers that use the plan; None for a layer that sees all keys.
             longest: The maximum context length in tokens.
-            other_group: The plan of another cache group for the same step. Parts that do not depend on block tables are
-                shared with it.
+            other_group: The plan of another cache group for the same step. The parts of that plan that do not depend
+                on block tables are reused. None: they are computed.
             before: The plan of the previous decode step of the same sequences in the same order, on the same tensors.
+                None: there was no such step.
             queries: The maximum number of new tokens per sequence.
         """
 
@@ -87,16 +88,14 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Replayed:
-    """The newest step that was replayed as a CUDA graph."""
-
     batch: HostBatch
     size: GraphSize
     graph: _Graph
 
     def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
-        """Return True if the step `batch` runs the same sequences in the same order, one token later.
+        """Return True if the step `batch` directly continues this step: same sequences, same order, one token later.
 
-        Both steps must also use the tensors of the same graph size. Then block tables have only grown, because a
+        Both steps must also use the tensors of the same graph size. Block tables have then only grown, because a
         preempted sequence would be missing in a step between.
         """
         same_size = self.size == size and size.queries == 1 and batch.follows
@@ -108,7 +107,7 @@ class _Replayed:
 class DecodeGraphs:
     """Captures decode steps as CUDA graphs when they are first needed, and replays the graphs.
 
-    Steps are padded to one of a few sizes. After a capture that failed or ran out of memory, no further graphs are
+    Steps are padded to one of a few sizes. After a capture has failed or has run out of memory, no further graphs are
     captured. Existing graphs are still replayed.
 
     Args:
@@ -116,8 +115,8 @@ class DecodeGraphs:
         ops: The operators that plan attention.
         largest: The size of the largest decode step to capture.
         groups: The cache groups of the KV cache.
-        tables: Device memory for the block tables that graphs read.
-        capture: Runs a function and captures its launches.
+        tables: The device memory from which graphs read block tables.
+        capture: Runs a function and captures the kernels that it launches.
         drafted: The size of the largest step with drafts to capture. None: steps with drafts are not captured.
     """
 
@@ -147,16 +146,16 @@ class DecodeGraphs:
         self.capture_s = 0.0  # time of all captures in seconds, failed ones included
 
     def end_warm_up(self) -> None:
-        """End the warm-up, in which each kind of step is captured when it occurs for the first time.
+        """Record that the warm-up before a job is over, in which a kind of step is captured when it first occurs.
 
-        From now on, a kind of step is captured when it occurs for the third time. A capture takes the time of many
-        steps, and some kinds never occur again.
+        Afterwards, a kind of step (a padded size with its attention plan) is captured when it occurs for the third
+        time. A capture takes the time of many steps, and some kinds never occur again.
         """
         self._first = CAPTURE_AT_USE
 
     @property
     def steps(self) -> GraphSteps:
-        """The largest steps that have CUDA graphs or can get them, without and with drafts."""
+        """The maximum sizes of steps that are captured as CUDA graphs: without drafts, and with drafts."""
         return GraphSteps(self._largest.rows, self._drafted.rows if self._drafted else 0)
 
     @property
@@ -166,15 +165,21 @@ class DecodeGraphs:
 
     @property
     def replayed(self) -> bool:
-        """True if the newest step was replayed as a CUDA graph."""
+        """True if the newest step was run by replaying a CUDA graph."""
         return self._replayed is not None
 
     def interrupt(self) -> None:
-        """Record that a step ran without this class, so the next step does not directly follow a replayed step."""
+        """Record that a step ran without these graphs.
+
+        The next step then does not reuse the plans of the graph that was replayed before.
+        """
         self._replayed = None
 
     def covers(self, batch: HostBatch) -> bool:
-        """Return True if `run` accepts a step: its tokens, its contexts and its kind fit a graph size."""
+        """Return True if `run` accepts the step `batch`.
+
+        The number of its tokens, its context lengths and its kind (with or without drafts) must fit a graph size.
+        """
         largest, longest = self._largest_of(batch), max(batch.context_lens)
         useless = self._refused and not self._graphs
         if useless or largest is None or longest > largest.longest:
@@ -183,7 +188,6 @@ class DecodeGraphs:
         return len(batch.token_ids) <= largest.rows and batch.tables[0].width <= width
 
     def _largest_of(self, batch: HostBatch) -> GraphSize | None:
-        """Return the largest graph size for steps of the kind of `batch`, or None if such steps are not captured."""
         if batch.is_decode:
             return self._largest
         few = batch.copies is None and max(batch.query_lens) <= DRAFT_QUERIES[-1]
@@ -200,13 +204,14 @@ class DecodeGraphs:
 
         Args:
             batch: The inputs of the step.
-            tables: The block tables on the device, with all entries of this step.
-            fill_in: Writes the token ids that only the device knows into a tensor of the step's token ids.
-            or_else: True if the caller can run the step in another way.
+            tables: The block tables on the device, with all entries that this step needs.
+            fill_in: Is called with the tensor of the step's token ids, and writes the ids that only the device knows.
+            or_else: True if the caller has a better way to run a step that has no graph than launching its operators
+                one by one.
 
         Returns:
-            The hidden states of the step. None if the step has no graph yet and `or_else` is True; if it is False, the
-            operators of such a step are launched one by one.
+            The hidden states of the step. None if the step has no graph yet, is not captured now, and `or_else` is
+            True.
 
         Raises:
             torch.OutOfMemoryError: If there is no memory for a new graph.
@@ -236,13 +241,14 @@ class DecodeGraphs:
     def replays(self, repeats: Ints) -> RepeatedReplays | None:
         """Prepare the further steps of a multi-step launch, which replay the graph of the newest step.
 
-        The caller must run all further steps.
+        The caller must run all of these steps.
 
         Args:
             repeats: [n], the number of decode steps of each of the n sequences, including the newest step.
 
         Returns:
-            None if the newest step was not replayed as a graph, or if further steps need another graph or plan.
+            The object that runs the further steps. None if the newest step was not replayed as a graph, or if one of
+            the further steps needs another graph or another attention plan.
         """
         last = self._replayed
         if last is None or last.size.queries > 1 or len(last.batch.context_lens) != len(repeats):
@@ -258,12 +264,6 @@ class DecodeGraphs:
         return RepeatedReplays(self._ops, last.graph.captured, plans, own, views, *each)
 
     def _should_replay(self, key: Hashable, plain: bool) -> bool:
-        """Return True if a step has a graph or should be captured now.
-
-        Args:
-            key: The kind of step: its padded size and the sizes of its attention plans.
-            plain: True for a step without drafts.
-        """
         if key in self._graphs:
             return True
         self._seen[key] += 1
@@ -271,7 +271,6 @@ class DecodeGraphs:
         return may and self._seen[key] >= self._first and (plain or self._drafted_graphs < MOST_DRAFTED)
 
     def _size(self, batch: HostBatch) -> GraphSize:
-        """Return the smallest graph size that fits the step `batch`."""
         longest, adapted = (
             context_bound(max(batch.context_lens), self._largest.longest),
             batch.adapters is not None,
@@ -285,7 +284,6 @@ class DecodeGraphs:
         return replace(self._largest, rows=rows, longest=longest, adapted=adapted, queries=queries)
 
     def _upload(self, batch: HostBatch, size: GraphSize) -> GraphInputs:
-        """Copy the inputs of the step `batch` to the device tensors that graphs of a size read, and return them."""
         own = self._inputs.get(size)
         if own is None:
             own = self._inputs[size] = GraphInputs.of(batch, size, self._tables.device)
@@ -340,19 +338,15 @@ class DecodeGraphs:
 
 
 class _Results:
-    """Device memory that all graphs share for their hidden states, which are read before the next graph runs.
+    """Device memory into which all graphs copy their hidden states. Each result is read before the next graph runs.
 
-    Otherwise each graph would keep its own hidden states: hundreds of MiB for all sizes.
+    With its own memory per graph, hidden states of all sizes would take hundreds of MiB.
     """
 
     def __init__(self, most_rows: int) -> None:
         self._most, self._shared = most_rows, None  # type: int, Tensor | None
 
     def place(self, hidden: Tensor) -> Tensor:
-        """Copy hidden states, [rows, hidden], to the shared memory and return the copy.
-
-        Hidden states of fewer than 64 rows are returned unchanged.
-        """
         if len(hidden) < SHARED_RESULT_ROWS:
             return hidden
         if self._shared is None:  # in the warm-up run before the first capture
@@ -361,13 +355,6 @@ class _Results:
 
 
 def _ran(hidden: Tensor, batch: HostBatch, padded: int) -> RanStep:
-    """Return the result of a step.
-
-    Args:
-        hidden: The hidden states of the step's tokens and of padding, [rows, hidden].
-        batch: The inputs of the step.
-        padded: The number of padding rows.
-    """
     if len(batch.sampled_rows) == len(batch.token_ids):
         return RanStep(hidden, hidden[: len(batch.token_ids)], padded)
     (rows,) = upload([batch.sampled_rows], hidden.device)

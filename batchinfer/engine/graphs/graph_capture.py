@@ -22,7 +22,7 @@ CAPTURE = "captur"
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured function.
+    """A function whose kernel launches were captured.
 
     Attributes:
         result: The tensor that contains the function's result after each replay.
@@ -34,7 +34,7 @@ class Captured:
 
 
 class NotCaptured(RuntimeError):
-    """Raised for a function that can run but cannot be captured, because it does something unsupported in graphs."""
+    """Raised if a function cannot be captured as a CUDA graph, although it can run."""
 
 
 # Runs a function and captures its launches. Raises torch.OutOfMemoryError and NotCaptured
@@ -42,7 +42,7 @@ Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
 class GraphRecorder(ABC):
-    """Captures the device launches of functions, to replay them in the order of their capture."""
+    """Captures the kernel launches of functions. The captures are replayed in the order in which they were made."""
 
     @property
     @abstractmethod
@@ -51,7 +51,7 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run a function once before its capture, to compile kernels and allocate work spaces of libraries.
+        """Run a function once before its capture. This compiles kernels and allocates the work spaces of libraries.
 
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.
@@ -59,13 +59,13 @@ class GraphRecorder(ABC):
 
     @abstractmethod
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
-        """Capture the launches of a function.
+        """Capture the kernel launches of a function.
 
-        The launches may also run once, after all captures before. Later captures reuse memory that the function frees,
-        so captures must be replayed in the order of their recording.
+        The launches may also be executed once. Later captures reuse memory that the function frees, so captures must
+        be replayed in the order in which they were made.
 
         Returns:
-            The result of the function, and the function that replays its launches.
+            The result of the function, and a function that replays its launches.
 
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.
@@ -73,7 +73,7 @@ class GraphRecorder(ABC):
         """
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        """Run a function once to warm up, then capture it.
+        """Run a function once to warm up, then capture its kernel launches.
 
         Args:
             run: The function. It returns the tensor with its result.
@@ -89,9 +89,9 @@ class GraphRecorder(ABC):
 class GpuRecorder(GraphRecorder):
     """Captures functions as CUDA graphs.
 
-    Graphs share a memory pool, because one runs at a time and its result is read before the next graph runs. All are
-    captured in the same stream, because libraries keep a work space of tens of MiB per stream. The capture mode is
-    `thread_local`: calls of other threads do not break a capture in the middle of a job.
+    Graphs share a memory pool, because they run one at a time and a result is read before the next graph runs. All are
+    captured in the same stream, because libraries allocate a work space of tens of MiB per stream. The capture mode is
+    `thread_local`, so CUDA calls of other threads do not break a capture in the middle of a job.
     """
 
     def __init__(self) -> None:
@@ -106,10 +106,7 @@ class GpuRecorder(GraphRecorder):
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Add the decrease of free device memory to `taken_bytes`. Other programs on the device may disturb this.
-
-        Torch's unused memory is released before each measurement, because the beginning of a capture releases it, too.
-        """
+        # The beginning of a capture releases torch's unused memory, too, so it is released before each measurement
         before = _free_bytes()
         try:
             yield
@@ -117,7 +114,7 @@ class GpuRecorder(GraphRecorder):
             self._taken += before - _free_bytes()
 
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run a function once in the CUDA stream of captures.
+        """Run a function once in the CUDA stream in which functions are captured.
 
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.
@@ -154,10 +151,7 @@ class GpuRecorder(GraphRecorder):
 
     @contextmanager
     def _usable_pool(self) -> Iterator[None]:
-        """Replace the memory pool if the capture in this context fails for another reason than memory.
-
-        Torch up to 2.12 would otherwise treat the pool as being captured to, and never release memory to the device.
-        """
+        # Torch up to 2.12 would otherwise treat the pool as being captured to, and never release its memory
         try:
             yield
         except torch.OutOfMemoryError:

@@ -44,12 +44,12 @@ Planned = Callable[[list[AttentionInputs]], list[AttentionPlan]]
 
 @runtime_checkable
 class SplitModel(Protocol):
-    """A decoder that can run in pieces, with the attention of each layer launched by the caller."""
+    """A decoder that can run in pieces. Between two pieces, the caller launches the attention of a layer."""
 
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run a forward pass and pause before each layer's attention.
+        """Run a forward pass as a generator that pauses before each layer's attention.
 
         Args:
             token_ids: [T], the tokens of the step.
@@ -57,18 +57,22 @@ class SplitModel(Protocol):
             caches: The KV cache of each layer with attention.
 
         Yields:
-            The attention that the caller must launch. Its result must be sent to the generator.
+            The attention that the caller must launch. The caller sends its result to the generator.
 
         Returns:
             The hidden states after the last layer, [T, hidden].
         """
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the buffers through which pieces and attention of up to `tokens` tokens exchange tensors."""
+        """Allocate the buffers through which captured pieces and attention exchange tensors.
+
+        Args:
+            tokens: The number of tokens of the largest step.
+        """
 
 
 def token_sizes(most: int) -> list[int]:
-    """Return the step sizes to capture, in tokens: 64, 128, 256, 320, 384, 448, 512, 640, … and `most`.
+    """Return the step sizes to capture as CUDA graphs, in tokens: 64, 128, 256, 320, 384, 448, 512, 640, … and `most`.
 
     Args:
         most: The largest size, or 0 to capture no step.
@@ -82,10 +86,10 @@ def token_sizes(most: int) -> list[int]:
 
 
 def graph_bytes(tokens: int, layers: int) -> int:
-    """Return the estimated bytes of device memory of all piecewise graphs, without their tensors.
+    """Return the estimated device memory in bytes of all piecewise CUDA graphs, without the tensors that they use.
 
     Args:
-        tokens: The largest captured step size in tokens.
+        tokens: The number of tokens of the largest step that is captured.
         layers: The number of layers with attention.
     """
     return len(token_sizes(tokens)) * (layers + 1) * GRAPH_BYTES
@@ -93,12 +97,12 @@ def graph_bytes(tokens: int, layers: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AttentionCall:
-    """The attention that the host launches after a captured piece.
+    """A layer's attention, which the host launches between two captured pieces of a step.
 
     Attributes:
         attention: The attention of the layer.
         cache: The KV cache of the layer.
-        shapes: The shapes per token of the queries and of the result, as heads and head size.
+        shapes: The shape per token of the queries, and of the result: (heads, head size) each.
     """
 
     attention: AttentionHalf
@@ -107,10 +111,7 @@ class _AttentionCall:
 
     @classmethod
     def of(cls, boundary: AttentionBoundary) -> _AttentionCall:
-        """Create the call for the attention at which a forward pass paused: the `boundary`.
-
-        The call refers to no tensor of queries, because later pieces reuse their memory.
-        """
+        # The call refers to no tensor of queries, because later pieces reuse their memory
         heads, dim = boundary.queries.shape[1:]
         attended = boundary.attention.widths[1] // heads
         return cls(boundary.attention, boundary.cache, ((heads, dim), (heads, attended)))
@@ -118,11 +119,11 @@ class _AttentionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The captured pieces of steps of one size.
+    """The captured pieces of all steps with the same padded number of tokens.
 
     Attributes:
-        lines: The device inputs of the graphs: token ids, positions, and the slots of each cache group.
-        replays: Replays each piece, in order: one more than there are layers with attention.
+        lines: The device inputs of the graphs: token ids, positions, and the KV cache slots of each cache group.
+        replays: Per piece, in order, a function that replays it. There is one piece more than layers with attention.
         attention: The attention between two pieces, in order.
     """
 
@@ -132,9 +133,9 @@ class _Pieces:
 
 
 class PiecewiseGraphs:
-    """Captures the parts of a step between two layers' attention as CUDA graphs, and replays them.
+    """Captures the pieces of a step between the attention of two layers as CUDA graphs, and replays them.
 
-    Steps are padded to one of a few sizes. The host launches attention between two graphs.
+    Steps are padded to one of a few sizes. Between two graphs, the host launches attention.
 
     Args:
         model: The model.
@@ -143,8 +144,9 @@ class PiecewiseGraphs:
         padding_slot: The KV cache slot that receives the keys and values of padding tokens.
         buffers: The buffers through which graphs and attention exchange tensors. Their size limits the size of a step.
         recorder: Captures the pieces.
-        in_group: True if other ranks capture the same pieces at the same time.
-        after_step: Called after the last piece of each step with the step's attention inputs per cache group.
+        in_group: True if the model is sharded, so that other ranks capture the same pieces at the same time.
+        after_step: Called after the last piece of each step with the step's attention inputs per cache group. None:
+            nothing is called.
     """
 
     def __init__(
@@ -172,13 +174,15 @@ class PiecewiseGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture steps of all sizes, largest first, because smaller sizes reuse the memory of larger sizes.
+        """Capture the pieces of steps of all sizes.
 
-        Sizes without enough memory are skipped. If a piece cannot be captured at all, no further sizes are tried.
+        The largest size is captured first, because smaller sizes reuse its memory. A size for which memory is missing
+        is skipped. If a piece cannot be captured at all, the remaining sizes are not tried.
 
         Raises:
-            torch.OutOfMemoryError: In a group of ranks, which must capture the same sizes.
-            NotCaptured: In a group of ranks.
+            torch.OutOfMemoryError: If memory is missing and the model is sharded: all ranks must capture the same
+                sizes.
+            NotCaptured: If a piece cannot be captured and the model is sharded.
         """
         began = time.perf_counter()
         refused: list[int] = []
@@ -213,7 +217,7 @@ class PiecewiseGraphs:
         )
 
     def covers(self, tokens: int) -> bool:
-        """Return True if `run` accepts a step of `tokens` tokens: a captured size is large enough."""
+        """Return True if `run` accepts a step of `tokens` tokens, because a captured size is large enough."""
         return bool(self.sizes) and tokens <= self.sizes[-1]
 
     def run(
@@ -223,8 +227,8 @@ class PiecewiseGraphs:
 
         Args:
             batch: The inputs of the step.
-            tables: The block tables on the device, with all entries of this step.
-            fill_in: Writes the token ids that only the device knows into a tensor of the step's token ids.
+            tables: The block tables on the device, with all entries that this step needs.
+            fill_in: Is called with the tensor of the step's token ids, and writes the ids that only the device knows.
             plan: Returns the attention plan of each cache group from the step's attention inputs.
         """
         tokens = len(batch.token_ids)
@@ -269,7 +273,7 @@ class PiecewiseGraphs:
     ) -> list[_AttentionCall]:
         """Run the model piece by piece, and return the attention calls between the pieces.
 
-        Attention is not launched: the next piece reads whatever the buffers contain.
+        Attention is not launched, because the values of captured inputs do not matter.
 
         Args:
             lines: The inputs of the graphs.
@@ -292,13 +296,6 @@ class PiecewiseGraphs:
     def _piece(
         self, forward: Generator[AttentionBoundary, Tensor | None, Tensor], sent: Tensor | None, size: int
     ) -> _AttentionCall | None:
-        """Run a forward pass up to the next attention and return its call, or None at the end of the pass.
-
-        Args:
-            forward: The forward pass, which pauses before each attention.
-            sent: The result of the attention at which the pass paused, or None at its beginning.
-            size: The number of tokens of the step.
-        """
         try:
             boundary = forward.send(sent)
         except StopIteration as end:
@@ -309,7 +306,6 @@ class PiecewiseGraphs:
         return own
 
     def _views(self, own: _AttentionCall, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return views of the buffers for the queries and the results of an attention call, for `tokens` tokens."""
         (heads, dim), (_, attended) = own.shapes
         return (
             self._buffers.queries[: tokens * heads * dim].view(tokens, heads, dim),

@@ -16,7 +16,7 @@ from batchinfer_kernels.advance_rows import StepRows
 
 
 class AdvancingOps(Protocol):
-    """Operators that prepare the next decode step on the device."""
+    """Operators with which the device itself prepares the inputs of the next decode step."""
 
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
@@ -25,27 +25,27 @@ class AdvancingOps(Protocol):
 
         Args:
             tokens: int64 [n], the tokens that the previous step sampled.
-            step: The number of the next step. The first step of the multi-step launch is number 0.
+            step: The index of the next step within the multi-step launch; the first step has the index 0.
             firsts: int32 [n], the context lengths of the first step.
-            repeats: int32 [n], the number of steps in which each sequence has a token.
-            kept: The tensors to write, and the block table from which slots are computed.
+            repeats: int32 [n], the number of steps in which each sequence gets a token.
+            kept: The tensors to write, and the block table from which KV cache slots are computed.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedReplays:
-    """The further steps of a multi-step launch, which replay the CUDA graph of the first step.
+    """The second and later steps of a multi-step launch, which replay the CUDA graph of the first step.
 
     All steps have the same n sequences.
 
     Attributes:
         ops: The operators that prepare the next step on the device.
-        captured: The graph of a step.
+        captured: The graph of the first step.
         plans: The attention plans that the graph reads, one per cache group.
         inputs: The input tensors that the graph reads.
-        tables: The block tables for all steps, one per cache group.
+        tables: The block tables, one per cache group, with the blocks that all steps need.
         firsts: int32 [n], the context lengths of the first step.
-        repeats: int32 [n], the number of steps in which each sequence has a token.
+        repeats: int32 [n], the number of steps in which each sequence gets a token.
     """
 
     ops: AdvancingOps
@@ -57,10 +57,10 @@ class RepeatedReplays:
     repeats: Tensor
 
     def run(self, step: int, tokens: Tensor) -> RanStep:
-        """Run a further decode step and return its hidden states.
+        """Run the second or a later step of the launch and return its hidden states.
 
         Args:
-            step: The number of the step. The first step of the multi-step launch is number 0.
+            step: The index of the step within the multi-step launch; the first step has the index 0.
             tokens: int64 [n], the tokens that the previous step sampled.
         """
         size, (token_ids, positions, *slots) = self.inputs.size, self.inputs.lines.tensors

@@ -26,12 +26,14 @@ TABLE_COST = 50  # a further table must save about 1 / TABLE_COST of the memory
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a block table.
+    """A group of layers that share a block table.
 
     Attributes:
         layers: The indices of the layers that store keys and values of their own.
-        keeps: The number of newest tokens whose keys and values are kept, including the next token. None: all tokens.
-        windows: The sliding windows, in tokens, of the layers that read the group. None: a layer sees all tokens.
+        keeps: The number of newest tokens whose keys and values are kept, including the token that is computed next.
+            None: all tokens are kept.
+        windows: The sliding windows, in tokens, of the layers that read the group's keys and values. The value is None
+            if a layer sees all tokens.
     """
 
     layers: tuple[int, ...]
@@ -41,10 +43,10 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The layout of the KV cache of a model for a job.
+    """The layout of the KV cache: which layers share a block table, and how many layers share a block.
 
     Attributes:
-        windows: The sliding window, in tokens, of each layer with attention. None: the layer sees all tokens.
+        windows: The sliding window, in tokens, of each layer with attention. None for a layer that sees all tokens.
         groups: The cache groups. Each sequence has a block table per group.
         depth: The number of layers whose keys and values a block contains.
         block_size: The number of tokens per block.
@@ -57,7 +59,7 @@ class CacheLayout:
 
     @property
     def sizes(self) -> TableSizes:
-        """The block counts of a sequence with this layout, for the scheduler."""
+        """The object that computes how many blocks a sequence needs with this layout."""
         return TableSizes(self.block_size, tuple(group.keeps for group in self.groups))
 
     @property
@@ -67,7 +69,7 @@ class CacheLayout:
 
 
 def one_group(caches: Caches, block_size: int) -> CacheLayout:
-    """Return a layout with a single cache group, in which all layers keep all tokens.
+    """Return the layout with a single cache group, in which all layers keep the keys and values of all tokens.
 
     Args:
         caches: The cache of each layer, or None for layers without attention.
@@ -78,7 +80,7 @@ def one_group(caches: Caches, block_size: int) -> CacheLayout:
 
 
 def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
-    """Return the layout with the lowest memory for the longest sequence of a job.
+    """Return the KV cache layout in which the longest sequence of a job takes the least memory.
 
     Each further block table must save about 2 % of the memory, because tables cost the host time. A layer keeps all
     tokens if its window is at least `longest`. If layers have keys and values of different sizes, all layers keep all
@@ -90,7 +92,7 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
         longest: The number of tokens of the longest sequence.
 
     Raises:
-        ValueError: If a layer reads the K and V of a layer that does not keep any.
+        ValueError: If a layer shares the keys and values of a layer that does not store any.
     """
     wrong = next(cache_mistakes(caches), None)
     if wrong is not None:
@@ -114,13 +116,13 @@ def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -
     """Return the KV cache layout of a pipeline stage.
 
     The stage has the same cache groups as the model, because stages share block tables. The stage's layers are
-    renumbered from 0 and distributed evenly among the groups with the same window, which keeps blocks small. A group
-    may have no layers. The result's `windows` include all layers of the model.
+    renumbered from 0. They are distributed evenly among the groups with the same window, which keeps blocks small, so
+    a group may have no layers. The result's `windows` still include all layers of the model.
 
     Args:
         layout: The layout of the whole model.
         caches: The cache of each layer of the whole model, or None for layers without attention.
-        layers: The index of the stage's first layer, and of the first layer after the stage.
+        layers: (first, end): the stage has the layers with the indices from `first` up to, but not including, `end`.
     """
     first, end = layers
     own = own_caches(caches[first:end])
@@ -138,7 +140,6 @@ def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -
 
 
 def _read_windows(layers: tuple[int, ...], caches: Caches) -> frozenset[int | None]:
-    """Return the sliding windows of the layers that read the keys and values of `layers`."""
     sources = (
         (layer if cache.shared is None else cache.shared, cache)
         for layer, cache in enumerate(caches)

@@ -9,10 +9,10 @@ from heapq import nlargest
 
 
 class Reservations:
-    """The reservations of block contents by waiting sequences.
+    """Records which waiting sequences reserve which block contents, so that cached blocks are kept for them.
 
-    A content is a digest of the tokens of a block and of all tokens before. An arrival is the number of a sequence in
-    the order of arrival.
+    A content is a digest of the tokens of a block and of all tokens before. Each sequence is identified by its
+    arrival: its number in the order of arrival.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,12 @@ class Reservations:
         return content in self.arrivals
 
     def add(self, contents: Iterable[bytes], arrival: int) -> None:
-        """Reserve block contents for the sequence with the number `arrival` in the order of arrival."""
+        """Reserve block contents for a waiting sequence.
+
+        Args:
+            contents: The digests of the contents.
+            arrival: The number of the sequence in the order of arrival.
+        """
         for content in contents:
             arrivals = self.arrivals.setdefault(content, [])
             if arrivals and arrival < arrivals[-1]:
@@ -31,7 +36,11 @@ class Reservations:
                 arrivals.append(arrival)
 
     def remove(self, content: bytes, arrival: int) -> bool:
-        """Remove the reservation of a content by the sequence with a number in the order of arrival.
+        """Remove a sequence's reservation of a block content.
+
+        Args:
+            content: The digest of the content.
+            arrival: The number of the sequence in the order of arrival.
 
         Returns:
             True if no other sequence reserves the content.
@@ -43,23 +52,31 @@ class Reservations:
         return not arrivals
 
     def count(self, content: bytes | None) -> int:
-        """Return the number of waiting sequences that reserve a block content, or 0 for None."""
+        """Return the number of waiting sequences that reserve a block content. For None, the result is 0."""
         return len(self.arrivals.get(content, ())) if content is not None else 0
 
     def first(self, content: bytes) -> int | None:
-        """Return the number in the order of arrival of the earliest sequence that reserves a content, or None."""
+        """Return the earliest waiting sequence that reserves a block content, or None if no sequence does.
+
+        Args:
+            content: The digest of the content.
+
+        Returns:
+            The number of the sequence in the order of arrival.
+        """
         arrivals = self.arrivals.get(content)
         return arrivals[0] if arrivals else None
 
 
 class BlockPool:
-    """The blocks of a KV cache: counts the references to blocks and keeps reserved contents in the cache.
+    """The blocks of a KV cache, their references, and the contents that stay cached for waiting sequences.
 
-    Blocks are numbered from 0. A block is used (it has references), cached (it has no references, but a waiting
-    sequence reserves its content) or free. A content is a digest of the tokens of a block and of all tokens before. A
-    waiting sequence reserves the contents that it can share, and, as a partial block, the content of a block whose
-    first tokens it will copy. If no block is free, cached blocks are evicted. The block with the latest next use is
-    evicted first, and children before parents.
+    Blocks are numbered from 0. A block is in one of three states: used (block tables refer to it), cached (no table
+    refers to it, but a waiting sequence reserves its content) or free. A content is a digest of the tokens of a block
+    and of all tokens before. A waiting sequence reserves the contents of the blocks that it can share. If it will copy
+    the first tokens of a block, it reserves the content of that block, too, as a partial block. If no block is free,
+    cached blocks are evicted. The block with the latest next use is evicted first; among equal ones, a block is
+    evicted before its prefix.
 
     Each cache group may have a block with the same content: keys and values of the same tokens in other layers. A
     reservation applies to the blocks of all groups.
@@ -91,34 +108,37 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """The number of blocks that are neither free nor cached."""
+        """The number of blocks that are neither free nor cached: used by block tables, or pinned for a step."""
         return self.total - self.available
 
     @property
     def cached(self) -> int:
-        """The number of blocks without references that are kept for waiting sequences."""
+        """The number of blocks that no block table refers to and that are kept for waiting sequences."""
         return len(self._cached)
 
     @property
     def pinned(self) -> int:
-        """The number of blocks without references that a step will read, so they are neither freed nor cached."""
+        """The number of blocks that no block table refers to, but that the next step will read.
+
+        They are neither freed nor cached.
+        """
         return sum(not self._references[block] for block in self._pinned)
 
     def find(self, digest: bytes, group: int = 0) -> int | None:
-        """Return the number of the block with a content, or None.
+        """Return the number of the block with a content, or None if there is no such block.
 
         Args:
-            digest: The content.
+            digest: The content: a digest of the tokens of a block and of all tokens before.
             group: The index of the cache group.
         """
         return self._block_of[group].get(digest)
 
     def users(self, block: int) -> int:
-        """Return the number of block tables that contain a block: its references."""
+        """Return the number of block tables that contain a block."""
         return self._references[block]
 
     def is_expected(self, content: bytes) -> bool:
-        """Return True if a block with a content exists, or a waiting sequence reserves the content.
+        """Return True if a block with a content exists, or if a waiting sequence reserves the content.
 
         Args:
             content: A digest of the tokens of a block and of all tokens before.
@@ -126,19 +146,26 @@ class BlockPool:
         return content in self._block_of[0] or content in self._partial or content in self._reserved
 
     def reserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
-        """Reserve contents for a waiting sequence: blocks with these contents are kept in the cache.
+        """Reserve block contents for a waiting sequence: blocks with these contents stay in the cache.
 
         Args:
-            digests: The contents. They may not have been computed yet.
+            digests: The contents: digests of the tokens of a block and of all tokens before. Blocks with these
+                contents need not exist yet.
             arrival: The number of the sequence in the order of arrival. A smaller number is admitted earlier.
             partial: True if the sequence will copy the first tokens of the blocks instead of sharing them.
         """
         (self._partial if partial else self._reserved).add(digests, arrival)
 
     def unreserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
-        """Undo a call of `reserve` with the same arguments, after the sequence was admitted or dropped.
+        """Remove reservations that were made by `reserve` with the same arguments.
 
-        Cached blocks that no other sequence reserves are freed.
+        It is called after the sequence was admitted or dropped. Cached blocks that no other sequence reserves are
+        freed.
+
+        Args:
+            digests: The contents.
+            arrival: The number of the sequence in the order of arrival.
+            partial: True if the sequence reserved the contents to copy the first tokens of the blocks.
         """
         reserved = self._partial if partial else self._reserved
         for digest in digests:
@@ -150,10 +177,14 @@ class BlockPool:
                 self._free_cached(digest)
 
     def pin(self, blocks: Iterable[int]) -> list[int]:
-        """Keep the cached blocks among `blocks` from being freed or evicted, because a step will read them.
+        """Protect cached blocks from being freed or evicted, because a step will read them.
+
+        Args:
+            blocks: Blocks that the step reads. Blocks that are used by a block table need no protection and are
+                skipped.
 
         Returns:
-            The blocks that were cached and are pinned now. Blocks with references need no pin.
+            The blocks that are pinned now.
         """
         idle = [block for block in blocks if block in self._cached]
         for block in idle:
@@ -162,14 +193,17 @@ class BlockPool:
         return idle
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo `pin` for some blocks. Blocks without references are cached if their content is reserved, else freed."""
+        """Undo `pin` for some blocks.
+
+        A block that no block table refers to is cached if its content is reserved, else freed.
+        """
         for block in blocks:
             self._pinned.discard(block)
             if not self._references[block]:
                 self._keep_or_free(block, None)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of `blocks`, which are used or cached, for a further block table."""
+        """Add a reference to each of `blocks`, which another block table contains. They must be used or cached."""
         for block in blocks:
             self._cached.pop(block, None)
             self.shared += self._references[block] > 0
@@ -179,7 +213,7 @@ class BlockPool:
         """Return `count` blocks with one reference each and without content. Cached blocks are evicted if needed.
 
         Raises:
-            IndexError: If there are too few available blocks.
+            IndexError: If fewer than `count` blocks are free or cached.
         """
         missing = count - len(self._free)
         if missing > 0:
@@ -190,11 +224,10 @@ class BlockPool:
         return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each block of a table, last block first.
+        """Remove a reference from each block of a block table whose sequence has ended, last block first.
 
-        A block without further references is cached if its content is reserved, else freed. Because of the order, later
-        blocks are evicted before their prefix. This does the same as `drop` per block in half the time: a sequence may
-        end with every step.
+        A block without further references is cached if its content is reserved, else freed. Because of the order,
+        later blocks are evicted before their prefix. Calling `drop` for each block would take twice the time.
         """
         references, contents, free = self._references, self._content, self._free
         wanted, copied = self._reserved.arrivals, self._partial.arrivals
@@ -212,12 +245,12 @@ class BlockPool:
                 self._free_block(block)
 
     def drop(self, block: int, beyond: bytes | None = None) -> None:
-        """Remove a reference from a block. Without further references, it is cached or freed.
+        """Remove a reference from a block. If there are no further references, the block is cached or freed.
 
         Args:
             block: The number of the block.
-            beyond: The content of a later block in the cache, from which a sequence can continue without this block, or
-                None. Reservations of this block's content by sequences that also reserve `beyond` do not count.
+            beyond: The content of a later block in the cache, or None. A sequence that reserves `beyond` continues
+                after that later block, so its reservation does not keep this block in the cache.
         """
         self._references[block] -= 1
         if self._references[block]:
@@ -234,11 +267,11 @@ class BlockPool:
     def register(self, block: int, digest: bytes, group: int = 0) -> None:
         """Register the content of a used block, so that `find` returns the block.
 
-        Nothing happens if the group has a block with this content, or the block has a content already.
+        Nothing happens if another block of the group has this content, or if the block has a content already.
 
         Args:
             block: The number of the block.
-            digest: The content.
+            digest: The content: a digest of the tokens of the block and of all tokens before.
             group: The index of the cache group.
         """
         if digest not in self._block_of[group] and block not in self._content:
@@ -253,7 +286,6 @@ class BlockPool:
         return content in self._partial or self._reserved.count(content) > self._reserved.count(beyond)
 
     def _free_cached(self, content: bytes) -> int:
-        """Free the cached blocks with a content, in all cache groups. Return the number of freed blocks."""
         found = (group.get(content) for group in self._block_of)
         blocks = [block for block in found if block is not None and block in self._cached]
         for block in blocks:
@@ -262,11 +294,8 @@ class BlockPool:
         return len(blocks)
 
     def _evict(self, count: int) -> None:
-        """Free at least `count` cached blocks, latest next use first.
-
-        `nlargest` returns the first of equal blocks, which is the child. Blocks of other groups with the same content
-        are freed, too, because a sequence needs the blocks of all groups.
-        """
+        # Blocks of other groups with the same content are freed, too, because a sequence needs the blocks of all
+        # groups. `nlargest` returns the first of equal blocks, which is the child.
         if count > len(self._cached):
             raise IndexError(f"{count} KV blocks are missing and {len(self._cached)} can be evicted")
         for block in nlargest(count, self._cached, key=self._next_arrival):
@@ -290,12 +319,13 @@ class BlockPool:
         reservations: Mapping[int, Sequence[bytes]] | None = None,
         partial: Mapping[int, Sequence[bytes]] | None = None,
     ) -> None:
-        """Check that the references, contents and reservations of all blocks agree with the sequences.
+        """Check, in tests, that the references, contents and reservations of all blocks agree with the sequences.
 
         Args:
             tables: The block tables of all running sequences, without freed entries.
-            reservations: The contents that each waiting sequence should reserve, by its arrival.
-            partial: The contents of partial blocks that each waiting sequence should reserve, by its arrival.
+            reservations: By the arrival number of each waiting sequence, the contents that it should reserve.
+            partial: By the arrival number of each waiting sequence, the contents that it should reserve as partial
+                blocks.
 
         Raises:
             AssertionError: If the states, references or contents of blocks are inconsistent.
@@ -323,7 +353,6 @@ class BlockPool:
 
 
 def _arrivals_of(reservations: Mapping[int, Sequence[bytes]]) -> dict[bytes, list[int]]:
-    """Return the arrivals that reserve each content, ascending, from the contents that each arrival reserves."""
     found: dict[bytes, list[int]] = {}
     for arrival, contents in sorted(reservations.items()):
         for content in contents:

@@ -25,9 +25,9 @@ class JobSize:
     """The maximum sizes of a job's sequences and steps.
 
     Attributes:
-        longest: Tokens, prompt and output, of the longest sequence.
-        max_num_seqs: Maximum running sequences.
-        max_num_batched_tokens: Maximum tokens per step.
+        longest: The number of tokens, prompt and output, of the longest sequence.
+        max_num_seqs: Maximum number of running sequences.
+        max_num_batched_tokens: Maximum number of tokens per step.
     """
 
     longest: int
@@ -47,14 +47,15 @@ def cache_blocks(
     """Return the number of KV cache blocks that fit into the memory, limited to the blocks that the job can use.
 
     Args:
-        block_bytes: Bytes per block.
+        block_bytes: The bytes per block.
         tables: Computes the number of blocks of a sequence.
         job: The maximum sizes of the job.
-        memory: Memory for the KV cache in bytes (int), or the share of `free` for the KV cache and steps (float). None:
-            the default share of the device.
-        free: Free memory of the device in bytes.
-        kind: "cpu" or "cuda".
-        needed: Bytes that a step needs, which are subtracted from a share. Ignored if `memory` is an int.
+        memory: An int is the memory for the KV cache in bytes. A float is the share of `free` for the KV cache and for
+            steps. None: the default share for the kind of device.
+        free: The free memory of the device in bytes.
+        kind: The kind of device, "cpu" or "cuda".
+        needed: The bytes that steps need. They are subtracted from the share of `free`, and ignored if `memory` is an
+            int.
 
     Raises:
         OutOfMemory: If the longest sequence of the job does not fit.
@@ -75,7 +76,6 @@ def cache_blocks(
 
 
 def _usable(fraction: float | None, free: int, kind: str) -> int:
-    """Return the bytes of `free` that the KV cache and the steps may use together."""
     if fraction is None and kind == "cuda":
         return free - GPU_RESERVE - int(free * GPU_RESERVE_SHARE)
     return int(free * (CPU_FRACTION if fraction is None else fraction))

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 class TableSizes:
     """Computes the number of KV cache blocks of a sequence, which has one block table per cache group.
 
-    All tables have blocks for the same positions, but a table with a window frees the blocks before the window.
+    All tables have blocks for the same positions, but a table with a sliding window frees the blocks before the
+    window.
 
     Attributes:
-        block_size: Tokens per block.
+        block_size: The number of tokens per block.
         windows: The sliding window of each table in tokens. None: the table keeps all tokens.
         unwindowed: The number of tables without a window.
-        windowed: Each window, with the number of tables that have it.
+        windowed: For each different window, (window, number of tables that have it).
     """
 
     block_size: int
@@ -37,29 +38,31 @@ class TableSizes:
         return len(self.windows)
 
     def blocks(self, tokens: int) -> int:
-        """Return the number of blocks for `tokens` tokens in one table without a window."""
+        """Return the number of blocks that a block table without a sliding window needs for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def span(self, window: int, chunk: int = 1) -> int:
-        """Return the maximum number of blocks that a chunk reads in a table with a window.
+        """Return the maximum number of blocks that a chunk reads in a block table with a sliding window.
 
         Args:
             window: The window in tokens.
-            chunk: The number of tokens of the chunk, which may begin at any position.
+            chunk: The number of tokens of the chunk, which may begin anywhere within a block.
         """
         return (window + chunk + self.block_size - 3) // self.block_size + 1
 
     def unseen(self, window: int, start: int) -> int:
-        """Return the number of leading blocks that no token from position `start` on reads.
+        """Return the number of leading blocks that are outside the sliding window of all tokens from `start` on.
+
+        These blocks can be freed.
 
         Args:
-            window: The window of the table in tokens.
-            start: The first position.
+            window: The sliding window of the block table in tokens.
+            start: The position of the first token that will still be computed.
         """
         return max(0, start - window + 1) // self.block_size
 
     def alone(self, tokens: int, budget: int) -> int:
-        """Return the maximum number of blocks, in all tables, that a sequence holds if no other sequence runs.
+        """Return the maximum number of blocks, over all its block tables, of a sequence that runs alone.
 
         Args:
             tokens: The maximum length of the sequence.
@@ -70,20 +73,23 @@ class TableSizes:
         return self.unwindowed * whole + windows
 
     def among_others(self, tokens: int) -> int:
-        """Return the maximum number of blocks, in all tables, of a sequence of `tokens` tokens in a batch.
+        """Return the maximum number of blocks, over all its block tables, of a sequence that runs with others.
 
-        The sequence's share of `for_chunks` is not included: a chunk of c tokens reads at most
-        span(window) + 1 + c // block_size blocks, and `for_chunks` counts the last term.
+        A chunk with more than one token may need further blocks in tables with a sliding window. They are not
+        included: `for_chunks` returns them for all sequences of a step together.
+
+        Args:
+            tokens: The length of the sequence.
         """
         whole = self.blocks(tokens)
         windows = sum(tables * min(whole, self.span(window) + 1) for window, tables in self.windowed)
         return self.unwindowed * whole + windows
 
     def for_chunks(self, budget: int) -> int:
-        """Return the number of blocks that all chunks of a step need in addition to `among_others`.
+        """Return the number of blocks that all chunks of a step need in addition to the blocks from `among_others`.
 
-        Only tables with windows need additional blocks. The result is doubled, because drafts of the previous step may
-        be rolled back.
+        Only tables with a sliding window need them. The number is doubled, because drafts of the previous step may be
+        discarded afterwards.
 
         Args:
             budget: The maximum number of tokens per step.
@@ -91,9 +97,9 @@ class TableSizes:
         return 2 * sum(tables for _, tables in self.windowed) * (budget // self.block_size)
 
     def of_chunk(self, tokens: int, chunk: int) -> int:
-        """Return the number of blocks that a chunk needs in addition to the blocks of a single token.
+        """Return how many more blocks a sequence needs for a chunk than for a single token.
 
-        Only tables with windows need additional blocks.
+        The difference arises in block tables with a sliding window only.
 
         Args:
             tokens: The length of the sequence in tokens.

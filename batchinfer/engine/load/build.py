@@ -81,20 +81,22 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedWeights:
-    """A model's weights on their device, packed for its operators. They are loaded before the job is planned.
+    """The loaded weights of a model on their device, from which an engine is built when its settings are known.
+
+    Loading can start before the job is planned.
 
     Attributes:
         config: The settings for loading.
         source: The checkpoint, or the shard of it that this rank loads.
-        ops: The operators.
+        ops: The operators for which the weights are packed.
         arithmetic: The device, dtypes and determinism of the operators.
         threads: The number of CPU threads.
         decoder: Creates the model for a maximum sequence length.
-        masks: The masks of constraints, if the job may have constraints.
+        masks: The token masks of constraints. None if no row of the job can have a constraint.
         untimed: A context for work of unknown duration, during which the watchdog does not expect a message.
         cost: The costs of the whole model, even if this process has a shard.
         rank_groups: The ranks of the engine.
-        proposers: The draft model or draft heads, if any.
+        proposers: The draft model or the draft heads, if the job has any.
         before_bytes: The resident memory of the process before loading, or None if unknown.
     """
 
@@ -118,13 +120,13 @@ class LoadedWeights:
         agreed: Agreed = choose_alone,
         send_step: SendStep | None = None,
     ) -> BuiltEngine:
-        """Size the KV cache, warm up and build the engine of a model that is not sharded, or of the leading rank.
+        """Size the KV cache, warm up and build the engine. If the model is sharded, this is the leading rank's engine.
 
         Args:
             config: The settings of the engine.
-            stop_streams: Creates the function that searches an answer for stop strings.
-            agreed: Makes choices that all engines of the run share.
-            send_step: Sends each step to the other ranks. None: there are no other ranks.
+            stop_streams: Creates the function that searches an answer for stop strings. None: no row has stop strings.
+            agreed: Makes a choice in one engine of the run and returns it in all engines.
+            send_step: Sends each step to the other ranks. None: the model is not sharded.
 
         Raises:
             OutOfMemory: The job does not fit into memory.
@@ -140,11 +142,11 @@ class LoadedWeights:
         return BuiltEngine(engine, loaded.info, loaded.expert_loads.read, self._account(loaded))
 
     def follower(self, config: EngineConfig, agreed: Agreed) -> Follower:
-        """Size the KV cache, warm up and return an object that runs the steps of the leading rank in this rank.
+        """Size the KV cache, warm up and return an object that runs the leading rank's steps in this rank.
 
         Args:
             config: The settings of the engine.
-            agreed: Returns the choices of the leading rank.
+            agreed: Returns the choices that the leading rank makes.
 
         Raises:
             OutOfMemory: The job does not fit into memory.
@@ -160,7 +162,8 @@ class LoadedWeights:
 
         Args:
             config: The settings of the engine.
-            agreed: Makes choices that all engines of the run share: the fastest operators, by measured time.
+            agreed: Makes a choice in one engine of the run and returns it in all engines. The choice here is the
+                fastest operators by measured time.
 
         Raises:
             OutOfMemory: The job does not fit into memory.
@@ -218,7 +221,7 @@ def load_weights(
     source: Source | None = None,
     rank_config: RankConfig | None = None,
 ) -> LoadedWeights:
-    """Set up this process, load the weights, and connect to the other ranks of the engine, if any.
+    """Set up this process, load the weights, and connect to the other ranks of the engine if the model is sharded.
 
     Args:
         config: The settings for loading.
@@ -226,7 +229,7 @@ def load_weights(
             has no constraints.
         untimed: A context for work of unknown duration, such as compiling kernels, during which the watchdog does not
             expect a message.
-        source: Replaces the checkpoint at `config.model`.
+        source: The checkpoint to load. None: the checkpoint at `config.model`.
         rank_config: The rank of this process. None: the model is not sharded.
 
     Raises:
@@ -268,14 +271,14 @@ def load_model(
     untimed: Untimed = nullcontext,
     agreed: Agreed = choose_alone,
 ) -> LoadedModel:
-    """Load the weights, size and allocate the KV cache, and warm up, for a model that is not sharded.
+    """Load a model that is not sharded: load the weights, allocate the KV cache, and warm up.
 
     Args:
-        config: The settings of the engine, and for loading.
-        source: Replaces the checkpoint at `config.load.model`.
+        config: The settings of the engine, which include the settings for loading.
+        source: The checkpoint to load. None: the checkpoint at `config.load.model`.
         constraints: Creates the constraints of the job. None: the job has no constraints.
         untimed: A context for work of unknown duration, during which the watchdog does not expect a message.
-        agreed: Makes choices that all engines of the run share.
+        agreed: Makes a choice in one engine of the run and returns it in all engines.
 
     Raises:
         OutOfMemory: The job does not fit into memory.
@@ -295,10 +298,7 @@ def _arithmetic(config: LoadConfig, device: torch.device) -> Arithmetic:
 
 
 def _numbers(adapters: Iterable[tuple[str, Path]], source: Source) -> dict[str, int]:
-    """Return the number of each adapter by its fingerprint, in loading order from 1 on.
-
-    Adapters of the job that `source` has merged into the model's weights have the number 0, as has "" (no adapter).
-    """
+    # An adapter that `source` has merged into the model's weights has the number 0, as has "" (no adapter)
     separate = {name: number for number, name in enumerate(source.adapters, 1)}
     return {"": 0} | {name: separate.get(name, 0) for name, _ in adapters}
 
@@ -328,7 +328,7 @@ def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, 
 
 
 def _announce_compilations(untimed: Untimed) -> None:
-    """Run each compilation of a kernel in the context `untimed`: new sizes may be compiled during the job."""
+    # New sizes may be compiled during the job
     from batchinfer_kernels.gpu.compilations import announce_compilations
 
     announce_compilations(untimed)

@@ -27,14 +27,17 @@ from batchinfer_kernels.cost import ModelCost
 def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter) -> Fitted:
     """Give the runner of an encoder on a GPU the largest KV cache that leaves memory for its steps.
 
-    The memory of the largest steps is measured. If a step does not fit, the limit of tokens per step is halved. Then
-    the cache is allocated and the runner is warmed up.
+    The memory of the largest steps is measured first. If such a step does not fit, the maximum number of tokens per
+    step is halved. Then the cache is allocated and the runner is warmed up.
 
     Args:
-        runner: The runner, without a cache.
-        limits: The limits of its steps.
-        room: Sizes and allocates the cache.
+        runner: The runner, without a KV cache.
+        limits: The maximum sizes of its steps.
+        room: Sizes and allocates the KV cache.
         meter: Measures device memory.
+
+    Returns:
+        The runner with its KV cache, and the limits of steps that fit.
 
     Raises:
         OutOfMemory: There is no memory for the longest prompt.
@@ -53,11 +56,6 @@ def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, m
 def _measured(
     runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter
 ) -> tuple[int, MicroBatches]:
-    """Run the largest steps with a small temporary cache.
-
-    Returns:
-        The bytes that steps take, and the division of steps into micro-batches if memory ran out.
-    """
     batches = MicroBatches(whole_chunks=True)
     measured = _on_device(runner, room.allocate(limits.max_num_seqs + 1), batches)
     try:
@@ -83,16 +81,19 @@ def fit_cache(
 ) -> Fitted:
     """Size and allocate the KV cache of a runner.
 
-    On a GPU, the largest steps are measured first, and CUDA graphs are captured afterwards.
+    On a GPU, the memory of the largest steps is measured first, and CUDA graphs are captured afterwards.
 
     Args:
-        runner: The runner, without a cache.
-        limits: The limits of its steps.
-        cost: The costs of the whole model. The runner may have a shard.
-        room: Sizes and allocates the cache.
-        loads: Counts the tokens per expert of a model that can be captured. None: the model cannot be captured.
+        runner: The runner, without a KV cache.
+        limits: The maximum sizes of its steps.
+        cost: The costs of the whole model, even if the runner has a shard.
+        room: Sizes and allocates the KV cache.
+        loads: Counts the tokens per expert of the model. None: the model cannot be captured as CUDA graphs.
         config: The settings of the engine.
         untimed: A context for work of unknown duration, during which the watchdog does not expect a message.
+
+    Returns:
+        The runner with its KV cache, and the limits of steps that fit.
 
     Raises:
         OutOfMemory: The job does not fit into memory.
@@ -113,13 +114,12 @@ def fit_cache(
 
 
 def _without_pieces(found: Fitted, cost: ModelCost, config: EngineConfig) -> Fitted:
-    """Return `found` with higher admission costs, because prefill steps are launched operator by operator."""
     costs = found.limits.admission_costs and admission_costs(cost, config.peaks, pieces=False)
     return replace(found, limits=replace(found.limits, admission_costs=costs))
 
 
 class _Uncounted(GraphRecorder):
-    """A graph recorder that does not count tokens per expert during a capture: the step is replayed afterwards."""
+    """A graph recorder that does not count tokens per expert during a capture, because the step is replayed later."""
 
     def __init__(self, inner: GraphRecorder, loads: ExpertLoads, untimed: Untimed) -> None:
         self._inner, self._loads, self._untimed = inner, loads, untimed

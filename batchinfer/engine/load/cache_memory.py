@@ -23,25 +23,25 @@ from batchinfer.models.sources import Source
 
 
 class ProposerMemory(Protocol):
-    """The memory of a draft model or of draft heads."""
+    """Computes the memory that a draft model or draft heads need."""
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the weights of the draft model or draft heads."""
+        """The number of bytes of the weights of the draft model or draft heads."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes that are needed per block of the target model's KV cache.
+        """Return the number of bytes that the draft model or draft heads need per block of the target model's KV cache.
 
         Args:
-            block_size: Tokens per block.
+            block_size: The number of tokens per block.
         """
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes that are needed independent of the number of KV cache blocks, without weights.
+        """Return the number of bytes, besides weights, that do not depend on the number of KV cache blocks.
 
         Args:
-            block_size: Tokens per block.
-            max_num_seqs: Maximum running sequences.
+            block_size: The number of tokens per block.
+            max_num_seqs: Maximum number of running sequences.
         """
 
 
@@ -52,13 +52,14 @@ class CacheMemory:
     Attributes:
         config: The settings of the engine.
         source: The checkpoint.
-        runner: The runner, without a cache.
-        limits: The limits of the runner's steps.
+        runner: The runner, without a KV cache.
+        limits: The maximum sizes of the runner's steps.
         dtype: The dtype of the model.
         longest: The number of tokens of the longest sequence.
-        group: The ranks of the engine, which must have equally many blocks.
-        turns: The number of engines that share the cache.
-        proposer: The draft model or draft heads, if any. They have a KV cache with the same number of blocks.
+        group: The ranks of the engine. All get the same number of blocks.
+        turns: The number of engines that share the cache because they alternate (pipeline parallelism).
+        proposer: The draft model or the draft heads, which get a KV cache with the same number of blocks. None: the
+            job has neither.
     """
 
     config: EngineConfig
@@ -73,24 +74,17 @@ class CacheMemory:
 
     @property
     def block_bytes(self) -> int:
-        """The bytes per KV cache block, including the draft model or draft heads."""
+        """The number of bytes per KV cache block, including what a draft model or draft heads need per block."""
         runner = self.runner
         own = block_bytes(runner.ops, self.source.spec.caches, runner.layout, self.dtype.itemsize)
         return own if self.proposer is None else own + self.proposer.block_bytes(runner.layout.block_size)
 
     def room(self) -> CacheRoom:
-        """Return the functions that size and allocate the KV cache."""
+        """Return an object that sizes and allocates the KV cache for the measurement of steps."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
         return CacheRoom(self._blocks, self._allocate, self.longest, self.turns * least, self._min_over_ranks)
 
     def _blocks(self, needed: int) -> int:
-        """Return the number of KV cache blocks of all engines that share the cache, the same on each rank.
-
-        Ranks on a CPU get equal shares of its memory and of `kv_memory`.
-
-        Args:
-            needed: Bytes to leave free for steps.
-        """
         config, limits, device = self.config, self.limits, self.runner.device
         if self._states is not None:
             self._states.drop()  # the states of the profile run
@@ -133,13 +127,11 @@ class CacheMemory:
 
     @property
     def _states(self) -> SlotStates | None:
-        """The hidden states that the model keeps per slot for draft heads, or None without such heads."""
         model = self.runner.model
         return model.kept if isinstance(model, TappedModel) else None
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that can still be allocated on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_memory()

@@ -72,13 +72,12 @@ HOST_RUNS = ((256, 12), (64, 20), (8, 30))  # rows, and tokens per answer
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The times that were measured on this machine's CPU.
+    """Times that were measured on this machine's CPU, to fit the forecast's model of step times.
 
     Attributes:
-        steps: For each step, the costs of the model, the shape of the step, its number of rows, and the seconds that it
-            took in the model.
-        host: For each step, its number of rows, and the seconds that it took outside of the model.
-        first_use_s: Additional seconds per byte of KV cache when memory is used for the first time.
+        steps: Per step: (costs of the model, shape of the step, number of rows, seconds that the model took).
+        host: Per step: (number of rows, seconds that the engine took outside of the model).
+        first_use_s: The additional seconds per byte of KV cache when memory is written for the first time.
     """
 
     steps: list[tuple[ModelCost, StepShape, int, float]]
@@ -89,9 +88,11 @@ class Calibration:
 def calibrate(dtype: Dtype, quantization: Quantization) -> Calibration:
     """Time steps of two small models with random weights on this machine's CPU.
 
+    The forecast's model of step times is fitted to the results.
+
     Args:
         dtype: The dtype of the models.
-        quantization: How their weights are quantised.
+        quantization: How the weights of the models are quantised.
 
     Raises:
         Unavailable: The CPU operators do not support this dtype or quantization.
@@ -139,15 +140,8 @@ def _steps() -> Iterator[list[Part]]:
 
 
 def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape, int, float]:
-    """Time a step, and return an element of `Calibration.steps`.
-
-    The time is the lower quartile of several runs after a warm-up run: other work on the machine makes a run slower,
-    never faster (docs/measurements/scheduling.md).
-
-    Args:
-        loaded: The model.
-        parts: The start and length of each chunk of the step.
-    """
+    # The lower quartile of several runs: other work on the machine makes a run slower, never faster
+    # (docs/measurements/scheduling.md)
     runner = loaded.runner
     chunks = _chunks(loaded, parts)
     step, sampling = Step(chunks), [chunk.sequence for chunk in chunks if chunk.samples]
@@ -162,7 +156,6 @@ def _timed(loaded: LoadedModel, parts: list[Part]) -> tuple[ModelCost, StepShape
 
 
 def _first_use_s(loaded: LoadedModel) -> float:
-    """Return the additional seconds per byte that a step takes if it writes to cache memory for the first time."""
     runner, block = loaded.runner, loaded.runner.layout.block_size
     blocks = FIRST_USE_TOKENS // block
     last = loaded.info.blocks - FIRST_USES * blocks  # unused so far: earlier steps took blocks from 0 on
@@ -181,9 +174,10 @@ def _first_use_s(loaded: LoadedModel) -> float:
 
 
 def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chunk]:
-    """Create the chunks of a step, each of a new sequence.
+    """Create the chunks of a step, each for a new sequence.
 
-    Tokens before a chunk are not computed: the contents of the cache do not change the time of attention.
+    The tokens before a chunk are never computed, because the contents of the cache do not change the time of
+    attention.
 
     Args:
         loaded: The model.
@@ -205,13 +199,6 @@ def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chun
 
 
 def _host_times(loaded: LoadedModel, rows: int, tokens: int) -> list[tuple[int, float]]:
-    """Run an engine, and return for each step its number of rows and the seconds that it took outside of the model.
-
-    Args:
-        loaded: The model.
-        rows: The number of requests, which run together.
-        tokens: The tokens per answer.
-    """
     draw = random.Random(rows)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     prompts = ([draw.randrange(5, 2000) for _ in range(32)] for _ in range(rows))

@@ -38,14 +38,15 @@ RETRY_SHARE = 15 / 16
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """Computes how large the KV cache of a GPU may be, and allocates it.
+    """Computes how large the KV cache of a GPU can be, and allocates it.
 
     Attributes:
-        blocks: Returns the number of blocks that fit, from the bytes that steps need. It raises OutOfMemory if the
-            longest sequence does not fit.
+        blocks: Returns the number of blocks that fit, given the number of bytes that steps need. It raises OutOfMemory
+            if the longest sequence does not fit.
         allocate: Allocates a number of blocks and returns the cache of each layer. It raises torch.OutOfMemoryError.
         longest: The number of tokens of the longest sequence.
-        least: The number of blocks with which each engine can run one sequence of that length.
+        least: The minimum number of blocks: each engine that shares the cache can run one sequence of `longest`
+            tokens.
         min_over_ranks: Returns the minimum of a number over all ranks of the engine, which must all call it.
     """
 
@@ -62,9 +63,9 @@ class Fitted:
 
     Attributes:
         runner: The runner.
-        limits: The limits of its steps, which fit into memory.
+        limits: The maximum sizes of its steps, which fit into memory.
         blocks: The number of blocks of the KV cache.
-        free_bytes: Free device memory after capturing CUDA graphs; None on a CPU.
+        free_bytes: The free device memory in bytes after CUDA graphs were captured; None on a CPU.
     """
 
     runner: ModelRunner
@@ -74,7 +75,7 @@ class Fitted:
 
     @property
     def captures_pieces(self) -> bool:
-        """True if prefill steps are replayed as piecewise CUDA graphs."""
+        """True if prefill steps are replayed as CUDA graphs, in pieces between the attention of two layers."""
         runner = self.runner
         return isinstance(runner, DeviceRunner) and runner.mixed is not None and runner.mixed.covers(1)
 
@@ -92,18 +93,22 @@ def fit(
 ) -> Fitted:
     """Give a runner on a GPU the largest KV cache that leaves memory for its steps, and capture CUDA graphs.
 
-    The limit of tokens per step is halved until the largest step fits. All ranks get the same limits and blocks.
+    The maximum number of tokens per step is halved until the largest step fits. All ranks get the same limits and the
+    same number of blocks.
 
     Args:
-        runner: The runner, without a cache.
-        limits: The limits of its steps.
-        room: Sizes and allocates the cache.
+        runner: The runner, without a KV cache.
+        limits: The maximum sizes of its steps.
+        room: Sizes and allocates the KV cache.
         meter: Measures device memory.
         capture: Captures graphs of decode steps. None: the model cannot be captured.
         logprobs: The highest number of log-probabilities per token that a row requests. None: no row requests any.
-        mixed: The maximum tokens of a prefill step that is captured in pieces.
+        mixed: The number of tokens of the largest prefill step that is captured in pieces; 0 to capture none.
         drafts: True if rows may have drafts, which are verified by separate graphs.
-        trees: True if drafts may form trees, if the runner supports them.
+        trees: True if drafts may form trees, provided the runner supports them.
+
+    Returns:
+        The runner with its KV cache, and the limits of steps that fit.
 
     Raises:
         OutOfMemory: The longest sequence or a step of one token does not fit.
@@ -142,23 +147,23 @@ def fit(
 
 
 def _on_all(made: T | None, room: CacheRoom) -> T | None:
-    """Return `made`, or None if `made` is None on any rank of the engine. All ranks must call this."""
+    # All ranks must call this: a graph is captured on all ranks or on none
     return made if room.min_over_ranks(made is not None) else None
 
 
 def _has_masks(runner: ModelRunner, room: CacheRoom) -> bool:
-    """Return True if rows may have masks of constraints. Only the leading rank knows, and passes it to all ranks."""
+    # Only the leading rank knows whether rows may have masks
     return not room.min_over_ranks(runner.sampler.mask is None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """The results of running the largest steps with a small cache.
+    """The results of running the largest steps with a small KV cache.
 
     Attributes:
-        step_bytes: The memory of steps in addition to weights and cache.
-        limits: The limits of steps that fit into memory.
-        micro_batches: The division of steps that do not fit into memory.
+        step_bytes: The memory that steps take in addition to weights and cache.
+        limits: The maximum sizes of steps that fit into memory.
+        micro_batches: How larger steps are divided.
         layers: The number of layers with attention.
     """
 
@@ -176,7 +181,6 @@ def _profile(
     logprobs: int | None,
     mixed: int,
 ) -> _Profile:
-    """Run the largest steps with a small temporary cache, and measure their memory."""
     measured = with_cache(runner, room.allocate(limits.max_num_seqs + 1))
     masked = _has_masks(runner, room)
     steps = DummySteps(measured, limits, room.longest, limits.max_num_seqs, logprobs, masked)
@@ -190,7 +194,6 @@ def _profile(
 
 
 def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
-    """Run the warm-up steps, and return `fitted` with the free device memory after them."""
     before = meter.free()
     steps.warm_up()
     free = meter.free()
@@ -202,7 +205,7 @@ def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
 
 
 def with_cache(runner: ModelRunner, caches: list[LayerCache]) -> DeviceRunner:
-    """Return a DeviceRunner with the settings of another runner and a KV cache.
+    """Return a GPU runner with the settings of another runner and a KV cache.
 
     Args:
         runner: The runner whose model, operators and other settings are used.
@@ -227,14 +230,15 @@ def _most_rows(limits: SchedulerConfig) -> int:
 
 
 def allocate_cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]:
-    """Allocate a KV cache of `wanted` blocks, or of fewer blocks if there is too little memory.
+    """Allocate a KV cache of `wanted` blocks, or of fewer blocks if memory is missing.
 
     Args:
         room: Allocates the cache.
-        wanted: The number of blocks for sequences.
+        wanted: The number of blocks that sequences can use.
 
     Returns:
-        The number of blocks for sequences, and the cache of each layer, with one more block for padding rows.
+        The number of blocks that sequences can use, and the cache of each layer. The cache has one more block, for
+        padding rows.
 
     Raises:
         OutOfMemory: There is no memory for the longest sequence.
@@ -257,11 +261,6 @@ def allocate_cache(room: CacheRoom, wanted: int) -> tuple[int, list[LayerCache]]
 
 
 def _static_buffers(runner: ModelRunner, tokens: int) -> StaticBuffers | None:
-    """Allocate the buffers between the pieces of piecewise graphs, for steps of up to `tokens` tokens.
-
-    Returns:
-        None if no step is captured in pieces.
-    """
     if not tokens or not isinstance(runner.ops, GraphOps) or not isinstance(runner.model, SplitModel):
         return None
     try:
@@ -292,13 +291,11 @@ def _largest(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, bloc
 
 
 def _drafted(largest: GraphSize, limits: SchedulerConfig) -> GraphSize:
-    """Return the size of the largest step with drafts to capture, from the size of the largest step without drafts."""
     rows = min(max(largest.rows, MIN_SAMPLED_ROWS), limits.max_num_batched_tokens)
     return replace(largest, rows=rows, queries=DRAFT_QUERIES[-1])
 
 
 def _graph_tables(runner: ModelRunner, largest: GraphSize) -> GraphTables | None:
-    """Allocate the block tables of decode graphs, or return None if no decode step is captured."""
     if not isinstance(runner.ops, GraphOps):
         return None
     try:

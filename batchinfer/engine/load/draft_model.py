@@ -30,7 +30,7 @@ from batchinfer_kernels.cost import ModelCost
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModelWeights:
-    """A draft model's weights, on the device of the target model.
+    """The loaded weights of a draft model, on the device of the target model.
 
     Attributes:
         source: The checkpoint.
@@ -51,20 +51,22 @@ class DraftModelWeights:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the draft model's weights."""
+        """The number of bytes of the draft model's weights."""
         return self.source.weight_bytes(self.cost)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of the draft model's keys and values per block of `block_size` tokens."""
+        """Return the number of bytes of the draft model's keys and values per block of `block_size` tokens."""
         itemsize = self.arithmetic.dtype.itemsize
         return block_bytes(self.ops, self.source.spec.caches, self._layout(block_size), itemsize)
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes of the cache blocks that only the draft model has, for proposed tokens.
+        """Return the number of bytes of the KV cache blocks that only the draft model has.
+
+        Proposed tokens are written to them if the blocks of their sequence are full.
 
         Args:
-            block_size: Tokens per block.
-            max_num_seqs: Maximum running sequences.
+            block_size: The number of tokens per block.
+            max_num_seqs: Maximum number of running sequences.
         """
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
@@ -77,14 +79,19 @@ class DraftModelWeights:
         longest: int,
         masks: ConstraintMasks | None,
     ) -> DraftModelRunner:
-        """Allocate the draft model's KV cache and return its runner.
+        """Allocate the draft model's KV cache and return an object that runs the draft model.
 
-        The target model has the runner `own`, the specification `spec`, the step limits `limits` and `blocks` cache
-        blocks. `longest` is the number of tokens of the longest sequence. `masks`, the masks of constraints, are used
-        if both vocabularies have the same size.
+        Args:
+            own: The runner of the target model.
+            spec: The specification of the target model.
+            limits: The maximum sizes of the target model's steps.
+            blocks: The number of KV cache blocks of the target model.
+            longest: The number of tokens of the longest sequence.
+            masks: The token masks of constraints, which are used if both vocabularies have the same size. None: no row
+                has a constraint.
 
         Raises:
-            OutOfMemory: The cache does not fit.
+            OutOfMemory: The draft model's cache does not fit.
             Unavailable: The target model has no layer with full attention, or is run by transformers.
         """
         size, whole, mine = own.layout.block_size, own.layout.full_group, self.source.spec
@@ -143,7 +150,7 @@ def load_draft_model(
         rank_groups: The ranks of the engine.
 
     Raises:
-        CannotSplit: The engine has several ranks.
+        CannotSplit: The target model is sharded.
         Unavailable: The draft model would be run by transformers. Errors of loading a checkpoint are raised as well.
     """
     draft = config.draft_model

@@ -25,7 +25,7 @@ class DummyPrompts:
 
     Attributes:
         runner: The runner of the encoder.
-        limits: The limits of its steps.
+        limits: The maximum sizes of its steps.
         longest: The number of tokens of the longest prompt.
         scratch: The number of the cache block that all dummy tokens write to.
     """
@@ -37,14 +37,13 @@ class DummyPrompts:
 
     @property
     def _most(self) -> tuple[int, int]:
-        """The maximum number of tokens and of rows of a step."""
         tokens = self.limits.max_num_batched_tokens
         return tokens, min(self.limits.max_num_seqs, tokens)
 
     def profile(self, meter: MemoryMeter) -> int:
-        """Run the largest steps, and return their peak memory in bytes, without weights and cache.
+        """Run the largest steps, and return their peak memory use in bytes, without weights and KV cache.
 
-        Two steps are measured: with the longest prompts, and with the maximum number of prompts.
+        Two steps are measured: one with the longest prompts, and one with the maximum number of prompts.
 
         Args:
             meter: Measures device memory.
@@ -60,9 +59,10 @@ class DummyPrompts:
         return max(peaks)
 
     def warm_up(self) -> None:
-        """Run steps of all sizes, and steps with prompts of one token, which use other kernels.
+        """Run steps of all sizes before the job, so that kernels are compiled.
 
-        The largest step runs first, so that smaller steps reuse its memory.
+        Steps with prompts of one token are included, because they use other kernels. The largest step runs first, and
+        smaller steps reuse its memory.
         """
         tokens, rows = self._most
         for size in (tokens, *sizes_between(1, tokens)):
@@ -75,10 +75,10 @@ class DummyPrompts:
         self.runner.launch(plan).states()
 
     def chunks(self, tokens: int, rows: int) -> list[Chunk]:
-        """Return the prompts of a step. The first prompts have the maximum length.
+        """Return the dummy prompts of a step. The first prompts have the maximum length.
 
         Args:
-            tokens: The total number of tokens. Fewer are used if the limit of rows is reached.
+            tokens: The total number of tokens. There are fewer if the maximum number of prompts is reached.
             rows: The minimum number of prompts.
         """
         lengths, left = list[int](), tokens

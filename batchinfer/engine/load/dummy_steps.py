@@ -35,43 +35,50 @@ class MemoryMeter(Protocol):
     """Measures the peak and the free memory of a device."""
 
     def restart(self) -> None:
-        """Start a new measurement of the peak memory."""
+        """Start a new measurement of the peak memory use."""
 
     def peak(self) -> int:
-        """Return the peak bytes in use since `restart`, minus the bytes in use at `restart`."""
+        """Return the peak number of bytes in use since `restart`, minus the bytes in use at `restart`."""
 
     def free(self) -> int:
-        """Return the free bytes of the device now."""
+        """Return the number of free bytes of the device at present."""
 
 
 class GpuMeter:
-    """Measures the GPU memory that torch's allocator has reserved, which includes gaps between tensors."""
+    """Measures GPU memory as reserved by torch's allocator, so that the gaps between tensors are included."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, 0
 
     def restart(self) -> None:
-        """Release unused memory of torch's allocator, and start a new measurement of the peak memory."""
+        """Release the unused memory of torch's allocator, and start a new measurement of the peak memory use."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
-        """Return the peak of reserved bytes since `restart`, minus the bytes reserved at `restart`."""
+        """Return the peak number of reserved bytes since `restart`, minus the bytes reserved at `restart`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - self._before
 
     def free(self) -> int:
-        """Return the free bytes of the GPU now."""
+        """Return the number of free bytes of the GPU at present."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def sizes_between(rows: int, tokens: int) -> list[int]:
-    """Return step sizes in tokens, more than `rows` and less than `tokens`, in descending order, that use all kernels.
+    """Return step sizes, in tokens, for the warm-up: together they use all kernels between two limits.
 
-    Sizes are halved again and again, so every tile size of the matrix products occurs: once as a multiple of 16, for
-    which Triton compiles separate kernels, and once as another number.
+    Sizes are halved repeatedly, so every tile size of the matrix products occurs. It occurs once with a multiple of
+    16, for which Triton compiles separate kernels, and once with another number.
+
+    Args:
+        rows: The lower limit, which is excluded.
+        tokens: The upper limit, which is excluded.
+
+    Returns:
+        Numbers of tokens, in descending order.
     """
     sizes, size = [], tokens - 1
     while size > rows:
@@ -81,8 +88,6 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
 
 
 class _EveryToken:
-    """A token mask that allows every token."""
-
     def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
         return [True] * len(masks)
 
@@ -96,11 +101,11 @@ class DummySteps:
 
     Attributes:
         runner: The runner.
-        limits: The limits of its steps.
+        limits: The maximum sizes of its steps.
         longest: The number of tokens of the longest sequence.
-        scratch: The number of the cache block that dummy tokens write to. They read the blocks before it.
+        scratch: The number of the cache block that dummy tokens write to. They read the blocks with smaller numbers.
         logprobs: The highest number of log-probabilities per token that a row requests. None: no row requests any.
-        masked: True if rows may have masks of constraints.
+        masked: True if rows may have token masks of constraints.
         trees: True if drafts may form trees.
     """
 
@@ -119,32 +124,32 @@ class DummySteps:
 
     @property
     def costly(self) -> SamplingParams:
-        """The sampling parameters with the highest memory use that rows of the job may have."""
+        """The sampling parameters of a row of the job that take the most memory."""
         return replace(COSTLY, logprobs=self.logprobs, adapter=self.adapter)
 
     @property
     def adapter(self) -> str:
-        """The fingerprint of any adapter that is not merged into the weights, or "".
+        """The fingerprint of one LoRA adapter, or "" if all adapters are merged into the weights.
 
-        One adapter is enough, because all adapters use the same kernels.
+        One adapter is enough to warm up, because all adapters use the same kernels.
         """
         return self.runner.state.adapters.any_name
 
     def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
-        """Run the largest steps, and return the bytes to leave free for steps, without weights and cache.
+        """Run the largest steps, and return the number of bytes to leave free for steps, without weights and KV cache.
 
-        This is the sum of the peaks of the largest step, of the largest decode step (whose graph keeps its memory) and
-        of the largest step that is captured in pieces. A step without enough memory runs in micro-batches.
+        The result is the sum of three peaks: of the largest step, of the largest decode step (whose graph keeps its
+        memory) and of the largest step that is captured in pieces. A step for which memory is missing runs in
+        micro-batches.
 
         Args:
             meter: Measures device memory.
-            mixed: The maximum tokens of a step that is captured in pieces.
+            mixed: The number of tokens of the largest step that is captured in pieces; 0 if no step is captured.
         """
         sizes = (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows))
         return sum(self._most_bytes(meter, tokens) for tokens in sizes)
 
     def _most_bytes(self, meter: MemoryMeter, tokens: int) -> int:
-        """Return the peak bytes of a step of `tokens` tokens, of whole prompts or of later chunks of prompts."""
         found = list[int]()
         parts = self.runner.ops.chunks_need_more_memory and self.longest > tokens > self.rows
         for later in (False, True)[: 1 + parts]:
@@ -155,9 +160,9 @@ class DummySteps:
         return max(found)
 
     def warm_up(self) -> None:
-        """Run steps of every kind, which compiles kernels and captures CUDA graphs.
+        """Run steps of every kind before the job, so that kernels are compiled and CUDA graphs captured.
 
-        The largest step runs first, so that smaller steps reuse its memory.
+        The largest step runs first, and smaller steps reuse its memory.
         """
         for params in (self.costly, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
@@ -188,13 +193,6 @@ class DummySteps:
             self.runner.mixed.capture()
 
     def _run(self, chunks: list[Chunk], masked: bool = False, repeats: int = 1) -> None:
-        """Run a step.
-
-        Args:
-            chunks: The chunks of the step.
-            masked: True to give every row a mask, if rows of the job may have masks.
-            repeats: The number of decode steps to launch together.
-        """
         runner, sampler = self.runner, self.runner.sampler
         if masked and self.masked:
             runner = replace(runner, sampler=replace(sampler, mask=_EveryToken()))
@@ -218,15 +216,17 @@ class DummySteps:
         shared: bool = False,
         later: bool = False,
     ) -> list[Chunk]:
-        """Return the chunks of a step. The first rows prefill and the other rows decode; all sample a token.
+        """Return the chunks of a step of dummy sequences.
+
+        The first rows prefill and the other rows decode. All rows sample a token.
 
         Args:
-            tokens: The total number of tokens. Fewer are used if `rows` sequences are not long enough.
+            tokens: The total number of tokens. There are fewer if `rows` sequences are not long enough.
             rows: The number of rows, with one chunk each.
             longest: The number of tokens of the longest sequence.
             params: The sampling parameters of all rows.
             shared: True if all decoding rows read the same blocks.
-            later: True to prefill the last chunk of a long prompt instead of a whole prompt.
+            later: True if prefilling rows compute the last chunk of a long prompt instead of a whole prompt.
         """
         left, chunks = tokens - rows, []
         for row in range(rows):
@@ -243,7 +243,7 @@ class DummySteps:
     def _drafted(self, context: int) -> Iterator[list[Chunk]]:
         """Yield the largest captured step that verifies drafts, for each captured number of tokens per row.
 
-        Smaller steps are captured when they occur during the job.
+        Smaller steps are captured when they first occur in the job.
 
         Args:
             context: The number of tokens of each sequence.
@@ -256,7 +256,6 @@ class DummySteps:
             yield [Chunk(sequence, context - length, length) for sequence in rows]
 
     def _branching(self, context: int) -> Iterator[list[Chunk]]:
-        """Yield the largest captured steps that verify draft trees, and a step that also prefills a prompt."""
         for chunks in self._drafted(context):
             if chunks[0].length > MIN_TREE_DRAFTS:
                 yield [self._as_tree(chunk) for chunk in chunks]
@@ -267,7 +266,6 @@ class DummySteps:
             yield [tree, Chunk(self._sequence(1, read, GREEDY), 0, read)]
 
     def _as_tree(self, chunk: Chunk) -> Chunk:
-        """Turn all tokens of a chunk except the first token into drafts: alternatives for the next token."""
         sequence, drafts = chunk.sequence, chunk.length - 1
         del sequence.tokens[-drafts:]
         sequence.propose([0] * drafts, [-1] * drafts)

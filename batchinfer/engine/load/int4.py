@@ -30,17 +30,18 @@ _KEY_BYTES = 32
 
 
 def calibrate_int4(order: CalibrationOrder, on_progress: Callable[[int, int], None]) -> CalibrationOutcome:
-    """Calibrate a model on sample prompts and write its int4 checkpoint.
+    """Choose int4 weights for a model with the help of sample prompts, and write the int4 checkpoint.
 
-    The model answers the prompts first. Prompts and answers are the calibration data.
+    The model answers the prompts first. The weights are then chosen to change the results for prompts and answers as
+    little as possible.
 
     Args:
         order: The model, the sample prompts and the output folder.
-        on_progress: Called with the number of finished layers and of all layers: with (0, n) before the answers are
-            generated, with (0, n) before the first layer, then after each layer.
+        on_progress: Called with (number of finished layers, number of all layers). It is called with (0, n) before the
+            answers are generated and before the first layer, then after each layer.
 
     Returns:
-        The results of the calibration, such as the loss on held-out rows.
+        The results of the calibration, such as the loss on sample prompts that the calibration did not use.
 
     Raises:
         OSError: Writing failed. Errors of loading a model are raised as well.
@@ -73,7 +74,6 @@ def calibrate_int4(order: CalibrationOrder, on_progress: Callable[[int, int], No
 
 
 def _answers(order: CalibrationOrder) -> Sequence[TokenIds]:
-    """Return the model's greedy answer to each sample prompt, without its end-of-sequence token."""
     nothing = np.empty(0, np.int32)
     if not order.answer_tokens:
         return [nothing for _ in order.prompts]

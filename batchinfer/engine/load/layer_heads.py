@@ -33,7 +33,7 @@ from batchinfer.models.ops.interface import Ops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedLayer(LoadedHeads):
-    """A draft head with a transformer layer (EAGLE, MTP), on the device of the target model.
+    """A loaded draft head with a transformer layer (EAGLE, MTP), on the device of the target model.
 
     Attributes:
         stored: The checkpoint of the head.
@@ -49,35 +49,39 @@ class LoadedLayer(LoadedHeads):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the draft head's weights."""
+        """The number of bytes of the draft head's weights."""
         return self.stored.weight_bytes(self.arithmetic.dtype.itemsize)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes per block: the head's keys and values, and the target model's states that the head reads.
+        """Return the number of bytes that the head needs per block of the KV cache.
+
+        They hold the head's own keys and values, and the hidden states of the target model that the head reads.
 
         Args:
-            block_size: Tokens per block.
+            block_size: The number of tokens per block.
         """
         itemsize, spec = self.arithmetic.dtype.itemsize, self.stored.spec
         own = block_bytes(self.ops, spec.caches, self._layout(block_size), itemsize)
         return own + block_size * spec.hidden * itemsize
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes of the blocks that only the head has, for proposed tokens.
+        """Return the number of bytes of the KV cache blocks that only the head has.
+
+        Proposed tokens are written to them if the blocks of their sequence are full.
 
         Args:
-            block_size: Tokens per block.
-            max_num_seqs: Maximum running sequences.
+            block_size: The number of tokens per block.
+            max_num_seqs: Maximum number of running sequences.
         """
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a copy of the target model's runner, whose model also keeps the hidden states that the head reads.
+        """Return a copy of the target model's runner whose model also stores the hidden states that the head reads.
 
         Args:
             own: The runner of the target model.
             longest: The number of tokens of the longest sequence.
-            max_num_seqs: Maximum running sequences.
+            max_num_seqs: Maximum number of running sequences.
 
         Raises:
             Unavailable: The target model has no layer with full attention, or is run by transformers.
@@ -95,7 +99,7 @@ class LoadedLayer(LoadedHeads):
         return replace(own, model=watched)
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, DraftModelRunner]:
-        """Allocate the head's KV cache. Return the runner of the target model and the runner of the head.
+        """Allocate the head's KV cache, and return the runner of the target model and the runner of the head.
 
         Args:
             model: The target model with its KV cache.

@@ -32,7 +32,7 @@ AnyProposer = DraftModelRunner | MedusaRunner
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on its device with its KV cache. Creating an engine from it is fast.
+    """A model on its device with its KV cache, from which an engine is created without loading anything.
 
     Attributes:
         runner: Runs the model.
@@ -40,10 +40,11 @@ class LoadedModel:
         engine_limits: The maximum length of sequences and the end-of-sequence tokens.
         info: The properties of the engine.
         expert_loads: Counts the tokens that are routed to each expert.
-        masks: The masks of constraints, if the job may have constraints.
+        masks: The token masks of constraints. None if no row of the job can have a constraint.
         drafts: The names of the draft sources. They are used only if the peaks of the device are known.
-        proposer: Runs the draft model or draft heads, if any.
-        turns: The number of engines that alternate (pipeline parallelism), each with `limits` and a share of the cache.
+        proposer: Runs the draft model or the draft heads. None: the job has neither.
+        turns: The number of engines that alternate (pipeline parallelism), each with `limits` and a share of the
+            cache.
     """
 
     runner: ModelRunner
@@ -58,13 +59,15 @@ class LoadedModel:
 
     @property
     def _graphs(self) -> GraphSteps | None:
-        """The largest decode steps that have CUDA graphs, or None if no step has a graph."""
         runner = self.runner
         return runner.graphs.steps if isinstance(runner, DeviceRunner) and runner.graphs else None
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """A runner for each of the engines that alternate, each with its own part of the KV cache."""
+        """A runner for each of the alternating engines (pipeline parallelism), each with its own part of the KV cache.
+
+        Without alternating engines, the list has one runner.
+        """
         if self.turns == 1:
             return [self.runner]
         blocks = self.info.blocks // self.turns
@@ -79,14 +82,14 @@ class LoadedModel:
     ) -> Engine:
         """Create an engine with an empty KV cache.
 
-        All engines of a model use the same cache tensors, so only the newest engine may run, unless each has a runner
-        from `runners`.
+        All engines of a model use the same cache tensors. Only the newest engine may run, unless each engine was
+        created with its own runner from `runners`.
 
         Args:
             peaks: The peak FLOP/s and bandwidth of the device. None: drafts are not used.
-            stop_streams: Creates the function that searches an answer for stop strings.
-            runner: Replaces the model's runner.
-            drafter: Replaces the drafter that is built from the names of draft sources.
+            stop_streams: Creates the function that searches an answer for stop strings. None: no row has stop strings.
+            runner: Is used instead of the model's runner. None: the model's runner.
+            drafter: Is used instead of a drafter for the model's draft sources. None: such a drafter is created.
         """
         windows = self.runner.layout.sizes.windows
         pool = BlockPool(self.info.blocks // self.turns, self.info.block_size, len(windows))
@@ -121,7 +124,7 @@ class HeadedModel(NamedTuple):
         limits: The limits of the scheduler.
         blocks: The number of KV cache blocks.
         longest: The number of tokens of the longest sequence.
-        masks: The masks of constraints, if the job may have constraints.
+        masks: The token masks of constraints. None if no row of the job can have a constraint.
     """
 
     runner: ModelRunner
@@ -138,36 +141,36 @@ class LoadedHeads(ABC):
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """The bytes of the draft heads' weights."""
+        """The number of bytes of the draft heads' weights."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes that the heads need per block of the target model's KV cache; by default 0.
+        """Return the number of bytes that the heads need per block of the target model's KV cache; 0 by default.
 
         Args:
-            block_size: Tokens per block.
+            block_size: The number of tokens per block.
         """
         return 0
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes that the heads need independent of the number of KV cache blocks, without weights.
+        """Return the number of bytes, besides weights, that do not depend on the number of KV cache blocks.
 
-        The default is 0.
+        It is 0 by default.
 
         Args:
-            block_size: Tokens per block.
-            max_num_seqs: Maximum running sequences.
+            block_size: The number of tokens per block.
+            max_num_seqs: Maximum number of running sequences.
         """
         return 0
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a copy of the target model's runner, whose model also keeps the hidden states that the heads read.
+        """Return a copy of the target model's runner whose model also stores the hidden states that the heads read.
 
-        The default is the runner itself, for heads that need no state per slot of the KV cache.
+        By default, the runner itself is returned, for heads that do not need the hidden states of all cached tokens.
 
         Args:
             own: The runner of the target model, without a KV cache.
             longest: The number of tokens of the longest sequence.
-            max_num_seqs: Maximum running sequences.
+            max_num_seqs: Maximum number of running sequences.
 
         Raises:
             Unavailable: The heads do not support this model.
@@ -176,10 +179,10 @@ class LoadedHeads(ABC):
 
     @abstractmethod
     def of(self, model: HeadedModel) -> tuple[ModelRunner, AnyProposer]:
-        """Return the runner of the target model for the engine, and the runner of the heads.
+        """Return the runner of the target model that the engine uses, and the runner of the draft heads.
 
         Args:
-            model: The target model with its KV cache. `tapped_runner` returned its runner.
+            model: The target model with its KV cache. Its runner was returned by `tapped_runner`.
 
         Raises:
             OutOfMemory: The KV cache of the heads does not fit.

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def set_up_process(config: LoadConfig) -> tuple[torch.device, int]:
-    """Set up torch in this process: device, threads and precision of matrix products.
+    """Set up torch in this process before a model is loaded: device, threads and precision of matrix products.
 
     Args:
         config: The settings for loading the model.
@@ -24,7 +24,7 @@ def set_up_process(config: LoadConfig) -> tuple[torch.device, int]:
         The device and the number of CPU threads.
 
     Raises:
-        Unavailable: There is no CUDA device.
+        Unavailable: A GPU is configured, but there is no CUDA device.
     """
     device, threads = _device(config), _set_threads(config)
     if config.device == "cuda":
@@ -41,17 +41,16 @@ def _device(config: LoadConfig) -> torch.device:
 
 
 def keep_partial_sums() -> None:
-    """Disable reduced-precision reductions in cuBLAS for this process.
+    """Make cuBLAS add the partial sums of a matrix product in full precision, in this process.
 
-    Which products are split along the inner dimension depends on the number of rows, so rounding partial sums to 16
-    bits would make a row's result depend on other rows.
+    The number of rows decides which products are computed in parts along the inner dimension. If partial sums were
+    rounded to 16 bits, a row's result would depend on the other rows.
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _set_threads(config: LoadConfig) -> int:
-    """Set the number of torch's threads to engine.threads, at most one per usable core, and return it."""
     if config.device == "cpu":
         keep_freed_memory()
     usable = usable_cpus()

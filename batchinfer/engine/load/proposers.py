@@ -29,12 +29,12 @@ from batchinfer.models.sources import Source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedMedusa(LoadedHeads):
-    """Loaded Medusa heads, which read only the hidden states of sampled tokens and have no KV cache.
+    """Loaded Medusa heads. They read only the hidden states of sampled tokens and have no KV cache.
 
     Attributes:
         stored: The checkpoint of the heads.
         heads: The weights of the heads.
-        itemsize: The bytes per weight.
+        itemsize: The number of bytes per weight.
         on_gpu: True if the heads are on a GPU.
     """
 
@@ -45,20 +45,22 @@ class LoadedMedusa(LoadedHeads):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the Medusa heads' weights."""
+        """The number of bytes of the Medusa heads' weights."""
         return self.stored.weight_bytes(self.itemsize)
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the bytes of the hidden states that are kept on a GPU for the heads; 0 on a CPU.
+        """Return the number of bytes of the hidden states that are stored on a GPU for the heads; 0 on a CPU.
 
         Args:
             block_size: Ignored.
-            max_num_seqs: Maximum running sequences.
+            max_num_seqs: Maximum number of running sequences.
         """
         return self.stored.state_bytes(kept_rows(max_num_seqs), self.itemsize) if self.on_gpu else 0
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, MedusaRunner]:
-        """Return a target model's runner that keeps hidden states for the heads, and the runner of the heads.
+        """Return the runners of the target model and of the Medusa heads.
+
+        The target model's runner stores the hidden states that the heads read.
 
         Args:
             model: The target model with its KV cache.
@@ -79,7 +81,7 @@ def load_heads(config: LoadConfig, arithmetic: Arithmetic, rank_groups: RankGrou
         rank_groups: The ranks of the engine.
 
     Raises:
-        CannotSplit: The engine has several ranks.
+        CannotSplit: The target model is sharded.
     """
     if config.heads is None:
         return None
@@ -96,7 +98,7 @@ def load_heads(config: LoadConfig, arithmetic: Arithmetic, rank_groups: RankGrou
 
 @dataclass(frozen=True, slots=True)
 class Proposers:
-    """The draft model or the draft heads of an engine. At most one of the fields is set."""
+    """The loaded draft model or the loaded draft heads of an engine. One field or both are None."""
 
     draft_model: DraftModelWeights | None = None
     heads: LoadedHeads | None = None
@@ -107,27 +109,30 @@ class Proposers:
         return self.heads or self.draft_model
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a copy of the target model's runner, whose model also keeps the hidden states for draft heads.
+        """Return a copy of the target model's runner whose model also stores the hidden states that draft heads read.
 
         Without draft heads, the runner itself is returned.
 
         Args:
             own: The runner of the target model, without a KV cache.
             longest: The number of tokens of the longest sequence.
-            max_num_seqs: Maximum running sequences.
+            max_num_seqs: Maximum number of running sequences.
         """
         return own if self.heads is None else self.heads.tapped_runner(own, longest, max_num_seqs)
 
     def of(
         self, source: Source, fitted: Fitted, longest: int, masks: ConstraintMasks | None
     ) -> tuple[ModelRunner, AnyProposer | None]:
-        """Return the runner of the target model for the engine, and the runner of the draft model or heads, if any.
+        """Return the runner of the target model that the engine uses, and the runner of the draft model or draft heads.
 
         Args:
             source: The checkpoint of the target model.
             fitted: The target model's runner with its KV cache and limits.
             longest: The number of tokens of the longest sequence.
-            masks: The masks of constraints, if the job may have constraints.
+            masks: The token masks of constraints. None if no row of the job can have a constraint.
+
+        Returns:
+            Two runners. The second one is None if the engine has neither a draft model nor draft heads.
         """
         runner, limits, blocks = fitted.runner, fitted.limits, fitted.blocks
         if self.heads is not None:
@@ -149,7 +154,7 @@ def load_proposers(
         rank_groups: The ranks of the engine.
 
     Raises:
-        CannotSplit: The engine has several ranks. Errors of loading a checkpoint are raised as well.
+        CannotSplit: The target model is sharded. Errors of loading a checkpoint are raised as well.
     """
     return Proposers(
         load_draft_model(config, device, rank_groups), load_heads(config, arithmetic, rank_groups)

@@ -33,7 +33,7 @@ AnyEngine = Engine | AlternatingEngines
 
 
 def open_source(config: LoadConfig, ranks: Ranks = SINGLE_RANK) -> Source:
-    """Open a checkpoint, or the shard of it that a rank loads.
+    """Open a checkpoint, or the shard of it that a rank loads. Weights are not read yet.
 
     Args:
         config: The settings for loading.
@@ -45,10 +45,10 @@ def open_source(config: LoadConfig, ranks: Ranks = SINGLE_RANK) -> Source:
 
 
 def rank_source(whole: Source, config: LoadConfig, rank_groups: RankGroups) -> Source:
-    """Return the shard of a model that this rank loads, or `whole` if the model is not sharded.
+    """Return the shard of a checkpoint that this rank loads, or the whole checkpoint if the model is not sharded.
 
     Args:
-        whole: The checkpoint of the whole model.
+        whole: The whole checkpoint.
         config: The settings for loading.
         rank_groups: The ranks of the engine.
 
@@ -66,13 +66,16 @@ def rank_source(whole: Source, config: LoadConfig, rank_groups: RankGroups) -> S
 
 
 def first_layer(source: Source) -> int:
-    """Return the index in the whole model of the first layer that this process runs."""
+    """Return the index, in the whole model, of the first layer that this process runs.
+
+    It is 0 without pipeline parallelism.
+    """
     layers = source.ranks.shard.layers if isinstance(source, ModelSource) else None
     return 0 if layers is None else layers[0]
 
 
 def split_among_turns(limits: SchedulerConfig, stages: int) -> tuple[SchedulerConfig, int]:
-    """Divide the rows of an engine among several engines that alternate on the pipeline stages.
+    """Divide the rows of an engine among several engines that alternate, so that all pipeline stages are busy.
 
     Args:
         limits: The limits of all engines together.
@@ -92,7 +95,7 @@ def layout_for(source: Source, block_size: int, longest: int) -> CacheLayout:
 
     Args:
         source: The checkpoint, or the shard of it that this rank loads.
-        block_size: Tokens per block.
+        block_size: The number of tokens per block.
         longest: The number of tokens of the longest sequence.
     """
     if isinstance(source, ModelSource) and source.whole is not None:
@@ -110,7 +113,9 @@ def make_leading_engine(
     peaks: Peaks | None = None,
     stop_streams: StopStreams | None = None,
 ) -> AnyEngine:
-    """Create the engine of the leading rank, or several alternating engines if there are several pipeline stages.
+    """Create the engine of the leading rank.
+
+    With several pipeline stages, the result consists of several engines that alternate on the stages.
 
     Args:
         loaded: The shard of this rank.
@@ -118,7 +123,7 @@ def make_leading_engine(
         cost: The costs of the whole model.
         send_step: Sends each step to the other ranks.
         peaks: The peak FLOP/s and bandwidth of the device. None: drafts are not used.
-        stop_streams: Creates the function that searches an answer for stop strings.
+        stop_streams: Creates the function that searches an answer for stop strings. None: no row has stop strings.
     """
     engines = [
         loaded.engine(peaks, stop_streams, LeadingRunner(turn, runner, rank_groups, send_step, cost))
@@ -128,7 +133,7 @@ def make_leading_engine(
 
 
 def make_follower(loaded: LoadedModel, rank_groups: RankGroups, account: RankAccount) -> Follower:
-    """Create the object that runs the steps of the leading rank in another rank.
+    """Create the object that runs the leading rank's steps in this rank.
 
     Args:
         loaded: The shard of this rank.
@@ -144,12 +149,12 @@ def make_account(
 ) -> RankAccount:
     """Return an object that reports the time and memory of this rank, after loading and warm-up.
 
-    The measured time of its collectives is reset. Waiting for other stages is only timed on a CPU: with a GPU, the host
-    does not wait.
+    The time of collectives that was measured so far is reset. Waiting for other stages is only timed on a CPU: with a
+    GPU, the host does not wait.
 
     Args:
-        source: The shard that this rank has loaded.
-        loaded: The shard with its KV cache.
+        source: The shard of the checkpoint that this rank has loaded.
+        loaded: The loaded shard with its KV cache.
         rank_groups: The ranks of the engine.
         before_bytes: The resident memory of the process before loading, or None if unknown.
     """
