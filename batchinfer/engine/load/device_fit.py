@@ -93,8 +93,7 @@ def fit(
 ) -> Fitted:
     """Give a runner on a GPU the largest KV cache that leaves memory for its steps, and capture CUDA graphs.
 
-    The maximum number of tokens per step is halved until the largest step fits. All ranks get the same limits and the
-    same number of blocks.
+    The maximum number of tokens per step is halved until the largest step fits. All ranks get the same sizes.
 
     Args:
         runner: The runner, without a KV cache.
@@ -106,9 +105,6 @@ def fit(
         mixed: The number of tokens of the largest prefill step that is captured in pieces; 0 to capture none.
         drafts: True if rows may have drafts, which are verified by separate graphs.
         trees: True if drafts may form trees, provided the runner supports them.
-
-    Returns:
-        The runner with its KV cache, and the limits of steps that fit.
 
     Raises:
         OutOfMemory: The longest sequence or a step of one token does not fit.

@@ -28,6 +28,12 @@ from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import ModelCost
 
 
+_UNSUPPORTED_TARGET = (
+    "a draft model needs a target model that batchinfer runs without transformers, and that has a layer with full "
+    "attention"
+)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModelWeights:
     """The loaded weights of a draft model, on the device of the target model.
@@ -87,8 +93,7 @@ class DraftModelWeights:
             limits: The maximum sizes of the target model's steps.
             blocks: The number of KV cache blocks of the target model.
             longest: The number of tokens of the longest sequence.
-            masks: The token masks of constraints, which are used if both vocabularies have the same size. None: no row
-                has a constraint.
+            masks: The token masks of constraints, used if both vocabularies have the same size. None: there are none.
 
         Raises:
             OutOfMemory: The draft model's cache does not fit.
@@ -96,10 +101,7 @@ class DraftModelWeights:
         """
         size, whole, mine = own.layout.block_size, own.layout.full_group, self.source.spec
         if whole is None or isinstance(spec, ForeignSpec):
-            raise Unavailable(
-                "a draft model needs a target model that batchinfer runs without transformers, and that has a layer "
-                "with full attention"
-            )
+            raise Unavailable(_UNSUPPORTED_TARGET)
         positions = min(longest, mine.max_positions)
         layout, device = self._layout(size), self.arithmetic.device
         every = blocks + spare_blocks(size, limits.max_num_seqs)

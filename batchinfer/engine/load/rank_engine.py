@@ -178,14 +178,14 @@ def make_account(
 def stage_runner(
     runner: ModelRunner, rank_groups: RankGroups, tokens: int, dtype: torch.dtype
 ) -> ModelRunner:
-    """Return a copy of a runner that exchanges hidden states with the neighbouring pipeline stages.
+    """Return a copy of a runner that exchanges hidden states with the previous and the next pipeline stage.
 
     The runner itself is returned if there is only one stage.
 
     Args:
         runner: The runner of this rank's layers.
         rank_groups: The ranks of the engine.
-        tokens: The maximum tokens of a step.
+        tokens: The maximum number of tokens of a step.
         dtype: The dtype of hidden states.
     """
     if rank_groups.division.stages == 1:

@@ -16,8 +16,8 @@ _PIECES = 4  # pieces per engine into which added requests are split, to balance
 class AlternatingEngines:
     """Several engines of one model with pipeline stages, used like a single `Engine`.
 
-    Each engine has a part of the requests and of the KV cache. The steps of the engines alternate. While one stage
-    computes a step of one engine, the other stages compute steps of other engines.
+    Each engine has a part of the requests and of the KV cache. The steps of the engines alternate, so all stages are
+    busy: while one stage computes a step of one engine, the other stages compute steps of other engines.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -28,14 +28,14 @@ class AlternatingEngines:
 
     @property
     def unfinished(self) -> int:
-        """The number of unfinished sequences of all engines."""
+        """The total number of unfinished sequences of all engines."""
         return sum(engine.unfinished for engine in self._engines)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Divide requests among the engines, to be admitted in their order.
+        """Divide requests among the engines.
 
-        Requests are divided into pieces of neighbours, which share prefixes. Each piece is queued in the engine with
-        the fewest unfinished sequences.
+        Neighbouring requests, which often share prefixes, are kept together in groups. A group is queued in the engine
+        with the fewest unfinished sequences. Each engine admits its requests in the given order.
 
         Raises:
             ValueError: If an engine rejects a request.
@@ -44,18 +44,18 @@ class AlternatingEngines:
             min(self._engines, key=lambda engine: engine.unfinished).add(piece)
 
     def learn(self, answers: Iterable[TokenIds]) -> None:
-        """Pass answers of other engines of the job to the draft sources of each engine."""
+        """Pass answers that other workers of the job generated to the engines' draft sources, which search them."""
         all_answers = list(answers)
         for engine in self._engines:
             engine.learn(all_answers)
 
     def forget_waiting(self) -> None:
-        """Drop the requests of all engines that are not admitted yet. Running requests continue."""
+        """Drop the waiting requests of all engines. Requests in the running batch continue."""
         for engine in self._engines:
             engine.forget_waiting()
 
     def step(self) -> StepOutput:
-        """Finish the oldest step in flight and begin the next step of its engine.
+        """Finish the oldest step in flight, and begin the next step of the engine that ran it.
 
         Returns:
             The output of the finished step. It is empty if there is nothing to do.
@@ -75,7 +75,6 @@ class AlternatingEngines:
             self._begun.append(engine)
 
     def _early(self) -> StepOutput:
-        """Return the output of requests that ended before any step."""
         found = StepOutput()
         for engine in self._engines:
             output = engine.step()
@@ -84,7 +83,6 @@ class AlternatingEngines:
         return found
 
     def _merged_sample(self, sample: StepSample) -> StepSample:
-        """Return the sample of a step with values of all engines: step number, load, and times without overlap."""
         ended = sample.started_s + sample.duration_s
         began = min(ended, max(sample.started_s, self._ended))
         self._ended, number = ended, self._steps
@@ -104,7 +102,6 @@ class AlternatingEngines:
 
 
 def _pieces(requests: Sequence[Request], rows: int) -> Iterator[list[Request]]:
-    """Yield pieces of `rows` to 2 * `rows` - 1 requests, split between requests that share few tokens."""
     first = 0
     while first < len(requests):
         ends = range(first + rows, min(first + 2 * rows, len(requests)))

@@ -24,39 +24,40 @@ class Drafter(Protocol):
         """Return the rows that get drafts in the next step, with their drafts.
 
         Args:
-            rows: Decoding rows without drafts whose tokens are all known.
-            ahead: The number of further decoding rows, whose last tokens are in flight.
-            others: The number of tokens that other sequences run in the step.
+            rows: Decoding rows whose tokens are all known and that have no drafts yet.
+            ahead: The number of other decoding rows, whose newest tokens are in flight.
+            others: The number of tokens that rows in prefill run in the step.
         """
 
     def should_hold_row(self, sequence: Sequence) -> bool:
-        """Return True if a sequence in flight should skip the next step to have drafts in the step after it.
+        """Return True if a sequence in flight should skip the next step, to have drafts in the step after it.
 
         The next step is launched before the sequence's newest tokens are known, so the sequence can have no drafts in
-        it.
+        the next step.
         """
 
     def should_hold_step(self, waiting: Seq[Sequence], ready: Seq[Sequence], plain: int) -> bool:
         """Return True if the next step should be launched only after the tokens of the step in flight are known.
 
         Args:
-            waiting: The rows that skip a step to have drafts. They could join the next step if it waited.
+            waiting: The rows that skip a step to have drafts. They can join the next step if it is launched later.
             ready: The decoding rows that are not in flight.
-            plain: The number of rows in flight that can run on before their tokens are known.
+            plain: The number of rows in flight that run in the next step, without drafts, before their tokens are
+                known.
         """
 
     def record_verified(self, outcome: AcceptedTokens) -> None:
-        """Learn from the verification of a sequence's drafts.
+        """Learn from a step that verified drafts of a sequence.
 
         Args:
-            outcome: The drafts that a step ran for the sequence, and which of them were accepted.
+            outcome: The drafts that the step ran for the sequence, and which of them were accepted.
         """
 
     def finish(self, sequence: Sequence) -> None:
         """Delete the state of a sequence that has ended, and use its answer for later drafts."""
 
     def learn(self, answer: TokenIds) -> None:
-        """Use an answer of another engine for later drafts.
+        """Use an answer that another engine generated for later drafts.
 
         Args:
             answer: The tokens of the answer.
@@ -65,28 +66,34 @@ class Drafter(Protocol):
     def record_step(self, sample: StepSample) -> StepSample:
         """Learn from the duration of a step.
 
+        Args:
+            sample: The measurements of the step.
+
         Returns:
-            The sample with the numbers of verified and accepted drafts, and the time that drafts took and saved.
+            The sample with its draft fields filled: the numbers of verified and accepted drafts, and the time that
+            drafts took and saved.
         """
 
 
 class Drafting:
-    """Appends drafts to sequences before each step. A constrained sequence also gets a token mask after each draft.
+    """Appends draft tokens to sequences before each step. A constrained sequence also gets a token mask per draft.
 
     Args:
         drafter: Chooses the drafts.
-        masks: The masks of constraints. None: no sequence has a constraint.
+        masks: The token masks of constraints. None: no sequence has a constraint.
     """
 
     def __init__(self, drafter: Drafter, masks: ConstraintMasks | None) -> None:
         self.drafter, self._masks = drafter, masks
 
     def before_step(self, running: Iterable[Sequence], waiting: bool = True) -> bool:
-        """Append drafts for the next step to decoding sequences, and mark sequences that wait to have drafts later.
+        """Append drafts to decoding sequences before the next step is scheduled.
+
+        Sequences that should skip a step to have drafts in a later step are marked.
 
         Args:
             running: The running sequences.
-            waiting: True if sequences may skip the step after the next step to have drafts later.
+            waiting: False to mark no sequences.
 
         Returns:
             True if any sequence has drafts.
@@ -115,7 +122,7 @@ class Drafting:
     def should_hold_step(self, running: Iterable[Sequence]) -> bool:
         """Return True if the next step should be launched only after the tokens of the step in flight are known.
 
-        The result is False during prefill, because prefill keeps the device busy anyway.
+        During prefill, the result is False, because prefill keeps the device busy anyway.
 
         Args:
             running: The running sequences.
@@ -133,13 +140,17 @@ class Drafting:
         return bool(waiting) and self.drafter.should_hold_step(waiting, ready, plain)
 
     def record_verified(self, outcome: AcceptedTokens) -> None:
-        """Pass the verification of a sequence's drafts to the drafter, and drop the masks after its drafts."""
+        """Pass the result of verifying a sequence's drafts to the drafter, and drop the token masks of these drafts.
+
+        Args:
+            outcome: The drafts that a step ran for the sequence, and which of them were accepted.
+        """
         self.drop_masks(outcome.sequence)
         if outcome.drafts:
             self.drafter.record_verified(outcome)
 
     def drop_masks(self, sequence: Sequence) -> None:
-        """Drop the token masks after the drafts of a sequence, which were verified or removed."""
+        """Drop the token masks of a sequence's drafts, which were verified or removed."""
         if sequence.draft_masks and self._masks is not None:
             for mask in sequence.draft_masks:
                 self._masks.drop(mask)
@@ -159,10 +170,7 @@ class Drafting:
         return True
 
     def _prune_disallowed(self, sequence: Sequence, constraint: Constraint, tree: DraftTree) -> DraftTree:
-        """Return a draft tree without the nodes that a constraint forbids, and add a mask after each remaining node.
-
-        A branch also ends if the constraint forces the next tokens, because forced tokens are not sampled.
-        """
+        # A branch also ends if the constraint forces the next tokens, because forced tokens are not sampled
         masks, states = self._masks, dict[int, Constraint]()
         assert masks is not None, "a constraint without masks"
 
@@ -179,10 +187,14 @@ class Drafting:
 
 
 def accept_token(state: Constraint, token: int) -> bool:
-    """Advance the state of a constraint by a draft token.
+    """Advance the state of a constraint by a draft token, and return True if a draft may follow the token.
+
+    Args:
+        state: The state, which is changed.
+        token: The draft token.
 
     Returns:
-        False if the token is not allowed, or if no further token can be sampled under the constraint.
+        False if the constraint forbids the token, or if no further token can be sampled under the constraint.
     """
     if not state.allows(token):
         return False
@@ -194,5 +206,5 @@ def accept_token(state: Constraint, token: int) -> bool:
 
 
 def _max_drafts(sequence: Sequence) -> int:
-    """Return the maximum number of drafts of a sequence. Its last possible token is sampled, not drafted."""
+    # The last possible token is sampled, not drafted
     return sequence.max_length - len(sequence) - 1

@@ -36,9 +36,10 @@ _NAN_LOGITS = RowError("nan_logits", "engine", "the model's logits are not finit
 
 
 def output_kind(params: SamplingParams) -> str:
-    """Return the kind of output of a request: "tokens", "scores", or "vectors (mean)", "logits (cls)" and similar.
+    """Return the kind of output that a request asks for.
 
-    The word in brackets is the pooling of hidden states.
+    It is "tokens", "scores" (log-probabilities of given continuations), or, for example, "vectors (mean)" or "logits
+    (cls)". The word in brackets says how hidden states are pooled.
     """
     if params.scored:
         return SCORES
@@ -50,22 +51,22 @@ def output_kind(params: SamplingParams) -> str:
 def can_run_together(answers: Collection[str]) -> bool:
     """Return True if an engine can run requests for several kinds of output at the same time.
 
-    All requests must have the same kind, or tokens and one kind of vectors.
+    It can if all requests have the same kind, or if they have tokens and one kind of vectors.
 
     Args:
-        answers: Different kinds of output, as `output_kind` returns them.
+        answers: The different kinds of output of the requests, as `output_kind` returns them.
     """
     others = [one for one in answers if one != TOKENS]
     return len(answers) == 1 or (len(others) == 1 and others[0].startswith(VECTORS))
 
 
 def has_no_token_left(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> bool:
-    """Return True if the sampling parameters and the constraint leave no token that a sequence may get next.
+    """Return True if the sampling parameters and the constraint of a sequence together exclude all next tokens.
 
     Args:
         sequence: The sequence.
         eos: The end-of-sequence tokens of the model.
-        masks: The masks of constraints. None: no sequence has a constraint.
+        masks: The token masks of constraints. None: no sequence has a constraint.
     """
     allowed: set[int] | None = set(sequence.request.params.allowed_token_ids) or None
     if sequence.mask is not None and masks is not None:
@@ -89,12 +90,12 @@ def _unmasked(mask: int, masks: ConstraintMasks) -> set[int]:
 def end_without_token(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> End:
     """Return the error that ends a sequence for which a step sampled no token.
 
-    The constraint failed, no token is allowed, or the logits are not finite.
+    The error says that the constraint failed, that no token is allowed, or that the logits are not finite.
 
     Args:
         sequence: The sequence.
         eos: The end-of-sequence tokens of the model.
-        masks: The masks of constraints. None: no sequence has a constraint.
+        masks: The token masks of constraints. None: no sequence has a constraint.
     """
     constraint = sequence.constraint
     if constraint is not None and constraint.failure is not None:
@@ -107,16 +108,18 @@ def end_without_token(sequence: Sequence, eos: frozenset[int], masks: Constraint
 def constrained_end(
     constraint: Constraint, token: int, reason: FinishReason | None, kept: int | None
 ) -> End | None:
-    """Advance a constraint by a token, and return how the token ends the answer, or None if the answer continues.
+    """Advance the constraint of an answer by a token, and return how the token ends the answer.
 
     Args:
         constraint: The constraint of the answer.
         token: The newest token.
-        reason: The reason why the answer ends after this token independent of the constraint, or None.
-        kept: The length of the text before a stop string, in characters, or None if there is no stop string.
+        reason: Why the answer ends after this token for other reasons than the constraint, such as max_tokens. None:
+            it does not end.
+        kept: The number of characters of the text before a stop string, or None if there is no stop string.
 
     Returns:
-        An error if the constraint forbids the token, or if the answer ends before the constraint is complete.
+        The end of the answer, or None if the answer continues. It is an error if the constraint forbids the token, or
+        if the answer ends before the constraint is complete.
     """
     try:
         constraint.take(token)
@@ -133,7 +136,10 @@ def constrained_end(
 
 
 def prompt_end(sequence: Sequence) -> End:
-    """Return how a sequence ends that generates no tokens, after its prompt has run."""
+    """Return how a sequence that generates no tokens ends after its prompt has run.
+
+    The end is an error if the requested vector has values that are not finite.
+    """
     if sequence.scored is not None:
         return End("stop")
     if sequence.pooling is None:
@@ -145,9 +151,13 @@ def prompt_end(sequence: Sequence) -> End:
 
 
 def ends_request(sequence: Sequence, end: End) -> bool:
-    """Record the end of a sequence, and return True if its request is finished.
+    """Record that a sequence has ended, and return True if its request is finished.
 
-    A request that scores continuations may have several sequences. Must be called once per sequence.
+    A request that scores continuations may have several sequences. The function must be called once per sequence.
+
+    Args:
+        sequence: The sequence.
+        end: How it ended.
     """
     return sequence.scored is None or sequence.scored.finish(end.error, sequence.cached_tokens)
 
@@ -156,8 +166,8 @@ def completion(sequence: Sequence, end: End) -> Completion:
     """Return the output of a finished request.
 
     Args:
-        sequence: The only sequence of the request, or the last one to end.
-        end: The end of the sequence.
+        sequence: The sequence of the request. If the request has several, the one that ended last.
+        end: How the sequence ended.
     """
     if sequence.scored is not None:
         return _scored(sequence.scored.scores)
@@ -185,12 +195,12 @@ def _scored(scores: RequestScores) -> Completion:
 def request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
     """Return the measurements of a request that ends now.
 
-    For a request that scores continuations, prompt tokens include the trie of continuations, and cached tokens only
-    count the first sequence.
+    If the request scores continuations, its prompt tokens include the trie of continuations, and its cached tokens are
+    the cached tokens of the first sequence.
 
     Args:
-        sequence: The only sequence of the request, or the last one to end.
-        end: The end of the sequence.
+        sequence: The sequence of the request. If the request has several, the one that ended last.
+        end: How the sequence ended.
         now: The current time in seconds since the engine's start.
     """
     ran = max(0, min(sequence.computed, len(sequence) - 1) - sequence.prompt_length)

@@ -47,7 +47,7 @@ class EngineLimits:
     """The properties of the model that limit each sequence.
 
     Attributes:
-        roots: The maximum number of positions, and the content roots of requests.
+        roots: The maximum length of a sequence. It also creates the content roots of requests.
         eos_token_ids: The end-of-sequence tokens of the model.
     """
 
@@ -57,11 +57,11 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of one launch, which may be several decode steps.
+    """The results of one launch, which may be several decode steps (multi-step decoding).
 
     Attributes:
         completions: The outputs of the requests that finished.
-        requests: The measurements of these requests.
+        requests: The measurements of the requests that finished.
         samples: The measurements of each step. Empty if no step ran, because requests ended before any step.
     """
 
@@ -76,7 +76,7 @@ class StepOutput:
 
 
 class EngineLoad(NamedTuple):
-    """The numbers of running sequences, of waiting sequences and of used KV cache blocks of an engine."""
+    """The current load of an engine: the numbers of running sequences, waiting sequences, and used KV cache blocks."""
 
     running: int
     waiting: int
@@ -86,20 +86,21 @@ class EngineLoad(NamedTuple):
 class Engine:
     """Runs requests step by step with continuous batching. Prompts and outputs are token ids.
 
-    If the runner looks ahead, the next step is launched before the tokens of the current step are known. Tokens after
-    the end of an answer are then dropped.
+    If the runner looks ahead, the next step is launched before the tokens of the current step are known. If an answer
+    turns out to have ended, its tokens in the next step are dropped.
 
     Args:
         runner: Runs the model.
         scheduler: Chooses the sequences of each step.
-        limits: The limits of the model.
-        peaks: The peak FLOP/s and bandwidth of the device, for the roofline time of steps. None: unknown.
-        stop_streams: Creates the function that searches a sequence's text for its stop strings. None: requests with
-            stop strings are rejected.
+        limits: The maximum length of sequences, and the end-of-sequence tokens.
+        peaks: The peak FLOP/s and bandwidth of the device, from which the roofline time of steps is computed. None:
+            unknown.
+        stop_streams: Creates the function that searches an answer for its stop strings. None: requests with stop
+            strings are rejected.
         clock: Returns the time in seconds.
-        drafter: Proposes draft tokens, which the next step verifies. Rejected drafts are rolled back.
-        masks: The masks of constraints. None: requests with constraints are rejected.
-        repeated: Chooses the number of decode steps per launch (multi-step decoding). None: always one.
+        drafter: Proposes draft tokens, which the next step verifies. None: drafts are not used.
+        masks: The token masks of constraints. None: requests with constraints are rejected.
+        repeated: Chooses the number of decode steps per launch (multi-step decoding). None: one step per launch.
     """
 
     def __init__(
@@ -132,9 +133,9 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """The number of unfinished sequences, plus requests whose output `step` has not returned yet.
+        """The number of unfinished sequences and of finished requests whose output `step` has not returned yet.
 
-        Sequences count until no step in flight reads their blocks.
+        A sequence counts until no step in flight reads its blocks.
         """
         scheduler = self._scheduler
         return (
@@ -145,11 +146,11 @@ class Engine:
         )
 
     def add(self, requests: Seq[Request]) -> None:
-        """Add requests to the queue, to be admitted in this order.
+        """Add requests to the queue of waiting requests, to be admitted in the given order.
 
         Raises:
-            ValueError: If the engine cannot run a request: because of its length or its kind of output, or because it
-                has stop strings or a constraint and the engine was built without a tokenizer.
+            ValueError: If the engine cannot run a request. It is too long, or it asks for a kind of output that cannot
+                run here or now. Or it has stop strings or a constraint, and the engine was built without a tokenizer.
         """
         roots = self._limits.roots
         for request in requests:
@@ -175,17 +176,12 @@ class Engine:
                     self._early.completions.append(completion(sequence, end))
 
     def learn(self, answers: Iterable[TokenIds]) -> None:
-        """Pass answers of other engines of the job to the draft sources, which search them for drafts."""
+        """Pass answers that other engines of the job generated to the draft sources, which search them for drafts."""
         if self._drafting is not None:
             for tokens in answers:
                 self._drafting.drafter.learn(tokens)
 
     def _accept_kind(self, answers: str) -> None:
-        """Record that a request with a new kind of output is added.
-
-        Raises:
-            ValueError: If the engine cannot run it together with the unfinished requests.
-        """
         others = self._answers if self.unfinished else frozenset[str]()
         if not can_run_together({*others, answers}):
             raise ValueError(
@@ -194,7 +190,6 @@ class Engine:
         self._answers = others | {answers}
 
     def _sequences_of(self, request: Request, watch: StopStream | None) -> list[Sequence]:
-        """Return the sequences of a request: one, or one per branch of the trie of continuations."""
         branches = scored_branches(request) if request.params.scored else [(request, None)]
         limits, now = self._limits, self._now()
         return [
@@ -203,7 +198,6 @@ class Engine:
         ]
 
     def _queue(self, sequence: Sequence) -> End | None:
-        """Pass a sequence to the scheduler. Return how it ends if it ends before any step, else None."""
         try:
             end = self._constrain(sequence)
         except ConstraintFailed as failed:
@@ -221,9 +215,9 @@ class Engine:
         return None
 
     def step(self) -> StepOutput:
-        """Run a step, append its tokens to the sequences, and return the requests that finished.
+        """Run a step, append its tokens to the sequences, and return the outputs of requests that finished.
 
-        The output is empty if there is nothing to do.
+        The result is empty if there is nothing to do.
         """
         output, self._early = self._early, StepOutput()
         if self.begin():
@@ -233,10 +227,10 @@ class Engine:
         return output
 
     def begin(self) -> bool:
-        """Launch a step unless a step is in flight. `step` finishes it.
+        """Launch a step if no step is in flight. The next call of `step` waits for its results.
 
         Returns:
-            True if a step is in flight now.
+            True if a step is in flight afterwards.
         """
         if not self._in_flight:
             self._launch()
@@ -244,7 +238,7 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """The current load of the engine."""
+        """The numbers of running sequences, waiting sequences and used KV cache blocks at present."""
         scheduler = self._scheduler
         return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.used)
 
@@ -254,16 +248,16 @@ class Engine:
             yield self.step()
 
     def forget_waiting(self) -> None:
-        """Drop the requests that are not admitted yet. Running requests continue."""
+        """Drop the waiting requests. Requests in the running batch continue."""
         for sequence in self._scheduler.waiting:
             self._drop_mask(sequence)
         self._scheduler.forget_waiting()
 
     def check_integrity(self) -> None:
-        """Check that blocks, reservations and states of sequences are consistent.
+        """Check, in tests, that blocks, reservations and states of sequences are consistent.
 
         Raises:
-            AssertionError: If they are not.
+            AssertionError: If blocks, reservations or states are inconsistent.
         """
         self._scheduler.check_integrity()
 
@@ -278,7 +272,7 @@ class Engine:
         return self._stop_streams(request.params)
 
     def _constrain(self, sequence: Sequence) -> End | None:
-        """Set the constraint of a new sequence, if it has one, and append the tokens that it forces at the beginning.
+        """Set the constraint of a new sequence, if it has one, and append the tokens that the constraint forces.
 
         Returns:
             How the sequence ends if the forced tokens end it, else None.
@@ -300,8 +294,8 @@ class Engine:
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
         """Append the tokens that the constraint of a sequence forces next (jump-forward decoding).
 
-        Forced tokens are sampled instead if the sequence needs their log-probabilities, must not get some tokens, or
-        must not end before the log-probabilities of its prompt are computed.
+        They are sampled like other tokens if the sequence needs their log-probabilities, if its parameters exclude
+        some tokens, or if it must not end before the log-probabilities of its prompt are computed.
 
         Returns:
             How the sequence ends if the forced tokens end it, else None.
@@ -319,7 +313,6 @@ class Engine:
         return None
 
     def _launch(self) -> None:
-        """Schedule and launch the next step, if there is one."""
         began = self._now()
         drafting = self._drafting
         waiting = self._repeated is None or self._repeated.can_hold_rows
@@ -347,11 +340,6 @@ class Engine:
         self._in_flight.append(step)
 
     def _runs(self, step: InFlight) -> list[int] | None:
-        """Return the number of decode steps of each sequence in a launch, or None for a single step.
-
-        Several steps are only launched if the step decodes all running sequences, no sequence has or awaits drafts, and
-        enough blocks are available.
-        """
         repeated, scheduler = self._repeated, self._scheduler
         rows = len(step.scheduled.chunks)
         if repeated is None or self._runner.most_tokens is not None:
@@ -365,7 +353,6 @@ class Engine:
         return scheduler.reserve_steps(step.scheduled, most) if most > 1 else None
 
     def _should_hold_step(self) -> bool:
-        """Return True if the next step should be launched after the tokens of the step in flight, because of drafts."""
         return self._drafting is not None and self._drafting.should_hold_step(self._scheduler.running)
 
     def _advance(self, step: InFlight) -> None:
@@ -378,7 +365,6 @@ class Engine:
             self._add_placeholders(step)
 
     def _add_placeholders(self, step: InFlight) -> None:
-        """Append a placeholder for each token that a step samples, so that the next step can be launched."""
         for sequence in step.sampling:
             if sequence.needs_sync or sequence.drafting:
                 sequence.status = SequenceStatus.AWAITING_TOKENS
@@ -392,7 +378,6 @@ class Engine:
             self._scheduler.stop(sequence)
 
     def _add_run_placeholders(self, step: InFlight) -> None:
-        """Append placeholders for all tokens that a multi-step launch samples."""
         zeros = [array("i", [0] * count) for count in range(step.repeats + 1)]
         for sequence, _, length in step.scheduled.chunks:
             tokens = sequence.tokens
@@ -402,7 +387,6 @@ class Engine:
                 self._scheduler.stop(sequence)
 
     def _retire(self, step: InFlight, output: StepOutput) -> None:
-        """Wait for the results of a step, add them to its sequences, and add finished requests to `output`."""
         assert step.result is not None
         tokens, sampling = step.result.tokens(), step.sampling
         if step.output_chunks or step.prompt_chunks:
@@ -438,7 +422,6 @@ class Engine:
             self._set_shapes(self._in_flight[0])
 
     def _store_outputs(self, step: InFlight, result: Launched) -> None:
-        """Pass the hidden states and log-probabilities of a step to the sequences that need them."""
         for place, own in result.states().items():
             step.output_chunks[place].sequence.pool(step.output_chunks[place].start, own)
         scores, offset = result.scores(), 0
@@ -460,7 +443,7 @@ class Engine:
 
         Args:
             step: The step.
-            tokens: The new tokens of each sequence in `step.sampling`.
+            tokens: The new tokens of each sequence in `step.sampling`, in the same order.
             logprobs: The log-probabilities of the new tokens, for sequences that request them.
             now: The current time in seconds since the engine's start.
         """
@@ -492,14 +475,6 @@ class Engine:
         logprobs: Mapping[Sequence, TokenLogprobs],
         now: float,
     ) -> list[tuple[Sequence, End]]:
-        """Append the tokens of a multi-step launch to its sequences. Return the sequences that end, with their ends.
-
-        Args:
-            step: The launch.
-            tokens: The new tokens of each sequence in `step.sampling`.
-            logprobs: Empty: sequences of such launches request no log-probabilities.
-            now: The current time in seconds since the engine's start.
-        """
         assert not logprobs, "rows that ask for log-probabilities run one token at a time"
         ends = []
         for sequence, given in zip(step.sampling, tokens, strict=True):
@@ -520,14 +495,6 @@ class Engine:
     def _append_verified(
         self, sequence: Sequence, tokens: list[int], now: float, logprobs: TokenLogprobs | None
     ) -> AcceptedTokens:
-        """Replace the drafts of a sequence by the tokens that a step sampled, up to the end of the answer.
-
-        Args:
-            sequence: The sequence.
-            tokens: Any number of tokens.
-            now: The current time in seconds since the engine's start.
-            logprobs: The log-probabilities of the tokens, if requested.
-        """
         if sequence.placeholders:
             raise ValueError(f"a step returned {len(tokens)} tokens for a sequence that is in flight again")
         sequence.mark_tokens_known()
@@ -555,9 +522,9 @@ class Engine:
 
         Args:
             sequence: The sequence.
-            token: The token. NO_TOKEN: the step sampled no token, which ends the sequence with an error.
+            token: The token. NO_TOKEN if the step sampled no token, which ends the sequence with an error.
             now: The current time in seconds since the engine's start.
-            logprobs: Log-probabilities of several tokens of the sequence, if requested.
+            logprobs: The log-probabilities of several tokens of the sequence. None: they were not requested.
             at: The index of the token in `logprobs`.
         """
         if token == NO_TOKEN:
@@ -578,14 +545,12 @@ class Engine:
         return End(reason, kept) if reason else None
 
     def _release_constraint(self, sequence: Sequence) -> None:
-        """Remove a constraint that allows all tokens from now on, so that steps may look ahead again."""
         self._drop_mask(sequence)
         sequence.constraint = sequence.mask = None
         sequence.watched = sequence.stop_stream is not None or sequence.logprobs is not None
         sequence.needs_sync = _needs_sync(sequence)
 
     def _roll_back(self, outcome: AcceptedTokens) -> None:
-        """Free the positions that were computed for rejected drafts of a sequence that has not ended."""
         if outcome.end is None:
             self._scheduler.roll_back(outcome.sequence, outcome.useful_end)
 
@@ -599,7 +564,6 @@ class Engine:
             output.requests.append(request_sample(sequence, end, now))
 
     def _remove(self, sequence: Sequence) -> None:
-        """Remove a finished sequence. If the step in flight runs it, its blocks are freed after that step."""
         runs_on = sequence.placeholders > 0 or sequence.status is SequenceStatus.AWAITING_TOKENS
         sequence.drop_placeholders()
         if runs_on:
@@ -618,10 +582,7 @@ class Engine:
             self._masks.drop(sequence.mask)
 
     def _set_shapes(self, step: InFlight) -> None:
-        """Set the shapes of a step's useful work, from which its cost is computed.
-
-        Must be called while the sequences of the step still hold their blocks.
-        """
+        # Must run while the sequences of the step still hold their blocks
         began = time.perf_counter_ns()
         if step.repeats > 1:
             step.shapes = self._shapes(step.useful_runs, step.repeats)
@@ -646,12 +607,6 @@ class Engine:
         self._metering_ns += time.perf_counter_ns() - began
 
     def _shapes(self, runs: list[Chunk], repeats: int) -> list[StepShape]:
-        """Return the shape of the useful work of each step of a multi-step launch.
-
-        Args:
-            runs: The tokens of each sequence up to the end of its answer.
-            repeats: The number of steps.
-        """
         cost, shared_blocks = self._runner.cost, self._scheduler.shared_blocks
         names = [s.request.params.adapter for s, _, _ in runs] if cost.adapted else []
         alive, shared, found = -1, 0, list[StepShape]()
@@ -666,7 +621,6 @@ class Engine:
         return found
 
     def _new_work(self) -> ConstraintWork:
-        """Return the time spent on constraints since the last call of this method."""
         if self._masks is None:
             return _NO_WORK
         now, before = _constraint_work(self._masks), self._reported
@@ -674,12 +628,6 @@ class Engine:
         return ConstraintWork(now.compile_s - before.compile_s, now.mask_s - before.mask_s)
 
     def _samples(self, step: InFlight, ready: float) -> list[StepSample]:
-        """Return the measurements of a finished step, or of each step of a multi-step launch.
-
-        Args:
-            step: The step.
-            ready: When its tokens arrived, in seconds since the engine's start.
-        """
         sample = self._sample(step, ready)
         if step.repeats == 1:
             return [sample]
@@ -688,10 +636,7 @@ class Engine:
         return split_sample(sample, step.shapes, rows, self._runner.cost, self._peaks)
 
     def _sample(self, step: InFlight, ready: float) -> StepSample:
-        """Return the measurements of a finished launch, whose tokens arrived at the time `ready`.
-
-        If the launch overlaps with the previous one, its duration begins when the previous one ended.
-        """
+        # If the launch overlaps with the previous one, its duration begins when the previous one ended
         metering, self._metering_ns = time.perf_counter_ns() - self._metering_ns, 0
         assert step.result is not None
         shape, pool, began = step.shapes[0], self._scheduler.pool, max(step.began_s, self._ended)
@@ -739,7 +684,6 @@ _NO_WORK = ConstraintWork()
 
 
 def _constraint_work(masks: ConstraintMasks | None) -> ConstraintWork:
-    """Return a copy of the time spent on constraints so far."""
     return _NO_WORK if masks is None else replace(masks.constraints.work)
 
 
@@ -748,5 +692,4 @@ def _needs_sync(sequence: Sequence) -> bool:
 
 
 def _is_guided(request: Request) -> bool:
-    """Return True if a request has a constraint, or a reasoning part that may be ended by force."""
     return request.params.constraint is not None or request.params.reasoning is not None

@@ -21,10 +21,11 @@ class End(NamedTuple):
     """How a sequence ended.
 
     Attributes:
-        reason: Why it ended.
-        text_length: The length of its text before a stop string, in characters, or None without a stop string.
-        error: Its error, if it failed.
-        cut: True if the error is that the length limit cut the answer before it was complete under its constraint.
+        reason: Why the sequence ended.
+        text_length: The number of characters of its text before a stop string, or None without a stop string.
+        error: The error of the sequence, or None if it succeeded.
+        cut: True if the error is that max_tokens or the context length ended the answer before its constraint was
+            complete.
     """
 
     reason: FinishReason
@@ -40,17 +41,18 @@ class End(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AcceptedTokens:
-    """The result of verifying the drafts of a sequence in a step.
+    """The tokens that a sequence got in a step that verified drafts.
 
     Attributes:
         sequence: The sequence.
         length: The length of the sequence before the step, without drafts.
         drafts: The drafts that the step ran.
-        parents: The index of each draft's parent if they are a tree, or -1; empty for a chain.
+        parents: The index of each draft's parent in a draft tree, or -1 for the sequence's last token; empty for a
+            chain.
         path: The indices of the accepted drafts, in order.
-        count: The number of tokens that the sequence got, including a token that is missing because logits were not
-            finite.
-        end: How the sequence ended, if it did.
+        count: The number of tokens that the sequence got. A token that is missing because logits were not finite
+            counts, too.
+        end: How the sequence ended, or None if it continues.
     """
 
     sequence: Sequence
@@ -67,7 +69,10 @@ class AcceptedTokens:
         return len(self.path)
 
     def add(self, token: int) -> None:
-        """Record the next token that the sequence got. It accepts the draft at its position if it is the same token."""
+        """Record the next token that the sequence got.
+
+        If it equals a draft at its position, the draft is accepted.
+        """
         if self.count == self.accepted:
             found = find_child(self.drafts, self.parents, self.path[-1] if self.path else -1, token)
             if found is not None:
@@ -76,39 +81,39 @@ class AcceptedTokens:
 
     @property
     def useful_end(self) -> int:
-        """The number of leading positions of the sequence with valid keys and values, after rejected drafts.
+        """The number of leading positions of the sequence whose keys and values remain valid after the step.
 
-        The newest token is not included, because it has not run yet.
+        Positions of rejected drafts are not valid. The newest token has not run yet, so it is not included.
         """
         return self.length + min(self.accepted, max(0, self.count - 1))
 
     @property
     def rejected(self) -> int:
-        """The number of positions that the step computed for rejected drafts."""
+        """The number of positions that the step computed in vain, for rejected drafts."""
         return self.length + len(self.drafts) - self.useful_end
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A step between its launch and the arrival of its tokens.
+    """A step between its launch and the arrival of its results.
 
     Attributes:
-        scheduled: The scheduled step.
+        scheduled: The step as the scheduler planned it.
         sampling: The sequences that get tokens, in order.
         completed: The sequences that end with this step without getting a token.
-        output_chunks: The chunks with hidden states or scores of continuations as output, in order.
-        prompt_chunks: The chunks with log-probabilities of prompt tokens as output, in order.
-        useful: The chunks, without the tokens that are recomputed after a preemption.
+        output_chunks: The chunks whose output is hidden states or scores of continuations, in order.
+        prompt_chunks: The chunks whose output is log-probabilities of prompt tokens, in order.
+        useful: The chunks, without tokens that were computed before a preemption and are computed again.
         decodes: The number of generated tokens that run for the first time.
-        recomputed: The number of tokens that are recomputed after a preemption.
+        recomputed: The number of tokens that were computed before a preemption and are computed again.
         reads: True if the step runs prompt tokens or recomputes any tokens.
-        began_s: When its scheduling began, in seconds since the engine's start.
-        launched_s: When its launch began, in seconds since the engine's start.
-        result: Its results, which may still be computed.
-        shapes: The shape of its useful work, per step of a multi-step launch.
-        irregular: The results of sequences that had drafts, or got another number of tokens than one.
-        dropped: The sequences that had ended before this step's launch, which was only known later.
-        cut: The number of tokens of each sequence that ended before the last step of a multi-step launch.
+        began_s: When the scheduling of the step began, in seconds since the engine's start.
+        launched_s: When the launch of the step began, in seconds since the engine's start.
+        result: The results of the step, which may still be computed.
+        shapes: The shape of the step's useful work; with multi-step decoding, of each decode step.
+        irregular: The results of the sequences that had drafts or did not get exactly one token.
+        dropped: The sequences that turned out, after the launch, to have ended before it.
+        cut: For each sequence that ended before the last step of a multi-step launch, its number of tokens.
     """
 
     scheduled: Step
@@ -130,16 +135,23 @@ class InFlight:
 
     @property
     def repeats(self) -> int:
-        """The number of decode steps that are launched together."""
+        """The number of decode steps that were launched together; 1 without multi-step decoding."""
         return self.scheduled.repeats
 
     @property
     def only_decodes(self) -> bool:
-        """True if each sequence of the step runs one generated token for the first time, and gets another token."""
+        """True if each sequence of the step runs one generated token for the first time, and gets another token.
+
+        Only such a step can be launched together with further decode steps.
+        """
         return not self.reads and self.decodes == len(self.scheduled.chunks) == len(self.sampling)
 
     def extend_runs(self, runs: list[int]) -> None:
-        """Extend the step to a multi-step launch, in which sequence i takes part in the first `runs[i]` steps."""
+        """Turn the step into a multi-step launch.
+
+        Args:
+            runs: The number of decode steps in which each sequence takes part, in the order of the step's chunks.
+        """
         new_tuple, chunks = tuple.__new__, zip(self.scheduled.chunks, runs, strict=True)
         # Takes half the time of Chunk(…)
         self.useful = [new_tuple(Chunk, (s, start, n)) for (s, start, _), n in chunks]
@@ -148,9 +160,9 @@ class InFlight:
 
     @property
     def useful_runs(self) -> list[Chunk]:
-        """The tokens that each sequence of a multi-step launch needed.
+        """The tokens that each sequence of a multi-step launch needed, as a chunk per sequence.
 
-        Left out are sequences that had ended before the launch, and tokens after the end of an answer.
+        Sequences that had ended before the launch are left out, and so are tokens after the end of an answer.
         """
         chunks, cut, dropped = self.useful, self.cut, self.dropped
         if dropped:
@@ -159,7 +171,7 @@ class InFlight:
 
     @property
     def scored_positions(self) -> int:
-        """The number of positions in the step whose logits score given tokens of continuations or prompts."""
+        """The number of positions in the step whose logits give log-probabilities of continuations or prompts."""
         scored = (
             (c.end, max(c.start, c.sequence.scored.branch.first))
             for c in self.output_chunks
@@ -174,7 +186,7 @@ class InFlight:
 
     @classmethod
     def of(cls, step: Step, began_s: float) -> InFlight:
-        """Create the record of a scheduled step. Must be called before its launch, which changes the sequences.
+        """Create the record of a scheduled step. It must be created before the launch, which changes the sequences.
 
         Args:
             step: The scheduled step.

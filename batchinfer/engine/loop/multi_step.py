@@ -23,9 +23,9 @@ LEAST_GAIN = 1.05  # minimum estimated gain in tokens per second for which sever
 class MultiStepDecoding:
     """Chooses the number of decode steps per launch from the estimated times of device and host.
 
-    If the host needs more time per step than the device, the device waits. Most of the host's work is done once per
-    launch. But a sequence that ends in the middle of a launch runs on to the launch's last step, and through the
-    following launch.
+    Most of the host's work is done once per launch. So several steps per launch are faster if the host needs more time
+    per step than the device. But a sequence that ends in the middle of a launch still runs in the launch's remaining
+    steps and in the following launch, which is already in flight.
 
     Args:
         costs: The estimated times of host and device.
@@ -38,35 +38,41 @@ class MultiStepDecoding:
         self._launches_without_drafts = 0  # remaining launches in which no row may be held
 
     def record_tokens(self, tokens: int, ended: int) -> None:
-        """Count the tokens that a launch generated and the sequences that ended, for the mean output length."""
+        """Update the mean output length, from which the loss by tokens after the end of an answer is estimated.
+
+        Args:
+            tokens: The number of tokens that a launch generated.
+            ended: The number of sequences that ended with the launch.
+        """
         self._tokens += tokens
         self._ended += ended
 
     @property
     def can_hold_rows(self) -> bool:
-        """True if sequences may skip the step after the next launch to have drafts.
+        """True if sequences may skip a step to have drafts in a later step.
 
-        For 8 launches after a multi-step launch they must not, because a skipping sequence forces single steps for all
-        sequences.
+        After a multi-step launch, this is False for 8 launches. A sequence that skips a step forces single steps for
+        all sequences, so the sequences should do this at the same time.
         """
         return self._launches_without_drafts == 0
 
     def record_launch(self, steps: int) -> None:
-        """Record that a number of steps was launched together."""
+        """Record that `steps` decode steps were launched together."""
         if self._launches_without_drafts:
             self._launches_without_drafts -= 1
         elif steps > 1:
             self._launches_without_drafts = LAUNCHES_BETWEEN_DRAFTS
 
     def choose_steps(self, rows: int, cached: int) -> int:
-        """Return the number of steps to launch together, from the estimated tokens per second.
+        """Return the number of decode steps to launch together, from the estimated tokens per second.
 
         Args:
             rows: The number of decoding sequences.
             cached: The number of tokens in the KV cache that each step reads.
 
         Returns:
-            1 if the times of the device are unknown, or if several steps gain less than 5 %.
+            The number of steps. It is 1 if the times of the device are unknown, or if several steps gain less than 5
+            %.
         """
         if not self._costs.weights_s:
             return 1
@@ -75,7 +81,7 @@ class MultiStepDecoding:
         return 1 + best if speeds[best] > LEAST_GAIN * speeds[0] else 1
 
     def tokens_per_s(self, steps: int, rows: int, cached: int) -> float:
-        """Return the estimated number of tokens per second and sequence that belong to answers.
+        """Return the estimated tokens per second and sequence, without tokens after the end of an answer.
 
         Args:
             steps: The number of steps per launch.
@@ -101,10 +107,7 @@ class MultiStepDecoding:
         return self._costs.host_step_s + rows * self._costs.host_row_s + further_host_s(steps - 1, rows)
 
     def _useful(self, steps: int) -> float:
-        """Return the estimated share of computed tokens that belong to answers.
-
-        On average, a sequence ends in the middle of a launch, when the next launch is already in flight.
-        """
+        # On average, a sequence ends in the middle of a launch, when the next launch is already in flight
         length = self._tokens / max(1, self._ended)
         return max(0.0, 1 - 1.5 * (steps - 1) / length) if length else float(steps == 1)
 
@@ -112,14 +115,16 @@ class MultiStepDecoding:
 def split_sample(
     sample: StepSample, shapes: Sequence[StepShape], computed: int, cost: ModelCost, peaks: Peaks | None
 ) -> list[StepSample]:
-    """Split the measurements of a multi-step launch into one sample per step.
+    """Split the measurements of a multi-step launch into one sample per decode step.
+
+    The duration is divided equally. The work of the host counts for the first step.
 
     Args:
-        sample: The measurements of the launch. The duration is divided equally. Host work counts for the first step.
+        sample: The measurements of the launch.
         shapes: The shape of the useful work of each step.
-        computed: The number of computed query positions, including positions after the end of an answer.
+        computed: The number of positions that the launch computed, including positions after the end of an answer.
         cost: The costs of the model.
-        peaks: The peak FLOP/s and bandwidth of the device, if known.
+        peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
     """
     count, found = len(shapes), list[StepSample]()
     each_s, rows = sample.duration_s / count, computed // count
@@ -149,7 +154,6 @@ def split_sample(
 
 
 def _without_host(sample: StepSample) -> StepSample:
-    """Return a sample without the values that count once per launch, for its second and later steps."""
     capture_s = None if sample.capture_s is None else 0.0
     graph_bytes = None if sample.graph_bytes is None else 0
     return replace(

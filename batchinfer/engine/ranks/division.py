@@ -10,10 +10,10 @@ class Division:
     """How a model is sharded among the ranks of an engine. The number of ranks is the product of the fields.
 
     Attributes:
-        tensor: The number of tensor-parallel ranks per stage.
+        tensor: The number of tensor-parallel ranks per pipeline stage.
         stages: The number of pipeline stages.
-        experts: The number of expert-parallel ranks per stage. Each has a share of the experts, and all other weights
-            of its layers.
+        experts: The number of expert-parallel ranks per pipeline stage. Each holds a share of the experts, and all
+            other weights of the stage's layers.
     """
 
     tensor: int = 1
@@ -27,7 +27,7 @@ class Division:
 
     @property
     def peers(self) -> int:
-        """The number of ranks per pipeline stage, which compute the same layers."""
+        """The number of ranks per pipeline stage. They compute the same layers."""
         return self.tensor * self.experts
 
     def peer(self, rank: int) -> int:
@@ -35,15 +35,18 @@ class Division:
         return rank % self.peers
 
     def stage(self, rank: int) -> int:
-        """Return the index of a rank's pipeline stage. Rank 0 has the last stage, because it samples."""
+        """Return the index of a rank's pipeline stage. Rank 0 has the last stage, because it samples tokens."""
         return (rank // self.peers - 1) % self.stages
 
     def neighbour(self, rank: int, step: int) -> int | None:
-        """Return the rank with the same shard in the neighbouring pipeline stage, or None if there is no such stage.
+        """Return the rank that holds the corresponding shard in the previous or the next pipeline stage.
 
         Args:
             rank: A rank.
             step: -1 for the previous stage, 1 for the next stage.
+
+        Returns:
+            The rank, or None if there is no such stage.
         """
         stage = self.stage(rank) + step
         if not 0 <= stage < self.stages:
@@ -61,7 +64,7 @@ class RankConfig:
     Attributes:
         rank: The number of the rank.
         division: How the model is sharded.
-        rendezvous: The path of a file, empty at first, through which ranks exchange the addresses that they listen on.
+        rendezvous: The path of a file, empty at first, through which ranks exchange their network addresses.
     """
 
     rank: int

@@ -20,19 +20,20 @@ from batchinfer.models.parallel.group import SpentTime
 
 @dataclass(frozen=True, slots=True)
 class RankAccount:
-    """Reports the memory of a rank, and the time that it spends in communication.
+    """Reports the memory of a rank, and the time that the rank spends in communication.
 
     Attributes:
         rank: The number of the rank.
-        stage: The index of its pipeline stage.
-        weight_bytes: The bytes of its weights.
-        kv_bytes: The bytes of its KV cache.
-        read_bytes: The bytes that it read from the checkpoint.
+        stage: The index of the rank's pipeline stage.
+        weight_bytes: The number of bytes of the rank's weights.
+        kv_bytes: The number of bytes of the rank's KV cache.
+        read_bytes: The number of bytes that the rank read from the checkpoint.
         before_bytes: The resident memory of the process before loading, or None if unknown.
-        wait: The time spent waiting for other stages so far. None: there is one stage, or the time is not measured.
+        wait: The time spent waiting for other pipeline stages so far. None: there is one stage, or the time is not
+            measured.
         sums: The time spent in collectives so far. None: the rank has no collectives, or they are not timed.
-        read_loads: Returns the number of tokens that were routed to each expert of its layers so far. It waits for the
-            device.
+        read_loads: Returns the number of tokens that were routed so far to each expert of the rank's layers. It waits
+            for the device.
     """
 
     rank: int
@@ -49,7 +50,8 @@ class RankAccount:
         """Return the memory and the communication time of the rank up to now.
 
         Args:
-            waited_s: Seconds that the rank waited for the leading rank to send steps, added to its waiting time.
+            waited_s: The seconds that the rank waited for the leading rank to send steps. They are added to its
+                waiting time.
         """
         return RankUse(
             rank=self.rank,
@@ -66,13 +68,14 @@ class RankAccount:
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """Runs the steps of a rank that does not lead its engine, or several engines that alternate.
+    """Runs the leading rank's steps in another rank of the same engine.
 
-    It must get every step of the leading rank, in order.
+    It must get every step of the leading rank, in order. With pipeline stages, several engines may alternate on the
+    rank.
 
     Attributes:
         transfers: For each engine, its runner with the transfer of sampled tokens.
-        has_head: True if the rank has a shard of the output layer that computes logits.
+        has_head: True if the rank has a shard of the output layer, which computes logits.
         account: Reports the memory and time of the rank.
     """
 
@@ -82,7 +85,7 @@ class Follower:
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:
-        """Run the forward pass of a step, and this rank's part of computing logits.
+        """Run the forward pass of a step, and compute this rank's part of the logits.
 
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.
@@ -98,10 +101,8 @@ class Follower:
 
 
 def _make_logits(runner: ModelRunner, hidden: Tensor, plan: SamplingPlan) -> None:
-    """Compute this rank's part of the logits, with the same collectives as `Sampler.next_tokens` on the leading rank.
-
-    The collectives depend only on the plan: the leading rank reads masks after it has the logits.
-    """
+    # Must call the same collectives as `Sampler.next_tokens` on the leading rank. They depend only on the plan: the
+    # leading rank reads masks after it has the logits.
     head = runner.model
     if plan.scored is not None:
         row_scores(head.logits, hidden, plan.scored)

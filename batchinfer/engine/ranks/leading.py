@@ -18,9 +18,9 @@ from batchinfer_kernels.cost import ModelCost
 
 
 class PendingStep:
-    """A step that runs on this rank when its results are first requested.
+    """A step of the leading rank that runs only when its results are first requested.
 
-    Before that, the steps of other engines can be sent to the other ranks.
+    Until then, this process can send the steps of other engines to the other ranks.
 
     Args:
         run: Runs the step.
@@ -35,7 +35,7 @@ class PendingStep:
 
     @property
     def padded_tokens(self) -> int:
-        """The number of query positions that were computed only as padding."""
+        """The number of positions that were computed only because the step was padded."""
         return self._ran.padded_tokens
 
     @property
@@ -49,30 +49,41 @@ class PendingStep:
         return self._ran.collective_s
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk after which tokens are sampled, in order."""
+        """Return the newly sampled tokens of each chunk after which tokens are sampled, in order."""
         return self._ran.tokens()
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of new tokens, by the index of the chunk among chunks with sampled tokens."""
+        """Return the log-probabilities of newly sampled tokens, for chunks that request them.
+
+        A key is the index of a chunk among all chunks after which tokens are sampled.
+        """
         return self._ran.logprobs()
 
     def states(self) -> Mapping[int, States]:
-        """Return the requested hidden states, by the index of the chunk among chunks that request them."""
+        """Return the hidden states of chunks that request them.
+
+        A key is the index of a chunk among the chunks that request hidden states.
+        """
         return self._ran.states()
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of the given tokens that the plan scores."""
+        """Return the log-probabilities of given tokens (continuations or prompts) that the step's plan asks for."""
         return self._ran.scores()
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return whether the mask forbade the most likely token, per token of each chunk with a mask."""
+        """Return for each newly sampled token True if the token mask forbade the most likely token.
+
+        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
+        value.
+        """
         return self._ran.barred()
 
 
 class LeadingRunner:
     """Runs the steps of an engine on the leading rank, and sends each plan to the other ranks first.
 
-    With pipeline stages on a CPU, this rank, which has the last stage, defers a step until its results are requested.
+    The leading rank has the last pipeline stage. With several stages on a CPU, a step runs on it only when the results
+    are requested.
     """
 
     def __init__(
@@ -86,7 +97,7 @@ class LeadingRunner:
         """Create the runner of one engine.
 
         Args:
-            turn: The index of the engine among the engines that alternate.
+            turn: The index of the engine among the alternating engines; 0 if there is only one.
             runner: Runs this rank's shard of the model.
             rank_groups: The ranks of the engine.
             send_step: Sends a step to the other ranks.
@@ -104,7 +115,7 @@ class LeadingRunner:
 
     @property
     def wants(self) -> PlanWants:
-        """The optional parts of plans that the ranks read."""
+        """The optional parts of step plans that the ranks need."""
         return self._runner.wants
 
     @property
@@ -114,11 +125,14 @@ class LeadingRunner:
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit of tokens per step: None, because a rank that runs out of memory ends the engine."""
+        """The maximum number of tokens per step; None, because a rank that runs out of memory ends the engine."""
         return self._runner.most_tokens
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Send a plan to the other ranks, and run its step on this rank, at once or when its results are requested."""
+        """Send the plan of a step to the other ranks, and run the step on this rank.
+
+        With pipeline stages on a CPU, it runs on this rank when its results are requested.
+        """
         self._send_step(RankStep(self._turn, plan))
         return PendingStep(partial(self._run, plan)) if self._pends else self._run(plan)
 

@@ -24,13 +24,13 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """The process groups of one rank of an engine.
+    """The process groups through which a rank communicates with the other ranks of its engine.
 
     Attributes:
         rank: The number of the rank.
         division: How the model is sharded.
         everyone: The group of all ranks of the engine.
-        peers: The group of the ranks that compute the same layers.
+        peers: The group of the ranks in the same pipeline stage, which compute the same layers.
         wait: The time spent waiting for other pipeline stages so far.
         sums: The time spent in collectives so far. None: there are no peers, or the ranks use GPUs.
     """
@@ -49,17 +49,17 @@ class RankGroups:
 
     @property
     def has_head(self) -> bool:
-        """True if the rank has a shard of the output layer: the last stage of a tensor-parallel model."""
+        """True if the rank has a shard of the output layer: with tensor parallelism, in the last pipeline stage."""
         return self.division.tensor > 1 and self.division.neighbour(self.rank, 1) is None
 
 
 def join_ranks(rank_config: RankConfig | None, device: torch.device) -> RankGroups:
     """Connect to the other ranks of the engine, and return when all are connected.
 
-    torch's default process group is not set.
+    The default process group of torch is not set.
 
     Args:
-        rank_config: The rank of this process. None: there are no other ranks.
+        rank_config: The rank of this process. None: the model is not sharded.
         device: The device of this rank.
 
     Raises:
@@ -90,7 +90,7 @@ def _file_store(rank_config: RankConfig) -> c10d.Store:
 
 
 def _warm_up_groups(rank: int, division: Division, groups: tuple[Group, Group], device: torch.device) -> None:
-    """Exchange a value between ranks to make NCCL allocate its memory before the KV cache is sized.
+    """Exchange a value between ranks, so that NCCL allocates its memory before the KV cache is sized.
 
     NCCL connects two ranks when they first communicate. Neighbouring stages connect in their first step.
 
@@ -121,7 +121,6 @@ def _warm_up_groups(rank: int, division: Division, groups: tuple[Group, Group], 
 
 
 def _kind(device: torch.device) -> torch.Tensor:
-    """Return the number of multiprocessors and the compute capability of a GPU, int64 [3], or zeros for a CPU."""
     if device.type != "cuda":
         return torch.zeros(3, dtype=torch.int64)
     found = torch.cuda.get_device_properties(device)
@@ -139,7 +138,7 @@ def _connect(store: c10d.Store, rank: int, size: int, device: torch.device) -> T
 
 
 def _gloo(store: c10d.Store, rank: int, size: int) -> Any:
-    """Return the backend for CPUs, which listens on the loopback interface. gloo would use the host's address."""
+    # gloo would listen on the host's address without a host name
     made: Any = distributed.ProcessGroupGloo  # its type stubs do not describe the options
     options = made._Options()
     options._devices = [made.create_device(hostname=_LOOPBACK)]
@@ -148,17 +147,17 @@ def _gloo(store: c10d.Store, rank: int, size: int) -> Any:
 
 
 def _nccl(store: c10d.Store, rank: int, size: int) -> Any:
-    """Return the backend for GPUs of one machine, which listens on the loopback unless NCCL_SOCKET_IFNAME is set."""
+    # The ranks are on one machine
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     made: Any = distributed.ProcessGroupNCCL
     return made(store, rank, size, _ENDLESS)
 
 
 def min_over_ranks(count: int, group: Group, device: torch.device) -> int:
-    """Return the minimum of a number over all ranks of a group, which must all call this.
+    """Return the minimum of a number over all ranks of a group. All of them must call this function.
 
     Args:
-        count: The number of this rank.
+        count: The number on this rank.
         group: The ranks.
         device: The device of this rank.
     """

@@ -20,7 +20,7 @@ from batchinfer.models.spec.spec import ModelSpec
 def rank_shard(
     rank: int, division: Division, spec: ModelSpec, placement: ExpertPlacement | None = None
 ) -> ModelShard:
-    """Return the layers, experts and share of weights that a rank of a sharded model holds.
+    """Return which part of a model a rank holds: layers, experts, and a share of the other weights.
 
     Tensor-parallel ranks get whole experts if the experts can be divided evenly.
 
@@ -28,7 +28,7 @@ def rank_shard(
         rank: The number of the rank.
         division: How the model is sharded.
         spec: The specification of the whole model.
-        placement: The experts of each rank. None: contiguous ranges.
+        placement: The experts that each rank holds. None: each rank holds consecutive experts.
 
     Raises:
         CannotSplit: There are more stages than layers, or the experts cannot be divided evenly.
@@ -55,28 +55,30 @@ def expert_ranks(spec: ModelSpec, division: Division) -> int:
 
 
 def check_division(spec: ModelSpec, division: Division) -> None:
-    """Check that a model can be sharded.
+    """Raise an error if a model cannot be sharded in the given way.
 
     Args:
         spec: The specification of the model.
         division: How the model is sharded.
 
     Raises:
-        CannotSplit: If the model cannot be sharded in this way.
+        CannotSplit: The model cannot be sharded in this way.
     """
     for rank in range(division.ranks):
         shard_spec(spec, rank_shard(rank, division, spec))
 
 
 def check_stored(checkpoint: Checkpoint, division: Division) -> None:
-    """Check that the ranks can read their shards of a checkpoint's tensors. Only the headers of files are read.
+    """Raise an error if ranks cannot read their shards from the tensors of a checkpoint.
+
+    A quantised tensor, for example, cannot be divided inside a group of values. Only the headers of files are read.
 
     Args:
         checkpoint: The checkpoint.
         division: How the model is sharded.
 
     Raises:
-        CannotSplit: If they cannot. The message lists the possible numbers of ranks.
+        CannotSplit: The shards cannot be read. The message lists the possible numbers of ranks.
     """
     try:
         _check_stored(checkpoint, division)
@@ -113,8 +115,12 @@ def stage_spans(spec: ModelSpec, stages: int) -> list[Span]:
 
     The size of a stage is its number of weights. The last stage also has the output layer.
 
+    Args:
+        spec: The specification of the model.
+        stages: The number of stages.
+
     Returns:
-        The first layer of each stage, and the layer after its last one.
+        (first, end) per stage: it has the layers from `first` up to, but not including, `end`.
 
     Raises:
         CannotSplit: There are more stages than layers.
@@ -135,14 +141,6 @@ def _values(spec: ModelSpec, layer: int) -> int:
 
 
 def _ends(layers: list[int], stages: int, head: int) -> list[int]:
-    """Return the end of each stage: the index of the layer after its last layer.
-
-    Args:
-        layers: The number of weights of each layer.
-        stages: The number of stages.
-        head: The number of weights of the output layer.
-    """
-
     @cache
     def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
         if left == 1:

@@ -15,14 +15,14 @@ from batchinfer.models.parallel.group import Group, SpentTime
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineStageIO:
-    """Transfers hidden states from the previous pipeline stage and to the next one.
+    """Receives hidden states from the previous pipeline stage, and sends hidden states to the next one.
 
     Attributes:
         group: The ranks of the engine.
         previous: The rank of the previous stage, or None in the first stage.
         following: The rank of the next stage, or None in the last stage.
-        states: The received hidden states, [max tokens, hidden]. The buffer is fixed, because captured layers read it,
-            and shared by all engines that alternate, because the steps of a rank run sequentially.
+        states: The buffer of received hidden states, [max tokens, hidden]. It is fixed, because captured layers read
+            it. All alternating engines share it, because the steps of a rank run sequentially.
         wait: The time that the host waited for other stages so far. It is only meaningful on a CPU.
     """
 
@@ -43,13 +43,20 @@ class PipelineStageIO:
         return self.following is None
 
     def receive(self, tokens: int) -> None:
-        """Receive the hidden states of `tokens` tokens from the previous stage, if any, into the buffer `states`."""
+        """Receive the hidden states of `tokens` tokens from the previous stage into the buffer `states`.
+
+        In the first stage, nothing is done.
+        """
         if self.previous is not None:
             with self.wait.measure():
                 self.group.receive(self.states[:tokens], self.previous)
 
     def send(self, hidden: Tensor) -> None:
-        """Send the hidden states of T tokens, [T, hidden], to the next stage, if any."""
+        """Send hidden states to the next stage. In the last stage, nothing is done.
+
+        Args:
+            hidden: [T, hidden], the hidden states of T tokens.
+        """
         if self.following is not None:
             with self.wait.measure():
                 self.group.send(hidden, self.following)
@@ -57,7 +64,7 @@ class PipelineStageIO:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedModel:
-    """The layers of a pipeline stage, as the model of a runner.
+    """The layers of a pipeline stage, which a runner runs like a whole model.
 
     Attributes:
         model: The decoder with the layers of the stage. In the first stage it reads token ids, in other stages the
@@ -78,44 +85,51 @@ class StagedModel:
         """Run a step through the layers of the stage.
 
         Args:
-            token_ids: The T tokens of the step, [T].
+            token_ids: [T], the tokens of the step. Only the first stage reads them.
             inputs: The attention inputs per cache group.
             caches: The KV cache of each layer with attention.
             plans: The attention plan of each cache group.
 
         Returns:
-            The hidden states, [T, hidden].
+            The hidden states after the stage's last layer, [T, hidden].
         """
         return self.model.forward(token_ids, inputs, caches, plans, self._received(token_ids))
 
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run a step through the layers of the stage, and pause before each layer's attention.
+        """Run a step through the layers of the stage as a generator that pauses before each layer's attention.
 
         Args:
-            token_ids: The T tokens of the step, [T].
+            token_ids: [T], the tokens of the step. Only the first stage reads them.
             inputs: The attention inputs per cache group.
             caches: The KV cache of each layer with attention.
 
         Yields:
-            The attention that the caller must launch. Its result must be sent to the generator.
+            The attention that the caller must launch. The caller sends its result to the generator.
 
         Returns:
-            The hidden states, [T, hidden].
+            The hidden states after the stage's last layer, [T, hidden].
         """
         return self.model.forward_split_at_attention(token_ids, inputs, caches, self._received(token_ids))
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the buffers through which captured pieces and attention exchange tensors, for `tokens` tokens."""
+        """Allocate the buffers through which captured pieces and attention exchange tensors.
+
+        Args:
+            tokens: The number of tokens of the largest step.
+        """
         return self.model.static_buffers(tokens)
 
     def _received(self, token_ids: Tensor) -> Tensor | None:
-        """Return the received hidden states of a step, or None in the first stage. Padding rows have any values."""
         return None if self.stage_io.is_first else self.stage_io.states[: len(token_ids)]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm to hidden states of the last stage, [n, hidden]."""
+        """Return hidden states of the last stage after the model's final norm.
+
+        Args:
+            hidden: [n, hidden], the hidden states before the norm.
+        """
         return self.model.states(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from batchinfer.engine.schedule.step_plan import StepPlan
 
 @dataclass(slots=True, eq=False)
 class TokenTransfer:
-    """Transfers the sampled tokens of one engine from rank 0 to the ranks that need them as input.
+    """Transfers the sampled tokens of one engine from rank 0 to the GPUs of the ranks that read them as input.
 
-    Before a step that reads the tokens of the previous step on the device, rank 0 sends them to all other ranks, or
-    with pipeline stages to the ranks of the first stage. With pipeline stages, it sends them in a separate CUDA stream
-    as soon as they are sampled, so that other engines' steps on rank 0 do not wait for the receiver.
+    The host may not know the tokens yet. Before a step that reads the tokens of the previous step on the device, rank
+    0 sends them to all other ranks. With pipeline stages, it sends them to the ranks of the first stage only. It then
+    uses a separate CUDA stream and sends as soon as the tokens are sampled, so that other engines' steps on rank 0 do
+    not wait for the receiver.
 
     Attributes:
         runner: Runs the shard of this rank for the engine.
@@ -35,7 +36,11 @@ class TokenTransfer:
     _streams: list[torch.cuda.Stream] = field(default_factory=list)  # one stream, created when it is needed
 
     def before_step(self, plan: StepPlan) -> None:
-        """Send or receive the tokens of the previous step, if the step with this plan reads them on the device."""
+        """Send or receive the tokens of the previous step, if a step reads them on the device.
+
+        Args:
+            plan: The plan of the step.
+        """
         runner, rank = self.runner, self.rank_groups.rank
         if plan.awaited is None or not isinstance(runner, DeviceRunner):
             return
@@ -47,7 +52,11 @@ class TokenTransfer:
             runner.device_tokens.tokens = self._received(runner.device)
 
     def after_step(self, plan: StepPlan) -> None:
-        """Record how many tokens the launched step samples, and on rank 0 the moment when they are sampled."""
+        """Record how many tokens the launched step samples, and on rank 0 the moment when they are sampled.
+
+        Args:
+            plan: The plan of the step.
+        """
         if not plan.sampled_rows or not plan.sampling.chooses:
             return
         self._rows = plan.sampling.choosing(plan.sampled_rows)
@@ -75,7 +84,7 @@ class TokenTransfer:
 
     @contextmanager
     def _in_stream(self, tokens: Tensor) -> Iterator[None]:
-        """Return a context in which work waits only for the step that sampled the tokens, not for later steps."""
+        # Work in this context waits only for the step that sampled the tokens, not for later steps
         if self._sampled is None:
             yield
             return
