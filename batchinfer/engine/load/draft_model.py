@@ -27,7 +27,6 @@ from batchinfer.models.sources import Decoders, ModelSource, checkpoint_source
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer_kernels.cost import ModelCost
 
-
 _UNSUPPORTED_TARGET = (
     "a draft model needs a target model that batchinfer runs without transformers, and that has a layer with full "
     "attention"
