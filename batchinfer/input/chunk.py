@@ -100,7 +100,7 @@ class RowBatch(InputChunk):
         return replace(self, table=None), b""
 
     def slice(self, start: int, stop: int) -> Self:
-        """Return a batch of the rows from `start` to before `stop`, counted from the start of this batch."""
+        """Return a smaller batch: the rows from `start` to before `stop`, counted from the start of this batch."""
         rows = self.rows[start:stop]
         table = None if self.table is None else self.table.slice(start, len(rows))
         return replace(self, rows=rows, most_rows=len(rows), first_row=self.first_row + start, table=table)
