@@ -17,7 +17,7 @@ BITS = 32  # bits per word of a mask, see batchinfer_kernels.mask
 
 
 class Phase(Enum):
-    """The phase of an answer that may reason before it follows a constraint."""
+    """The phase of an answer whose model may reason first, and whose text after the reasoning follows a constraint."""
 
     BEGINNING = auto()  # the first tokens, which show if the answer reasons
     REASONING = auto()
@@ -26,11 +26,11 @@ class Phase(Enum):
 
 
 class FreeMasks:
-    """Masks without a constraint: one bit per token id of a model, in 32-bit words.
+    """The token masks for the parts of an answer that no constraint restricts. A mask has one bit per token id.
 
     Args:
         vocab: The number of token ids of the model.
-        eos: The ids of its end tokens.
+        eos: The ids of the model's end tokens.
     """
 
     def __init__(self, vocab: int, eos: Collection[int]) -> None:
@@ -55,16 +55,19 @@ class FreeMasks:
 
 
 class ReasonedConstraint:
-    """The state of one answer that may reason before it follows a constraint.
+    """The state of one answer whose model may reason first, and whose text after the reasoning may have a constraint.
 
-    A model that may choose to reason begins with the marker of its reasoning or with the constrained answer. The first
-    mask allows both, so the choice stays with the model.
+    If the model chooses whether to reason, the first mask allows the marker that begins reasoning and the first
+    tokens
+    of the constrained answer.
 
     Args:
-        marks: The tokens around the reasoning.
-        inner: The constraint after the reasoning, or None. With a constraint, the answer cannot end while it reasons.
-        free: The masks without a constraint.
-        budget: The maximum number of reasoning tokens, after which the end of the reasoning is forced. None: no limit.
+        marks: The token sequences that begin and end reasoning and the answer.
+        inner: The constraint of the text after the reasoning, or None. With a constraint, the model cannot end the
+            answer while it reasons.
+        free: The masks of tokens without a constraint.
+        budget: The maximum number of reasoning tokens, after which the end of the reasoning is forced. None: no
+            limit.
     """
 
     __slots__ = ("_budget", "_count", "_free", "_inner", "_marks", "_phase", "_taken")
@@ -83,7 +86,7 @@ class ReasonedConstraint:
 
     @property
     def ended(self) -> bool:
-        """True if the constrained answer after the reasoning is complete."""
+        """True if the constraint allows no more tokens, except an end token."""
         return self._reached is not None and self._reached.ended
 
     @property
@@ -93,17 +96,23 @@ class ReasonedConstraint:
 
     @property
     def needs_end(self) -> bool:
-        """True if an answer that reaches its token limit before the end of the constraint is incomplete."""
+        """True if an answer that is cut off at its token limit is invalid.
+
+        This holds for all answers with a constraint.
+        """
         return self._inner is not None
 
     @property
     def over(self) -> bool:
-        """True if the constraint, if any, has ended: all tokens may follow until the end of the answer."""
+        """True if the reasoning has ended and no constraint follows: from now on, all tokens are allowed."""
         return self._phase is Phase.ANSWER and self._inner is None
 
     @property
     def followed(self) -> GrammarConstraint | None:
-        """The constraint that determines the mask of the next token, or None if no constraint applies there."""
+        """The constraint that determines the mask of the next token.
+
+        None while the model reasons, or without a constraint.
+        """
         direct = self._phase is Phase.BEGINNING and not self._marks.answer and not self._taken
         return self._inner if direct or self._phase is Phase.ANSWER else None
 
@@ -112,7 +121,7 @@ class ReasonedConstraint:
         return self._inner if self._phase is Phase.ANSWER else None
 
     def take(self, token: int) -> None:
-        """Add a generated token to the state of the answer."""
+        """Add the next generated token of the answer to its state."""
         if self._phase is Phase.ANSWER:
             if self._inner is not None:
                 self._inner.take(token)
@@ -126,7 +135,7 @@ class ReasonedConstraint:
             self._enter(Phase.ANSWER)
 
     def allows(self, token: int) -> bool:
-        """Return True if the answer may continue with the token."""
+        """Return True if this token may be the next token of the answer."""
         forced = self._forced()
         if forced:
             return token == forced[0]
@@ -145,7 +154,10 @@ class ReasonedConstraint:
         return own
 
     def jump_forward(self) -> Sequence[int]:
-        """Return the tokens that the answer must continue with, without adding them. Empty if there is a choice."""
+        """Return the next tokens of the answer as far as there is only one choice; empty if the next token is a choice.
+
+        The tokens are not added to the state.
+        """
         forced = self._forced()
         if self._inner is None or (self._phase is Phase.BEGINNING and not self._answers(forced)):
             return forced
@@ -155,10 +167,12 @@ class ReasonedConstraint:
         return (*forced, *gap, *self._inner.jump_forward())
 
     def write(self, bits: NDArray[np.int32]) -> None:
-        """Complete the mask of the next token. The constraint `followed`, if any, has already written its mask.
+        """Write into `bits` the tokens that reasoning and its markers allow next.
+
+        A mask that the constraint `followed` has already written is kept, apart from markers that are also allowed.
 
         Args:
-            bits: The mask of this answer: one bit per token id, in 32-bit words.
+            bits: The mask of this answer: one bit per token id, in 32-bit words. A set bit allows the token.
         """
         forced = self._forced()
         if self._phase is Phase.ANSWER and self._inner is not None:
@@ -175,7 +189,6 @@ class ReasonedConstraint:
             bits.view(np.uint32)[token // BITS] |= np.uint32(1 << token % BITS)
 
     def _forced(self) -> Ids:
-        """Return the tokens that the answer must continue with until its phase ends. Empty if there is a choice."""
         if self._phase is Phase.GAP:
             return self._marks.gap[len(self._taken) :]
         if self._phase is Phase.REASONING and self._budget is not None and self._count >= self._budget:
@@ -186,24 +199,17 @@ class ReasonedConstraint:
         return ()
 
     def _possible(self) -> list[Ids]:
-        """Return the markers that the answer may have begun: the reasoning's marker, the direct answer's marker."""
         given = tuple(self._taken)
         return [
             mark for mark in (self._marks.begin, self._marks.answer) if mark and mark[: len(given)] == given
         ]
 
     def _next_marks(self) -> set[int]:
-        """Return the next token of each marker whose first tokens the answer has. Empty after the first phase."""
         if self._phase is not Phase.BEGINNING:
             return set()
         return {mark[len(self._taken)] for mark in self._possible()}
 
     def _answers(self, forced: Ids) -> bool:
-        """Return True if the answer begins without reasoning once the forced tokens are added.
-
-        Args:
-            forced: The tokens that the answer must continue with.
-        """
         return bool(forced) and (*self._taken, *forced) == self._marks.answer
 
     def _begin(self, token: int) -> None:
@@ -232,6 +238,5 @@ class ReasonedConstraint:
 
 
 def _common(marks: Sequence[Ids]) -> Ids:
-    """Return the longest common prefix of several token sequences."""
     first, last = min(marks), max(marks)
     return first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]

@@ -90,7 +90,7 @@ _BOUNDS: Mapping[str, Callable[[Any], int]] = {
 class _SchemaBound:
     """Computes the maximum number of bytes of a JSON value that matches a schema.
 
-    All keywords of a schema apply to a value, so the smallest bound of all keywords is the bound of the schema.
+    A value must satisfy every keyword of the schema, so the smallest of the keywords' bounds applies.
     """
 
     def __init__(self, root: Any) -> None:
@@ -132,7 +132,6 @@ class _SchemaBound:
         return min(bounds) if bounds else problem or _unbounded(place, "give its type")
 
     def _bounds(self, schema: dict[str, Any], place: str) -> Iterator[Callable[[], int]]:
-        """Yield one function per keyword that restricts values. It returns the maximum bytes under that keyword."""
         if "const" in schema:
             yield lambda: _longest([schema["const"]])
         if isinstance(schema.get("enum"), list):
@@ -209,7 +208,7 @@ def _of_integer(schema: dict[str, Any], place: str) -> int:
 
 
 def _of_number(schema: dict[str, Any], place: str) -> int:
-    """Return the maximum number of characters of a JSON number. The keyword `multipleOf` limits its decimals."""
+    # Only `multipleOf` limits the decimals of a number
     low, high = _limits(schema)
     step = schema.get("multipleOf")
     if low is None or high is None or not _is_number(step):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def grammar_constraints(tokenizer: Tokenizer) -> Callable[[Collection[int], int], GrammarConstraints]:
-    """Return a function that makes the GrammarConstraints of a model with this tokenizer.
+    """Return a function that makes the GrammarConstraints of an engine whose model uses this tokenizer.
 
     The function's arguments are the ids of the model's end tokens and its number of logits per token. End tokens
     outside the tokenizer's vocabulary are ignored, since llguidance rejects them.
@@ -88,11 +88,11 @@ class GrammarConstraints:
         return ReasonedConstraint(marks, grammar, self._free, budget)
 
     def fill(self, constraints: Seq[RowConstraint], bits: NDArray[np.int32]) -> None:
-        """Write one mask per answer: the tokens that may come next.
+        """Write one mask per answer: the tokens that may come next in the answer.
 
         Args:
             constraints: The states of the answers.
-            bits: The masks, shape (answers, words). Each bit of a 32-bit word allows one token id.
+            bits: The masks to write, shape (answers, words). Each set bit of a 32-bit word allows one token id.
         """
         began = time.perf_counter()
         followed = [
@@ -107,12 +107,6 @@ class GrammarConstraints:
         self.work.mask_s += time.perf_counter() - began
 
     def _masks(self, constraints: Seq[GrammarConstraint], words: int) -> NDArray[np.int32]:
-        """Return the mask of each constraint: the tokens that its grammar allows next. Shape (constraints, words).
-
-        Args:
-            constraints: The states of the answers.
-            words: The number of 32-bit words of a mask, with one bit per token id.
-        """
         # A model may have more logits than its tokenizer has tokens
         own_words = self._tokenizer.words
         masks = np.zeros((len(constraints), own_words), np.int32)
@@ -125,14 +119,7 @@ class GrammarConstraints:
         return masks[:, :words] if own_words >= words else np.pad(masks, ((0, 0), (0, words - own_words)))
 
     def _narrow(self, constraints: Seq[GrammarConstraint], masks: NDArray[np.int32]) -> None:
-        """Clear bits of tokens that the model cannot generate, and of first tokens that lose their space in decoding.
-
-        An answer whose mask is then empty fails.
-
-        Args:
-            constraints: The states of the answers.
-            masks: Their masks, shape (constraints, words), with one bit per token id. Changed.
-        """
+        # Decoding removes the space of some first tokens, so these are excluded at the start of an answer
         given, first = self._tokenizer.given, self._tokenizer.first
         if given is not None:
             masks &= given
@@ -143,7 +130,6 @@ class GrammarConstraints:
             constraints[row].end_here()
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
-        """Return the compiled constraint of `params`. Requests with equal constraints share it in a cache."""
         from batchinfer.input.constraints.grammar import BadConstraint, compile_constraint
 
         found = self._kept.find(params)

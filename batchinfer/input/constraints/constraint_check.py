@@ -32,14 +32,15 @@ CONTINUES = "run the same command again"
 
 
 class ConstraintChecker:
-    """Checks in a child process if constraints can be followed.
+    """Checks in a child process if constraints of answers are valid and supported.
 
     The process starts with the first constraint and is replaced when it dies. It exits with its parent.
 
     Args:
-        definition: The tokenizer as the text of a tokenizer.json, or None to check constraints without one. Compiling
-            for a tokenizer may take far longer.
-        within_s: The limit on CPU time per constraint in seconds.
+        definition: The tokenizer as the text of a tokenizer.json. None to check constraints without a tokenizer,
+            which
+            may be much faster.
+        within_s: The maximum CPU time per constraint in seconds.
     """
 
     def __init__(self, definition: str | None, within_s: float = WITHIN_S) -> None:
@@ -53,7 +54,10 @@ class ConstraintChecker:
         self.close()
 
     def problem(self, params: SamplingParams) -> str | None:
-        """Return why the constraint of `params` cannot be followed, or None if it can or there is no constraint."""
+        """Return why the constraint of `params` is invalid or unsupported.
+
+        None if it is valid, or there is no constraint.
+        """
         if params.constraint is None:
             return None
         result = self._ask(params)
@@ -70,11 +74,12 @@ class ConstraintChecker:
 
         Args:
             params: The parameters with the constraint.
-            again: If True, raise Unavailable when the process does not reply. If False, that counts as the end of the
-                process.
+            again: False at the first try: a process that does not reply in time is ended. True at the second try:
+                raise
+                Unavailable.
 
         Returns:
-            The problem of the constraint, None if it has none, or how the process ended.
+            The problem of the constraint, None if it has none, or an Ended if the process ended without a reply.
         """
         child = self._child = self._child or self._start()
         with suppress(BrokenPipeError, ConnectionResetError):  # the process died, which `recv` reports
@@ -101,7 +106,6 @@ class ConstraintChecker:
             self._child = None
 
     def _start(self) -> Child:
-        """Start a child process and return it when it is ready. Try twice, then raise Unavailable."""
         for _ in range(2):
             child = Child(_ENTRY, self._definition, self._within_s)
             how = self._not_ready(child)
@@ -111,7 +115,6 @@ class ConstraintChecker:
         raise Unavailable(f"the process that checks constraints {how}; {CONTINUES}")
 
     def _not_ready(self, child: Child) -> str | None:
-        """Wait until a child process is ready. Return the reason if it does not become ready, else None."""
         try:
             with receiving():
                 if wait_for_message(child.connection, _START_S):
@@ -134,25 +137,25 @@ class ConstraintChecker:
 def constraint_problem(
     params: SamplingParams, definition: str | None = None, within_s: float = WITHIN_S
 ) -> str | None:
-    """Return why the constraint of `params` cannot be followed, or None if it can or there is no constraint.
+    """Return why the constraint of `params` is invalid or unsupported. None if it is valid, or there is no constraint.
 
     Args:
         params: The parameters with the constraint.
         definition: The tokenizer as the text of a tokenizer.json, or None to check without one.
-        within_s: The limit on CPU time in seconds.
+        within_s: The maximum CPU time in seconds.
     """
     with ConstraintChecker(definition, within_s) as checker:
         return checker.problem(params)
 
 
 def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -> None:
-    """Run the child process that checks constraints.
+    """Run the child process that checks constraints, until the parent closes the pipe.
 
-    For each SamplingParams that it receives, it sends the problem of their constraint, or None.
+    For each SamplingParams that it receives, it sends why its constraint is invalid or unsupported, or None.
 
     Args:
         definition: The tokenizer as the text of a tokenizer.json, or None to check without one.
-        within_s: The limit on CPU time per constraint in seconds.
+        within_s: The maximum CPU time per constraint in seconds.
         pipe: The connection to the parent.
     """
     lift_memory_limit()  # a large vocabulary may need more than the limit inherited from a render worker
@@ -176,10 +179,6 @@ def serve(definition: str | None, within_s: float, pipe: Connection[Any, Any]) -
 
 
 def _check_of(definition: str | None) -> Callable[[SamplingParams], str | None]:
-    """Return a function that returns the problem of the constraint of given parameters, or None.
-
-    `definition` is the tokenizer as the text of a tokenizer.json, or None to check without one.
-    """
     from batchinfer.input.constraints.grammar import BadConstraint, check_grammar
     from batchinfer.input.constraints.grammar_tokenizer import GrammarTokenizer, grammar_problem
 
@@ -199,10 +198,7 @@ def _check_of(definition: str | None) -> Callable[[SamplingParams], str | None]:
 
 @contextmanager
 def _cpu_time(within_s: float) -> Iterator[None]:
-    """Let the kernel kill this process if the `with` block takes more than `within_s` seconds of CPU time.
-
-    This also works inside a library call.
-    """
+    # The kernel can end the process even inside a library call
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, within_s)
     try:
@@ -213,7 +209,7 @@ def _cpu_time(within_s: float) -> Iterator[None]:
 
 @contextmanager
 def _silence_stderr() -> Iterator[None]:
-    """Redirect stderr to /dev/null, because a library that crashes must not print on the user's terminal."""
+    # A library that crashes must not print on the user's terminal
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

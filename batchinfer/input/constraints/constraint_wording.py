@@ -96,11 +96,14 @@ def _with_types(text: str) -> str:
 
 
 def faulty_place(schema: Any, problem_of: Callable[[Any], str | None]) -> str:
-    """Return the place of the smallest subschema that has the same problem on its own, or "" for the whole schema.
+    """Return the place of the innermost part of a JSON Schema that alone has the same problem as the whole schema.
 
     Args:
         schema: The parsed schema, which has a problem.
         problem_of: Returns the problem of a schema, or None.
+
+    Returns:
+        A place such as "properties.a.items"; "" if only the whole schema has the problem.
     """
     if not isinstance(schema, Mapping):
         return ""
@@ -115,7 +118,6 @@ def faulty_place(schema: Any, problem_of: Callable[[Any], str | None]) -> str:
 
 
 def _parts(schema: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield each subschema of a schema as (place, subschema). `place` is the prefix of all places."""
     if not isinstance(schema, Mapping):
         return
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):

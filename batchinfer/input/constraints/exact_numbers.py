@@ -33,7 +33,7 @@ def is_number(value: Any) -> TypeGuard[Number]:
 
 
 def is_exact(value: Number) -> bool:
-    """Return True if llguidance reads this number of a JSON Schema exactly, and writes it exactly."""
+    """Return True if llguidance both reads and writes this number of a JSON Schema without rounding."""
     if not _decimal(value).is_finite() or _decimal(value).copy_abs() >= 2**63:
         return False
     if value == int(value):
