@@ -51,13 +51,15 @@ def plain(value: Number) -> int | float:
 
 
 def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | None = None) -> int | float:
-    """Return the nearest number inside a bound that llguidance follows exactly, for use as an inclusive bound.
+    """Return the nearest number inside a bound of a JSON Schema that llguidance reads and writes without rounding.
+
+    The result is an inclusive bound, which replaces the bound of the schema.
 
     Args:
         bound: The bound of the schema.
-        up: True for a lower bound, False for an upper bound.
-        excluded: True if the bound itself is not allowed.
-        other: The bound on the other side, or None.
+        up: True for a lower bound, which may only be moved up. False for an upper bound.
+        excluded: True if the bound is exclusive.
+        other: The opposite bound of the schema, or None. It limits how far a bound of 0 is moved.
 
     Raises:
         BadSchema: There is no such number.
@@ -80,12 +82,17 @@ def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | N
 
 
 def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
-    """Return the nearest integer inside a bound of integers that llguidance follows exactly. Raises BadSchema.
+    """Return the nearest integer inside a bound of a JSON Schema that llguidance reads and writes without rounding.
+
+    The result is an inclusive bound for integers, which replaces the bound of the schema.
 
     Args:
         bound: The bound of the schema.
-        up: True for a lower bound, False for an upper bound.
-        excluded: True if the bound itself is not allowed.
+        up: True for a lower bound, which may only be moved up. False for an upper bound.
+        excluded: True if the bound is exclusive.
+
+    Raises:
+        BadSchema: There is no such integer.
     """
     if not _decimal(bound).is_finite() or _decimal(bound).copy_abs() > LARGEST:
         return int(inward(bound, up))
@@ -96,7 +103,7 @@ def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
 
 
 def check_multiple(value: Number) -> None:
-    """Raise BadSchema for a value of `multipleOf` that llguidance does not read exactly."""
+    """Raise BadSchema if a value of the keyword `multipleOf` is not positive, or llguidance would round it."""
     if value <= 0:
         raise BadSchema("multipleOf must be more than 0")
     if not is_exact(value) or _read_multiple(float(value)) != _decimal(value):
@@ -106,7 +113,10 @@ def check_multiple(value: Number) -> None:
 
 
 def check_multiples(values: Iterable[Number]) -> None:
-    """Raise BadSchema if the least common multiple of values of `multipleOf` is too large for llguidance (32 bits)."""
+    """Raise BadSchema if the values of `multipleOf` that may apply to one number are too large together.
+
+    llguidance computes their least common multiple with 32 bits.
+    """
     exact = [_decimal(value) for value in {*values}]
     scale = max((0, *(-int(one.as_tuple().exponent) for one in exact)))
     whole = [int(one.scaleb(scale)) for one in exact]
@@ -124,14 +134,7 @@ def _whole_inward(whole: int, up: bool) -> int:
 
 
 def _step(value: Decimal, other: Number | None) -> Decimal:
-    """Return the distance from `value` to its neighbours among the numbers with 15 digits.
-
-    If `value` is 0, it is at most a thousandth of the range from 0 to the other bound.
-
-    Args:
-        value: A bound of a number.
-        other: The bound on the other side, or None.
-    """
+    # At 0 the step must stay small against the range between the bounds
     if value:
         return Decimal(1).scaleb(max(value.adjusted() + 1 - _DIGITS, _FINEST))
     near = Decimal(1).scaleb(max(_decimal(other).adjusted() - 3, _FINEST)) if other else _LEAST
@@ -139,10 +142,7 @@ def _step(value: Decimal, other: Number | None) -> Decimal:
 
 
 def _read_multiple(value: float) -> Decimal | None:
-    """Return the decimal that llguidance reads for a `multipleOf`, or None if it is too large.
-
-    llguidance multiplies the float by ten until it is whole.
-    """
+    # llguidance multiplies the float by ten until it is whole
     exponent = 0
     while value != int(value) and value <= _MOST_MULTIPLE:
         value, exponent = value * 10, exponent + 1
@@ -150,5 +150,5 @@ def _read_multiple(value: float) -> Decimal | None:
 
 
 def _decimal(value: Number) -> Decimal:
-    """Return the number as a Decimal with exactly the digits that json writes."""
+    """Return the number as a Decimal with exactly the digits that `json.dumps` writes for it."""
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)

@@ -69,15 +69,15 @@ def parsed_schema(text: str) -> Any:
 
 
 def generated_schema(schema: Any) -> Any:
-    """Return the schema that constrains generation, derived from the user's schema.
+    """Derive from the user's JSON Schema the schema that llguidance uses to constrain generation.
 
-    Each value that it allows is valid under the user's schema, but it may allow fewer values.
+    Each value that the derived schema allows is valid under the user's schema, but not the reverse.
 
     Args:
         schema: The user's parsed schema. Not changed.
 
     Raises:
-        BadSchema: The schema cannot be followed exactly.
+        BadSchema: llguidance cannot follow the schema exactly.
     """
     narrow = followed_schema(schema)
     schemas, references = list(subschemas(narrow)), References(narrow)
@@ -99,11 +99,7 @@ def generated_schema(schema: Any) -> Any:
 
 
 def _check_spelling(schemas: Sequence[dict[str, Any]]) -> None:
-    r"""Raise BadSchema if a const or enum needs a \u escape, and an object may have properties without a name.
-
-    Args:
-        schemas: A schema and all its subschemas.
-    """
+    # An escaped property name could occur again in another spelling
     listed = [one[keyword] for one in schemas for keyword in ("const", "enum") if keyword in one]
     if any(map(has_further_names, schemas)) and _UNWRITTEN.search(json.dumps(listed)):
         raise BadSchema(
@@ -129,11 +125,6 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_multiples(schemas: Sequence[dict[str, Any]]) -> None:
-    """Raise BadSchema if several values of `multipleOf` may apply to one number and cannot be followed together.
-
-    Args:
-        schemas: A schema and all its subschemas.
-    """
     if any(keyword in one for one in schemas for keyword in ("$ref", "allOf", "anyOf", "oneOf")):
         check_multiples(
             step for one in schemas if is_number(step := one.get("multipleOf")) and is_exact(step)

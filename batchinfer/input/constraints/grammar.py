@@ -55,13 +55,16 @@ _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
 class BadConstraint(ValueError):
-    """Raised if a constraint cannot be compiled. The message names its kind and the problem."""
+    """Raised if a constraint cannot be compiled.
+
+    The message names the kind of constraint (such as regex) and the problem.
+    """
 
 
 def grammar_of(params: SamplingParams) -> str:
-    """Return the constraint of `params` as a grammar in llguidance's JSON format.
+    """Convert the constraint of `params` to a grammar in llguidance's JSON format, without compiling it.
 
-    Most mistakes of a constraint only show when the grammar is compiled.
+    Most mistakes of a constraint are only found when the grammar is compiled.
 
     Raises:
         BadConstraint: The constraint is too long or malformed.
@@ -73,10 +76,6 @@ def grammar_of(params: SamplingParams) -> str:
 
 
 def _make(params: SamplingParams) -> str:
-    """Return the constraint of `params` as a grammar in llguidance's JSON format.
-
-    Unlike `grammar_of`, the message of its BadConstraint does not name the kind of constraint.
-    """
     name = params.constraint
     if name is None:
         raise ValueError("these parameters have no constraint")
@@ -87,19 +86,22 @@ def _make(params: SamplingParams) -> str:
 
 
 def limits_of(params: SamplingParams) -> LLParserLimits:
-    """Return llguidance's limits on size and work for the constraint of `params`."""
+    """Return the limits on size and work for llguidance to compile the constraint of `params` and compute its masks."""
     return LIMITS if params.grammar is None else _AMBIGUOUS
 
 
 def compile_constraint(
     params: SamplingParams, tokenizer: LLTokenizer, stack_bytes: int = STACK_BYTES
 ) -> LLMatcher:
-    """Compile the constraint of `params` for a tokenizer. Raises BadConstraint.
+    """Compile the constraint of `params` for a tokenizer.
 
     Args:
         params: The parameters with the constraint.
         tokenizer: llguidance's tokenizer.
-        stack_bytes: The size of the stack of the thread that compiles. A deeply nested constraint needs a large stack.
+        stack_bytes: The stack size of the thread that compiles. A deeply nested constraint needs a large stack.
+
+    Raises:
+        BadConstraint: The constraint is invalid or exceeds a limit.
     """
     grammar, limits = grammar_of(params), limits_of(params)
     made: LLMatcher = _on_stack(
@@ -110,14 +112,15 @@ def compile_constraint(
 
 
 def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) -> None:
-    """Raise BadConstraint if the constraint of `params` cannot be compiled, or cannot be followed from the start.
+    """Raise BadConstraint if the constraint of `params` cannot be compiled, or allows no first token.
 
-    A schema or grammar that is nested too deeply for the stack crashes the process. Engines compile with four times the
-    stack of this check, so they survive every constraint that passes.
+    A constraint that is nested too deeply overflows the stack and crashes the process. Engines compile with four
+    times
+    the stack of this check, so a constraint that passes the check does not crash an engine.
 
     Args:
         params: The parameters with the constraint.
-        tokenizer: llguidance's tokenizer, or None to check without one.
+        tokenizer: llguidance's tokenizer. None to check without one, and without the first token.
     """
     if (problem := _problem(params)) is not None:
         raise BadConstraint(f"{params.constraint}: {_place(params)}{problem}")
@@ -129,7 +132,6 @@ def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) 
 
 
 def _problem(params: SamplingParams) -> str | None:
-    """Return the first problem of the constraint of `params` that llguidance finds without a tokenizer, or None."""
     try:
         grammar, limits = _make(params), limits_of(params)
     except BadConstraint as error:
@@ -141,10 +143,6 @@ def _problem(params: SamplingParams) -> str | None:
 
 
 def _place(params: SamplingParams) -> str:
-    """Return the place of the faulty subschema in the schema of `params`, followed by a colon, for a message.
-
-    "" if `params` have no schema, or if the whole schema is faulty.
-    """
     if params.json_schema is None:
         return ""
     try:
@@ -179,11 +177,7 @@ def _of_schema(text: str) -> str:
 
 
 def _of_calls(text: str) -> str:
-    """Return the grammar of tool calls. Its rules a0, a1 … are the arguments of each tool.
-
-    `text` is a JSON object with `lark`, the syntax of the calls, and `schemas`, the JSON Schema of each tool's
-    arguments.
-    """
+    # `text` is JSON: `lark` is the syntax of the calls, and `schemas` are the tools' arguments, its rules a0, a1 …
     source = json.loads(text)
     rules = [source["lark"]]
     for number, one in enumerate(source["schemas"]):
@@ -193,11 +187,6 @@ def _of_calls(text: str) -> str:
 
 
 def _generated(text: str) -> tuple[Any, Any]:
-    """Derive the schema for generation from the text of the user's schema. Raises BadSchema.
-
-    Returns:
-        The schema, and llguidance's options for the format of the JSON text.
-    """
     schema = parsed_schema(text)
     if schema is False:
         raise BadSchema("the schema is false, which no answer can follow; write what answers look like")

@@ -22,7 +22,9 @@ _BYTES_A_CHAR_OF_LARK = 150
 
 
 class GrammarCache:
-    """A least-recently-used cache of compiled constraints. Sizes are estimated, since llguidance reports none.
+    """A least-recently-used cache of compiled constraints, with a limit on their total size.
+
+    Sizes are estimated, since llguidance reports none.
 
     Args:
         most: The maximum size in bytes. The newest constraint is kept even if it is larger.
@@ -55,7 +57,7 @@ class GrammarCache:
 
 
 def estimated_bytes(params: SamplingParams) -> int:
-    """Return an estimate of the bytes of the compiled constraint of `params` and its masks. Usually too high."""
+    """Estimate the memory in bytes of the compiled constraint of `params`, including its masks. Usually too high."""
     if params.grammar is not None:
         return GRAMMAR_BYTES + _BYTES_A_CHAR_OF_LARK * len(params.grammar)
     text = params.json_schema or params.tool_call or params.regex or "".join(params.choice)

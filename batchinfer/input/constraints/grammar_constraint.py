@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 
 class GrammarConstraint:
-    """The state of one answer under a compiled grammar.
+    """The state of one answer under a compiled grammar: which tokens the answer has, and which may come next.
 
-    The compiled grammar is shared. It is copied at the first token, since many requests may wait.
+    Answers share a compiled grammar until their first token. Then each answer copies it, so a request that still
+    waits
+    takes no memory.
 
     Attributes:
-        needs_end: True: an answer that reaches its token limit before the grammar ends is incomplete.
-        over: False: the constraint applies to the whole answer.
-        begun: True after the first token.
+        needs_end: True: an answer that is cut off at its token limit is invalid.
+        over: False: the grammar applies to the whole answer.
+        begun: True if the answer has a token.
     """
 
     __slots__ = ("_matcher", "_own", "_problem", "_tokenizer", "begun")
@@ -37,12 +39,12 @@ class GrammarConstraint:
 
     @property
     def ended(self) -> bool:
-        """True if the answer is complete."""
+        """True if the answer is complete under the grammar."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
     def followed(self) -> GrammarConstraint:
-        """The constraint that determines the mask of the next token: this one."""
+        """The constraint that determines the mask of the next token: always this object."""
         return self
 
     @property
@@ -53,15 +55,18 @@ class GrammarConstraint:
         return row_error(self._problem) if self._problem is not None else None
 
     def take(self, token: int) -> None:
-        """Add a generated token to the state of the answer. Raises ConstraintFailed if the grammar forbids it."""
+        """Add the next generated token of the answer to its state.
+
+        Raises ConstraintFailed if the grammar forbids the token.
+        """
         if not self.matcher.consume_token(token):
             raise ConstraintFailed(self.failure or row_error("a token came that may not come next"))
         self.begun = True
 
     def allows(self, token: int) -> bool:
-        """Return True if the answer may continue with the token.
+        """Return True if this token may certainly be the next token of the answer.
 
-        False can also mean that this is unknown: the mask of the next token must then decide it.
+        If it returns False, the mask of the next token decides: llguidance cannot check every token on its own.
         """
         # Querying a token outside the tokenizer's vocabulary would put llguidance into an error state
         return self._tokenizer.asks_one(token, self.begun) and bool(self._matcher.validate_tokens([token]))
@@ -73,14 +78,17 @@ class GrammarConstraint:
         return own
 
     def jump_forward(self) -> Seq[int]:
-        """Return the tokens that the answer must continue with, without adding them. Empty if there is a choice."""
+        """Return the next tokens of the answer as far as there is only one choice; empty if the next token is a choice.
+
+        The tokens are not added to the state.
+        """
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
             return ()
         return list(takewhile(self._tokenizer.gives, tokens))
 
     def end_here(self) -> None:
-        """Mark the answer as failed, because the model has no token that may come next."""
+        """Mark the answer as failed, because the grammar allows none of the model's tokens next."""
         self._problem = "no token of the model can continue the answer"
         if not self.begun and self._tokenizer.drops_space:
             self._problem += (
@@ -89,14 +97,21 @@ class GrammarConstraint:
 
     @property
     def matcher(self) -> LLMatcher:
-        """The answer's own copy of the compiled grammar, which the tokens of the answer change."""
+        """The answer's own copy of the compiled grammar, whose state advances with each token.
+
+        Copied at the first access.
+        """
         if not self._own:
             self._matcher, self._own = self._matcher.deep_copy(), True
         return self._matcher
 
 
 def row_error(problem: str) -> RowError:
-    """Return the error of a row whose constraint cannot be followed. `problem` is a message of llguidance."""
+    """Return the error of a row whose constraint cannot be followed.
+
+    Args:
+        problem: The problem, often a message of llguidance, which is reworded.
+    """
     from batchinfer.input.constraints.constraint_wording import reword_message
 
     return RowError(

@@ -24,13 +24,13 @@ class NoGrammars(ValueError):
 
 @dataclass(frozen=True)
 class GrammarTokenizer:
-    """A tokenizer for llguidance.
+    """A model's tokenizer in the form that llguidance needs to compute token masks.
 
     Args:
         library: llguidance's tokenizer.
         vocab: The number of token ids of the model. The tokenizer may have more or fewer.
-        end: The id of an added token that means the end of an answer if the model has no end token, else None. The
-            model never generates it.
+        end: The id of an artificial end token, which llguidance needs if the model has no end token. The model never
+            generates it. None if the model has end tokens.
         drops_space: True if decoding removes a space at the start of an answer.
     """
 
@@ -41,7 +41,7 @@ class GrammarTokenizer:
 
     @classmethod
     def of(cls, definition: str, eos: Collection[int], vocab: int) -> GrammarTokenizer:
-        """Return the tokenizer for a model. Raises NoGrammars.
+        """Convert a model's tokenizer. Raises NoGrammars if llguidance does not support it.
 
         Args:
             definition: The tokenizer as the text of a tokenizer.json.
@@ -65,7 +65,10 @@ class GrammarTokenizer:
 
     @cached_property
     def given(self) -> NDArray[np.int32] | None:
-        """The mask (one bit per token id) of the tokens that the model can generate, or None if it can generate all."""
+        """The mask (one bit per token id) of the tokens that the model can generate.
+
+        None if it can generate all tokens.
+        """
         if self.end is None and self.library.vocab_size <= self.vocab:
             return None
         return self._mask([t for t in range(self.library.vocab_size) if self.gives(t)])
@@ -81,11 +84,14 @@ class GrammarTokenizer:
         return self._mask([t for t in range(self.library.vocab_size) if not self._spaced(t)])
 
     def gives(self, token: int) -> bool:
-        """Return True if the model can generate the token."""
+        """Return True if the model can generate the token: its logits include the token's id."""
         return token < self.vocab and token != self.end
 
     def asks_one(self, token: int, begun: bool) -> bool:
-        """Return True if llguidance can decide if a token may come next. Otherwise the narrowed mask must decide.
+        """Return True if llguidance alone can tell if this token may come next.
+
+        Otherwise the caller must compute the mask of all tokens, because some tokens that llguidance allows are
+        excluded.
 
         Args:
             token: The token id.
@@ -94,7 +100,7 @@ class GrammarTokenizer:
         return token < self.library.vocab_size and self.given is None and (begun or not self.drops_space)
 
     def begins(self, token: int) -> bool:
-        """Return True if an answer may begin with the token. False if decoding would remove the token's space."""
+        """Return True if this token may be the first token of an answer: decoding would not remove a space from it."""
         return not (self.drops_space and self._spaced(token))
 
     def _spaced(self, token: int) -> bool:
@@ -107,11 +113,10 @@ class GrammarTokenizer:
 
 
 def grammar_problem(definition: str) -> str | None:
-    """Return why no constraint can be followed with a tokenizer, or None.
+    """Return why llguidance does not support a tokenizer for constraints, or None if it does.
 
     Args:
-        definition: The tokenizer as the text of a tokenizer.json. Its vocabulary is replaced by a small one, since it
-            does not matter here and takes time to read.
+        definition: The tokenizer as the text of a tokenizer.json. Its vocabulary is not read, which saves time.
     """
     try:
         made = _prepare(definition)
@@ -125,11 +130,7 @@ def grammar_problem(definition: str) -> str | None:
 
 
 def _prepare(definition: str) -> dict[str, Any]:
-    """Return a parsed tokenizer.json that encodes text unchanged, with a decoder that llguidance supports.
-
-    llguidance encodes the text that a grammar forces. Normalising, truncating, padding or prefixing it with a space
-    would change the answer.
-    """
+    # llguidance encodes the text that a grammar forces, so that the tokenizer must encode text unchanged
     made: dict[str, Any] = json.loads(definition)
     decoder, pieces = made.get("decoder") or {}, made["model"].get("vocab") or {}
     bytes_are_read = any(f'"{kind}"' in json.dumps(decoder) for kind in ("ByteFallback", "ByteLevel"))
@@ -147,7 +148,6 @@ def _prepare(definition: str) -> dict[str, Any]:
 
 
 def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the steps of a tokenizer's normalizer that only replace spaces by another character."""
     if normalizer.get("type") == "Sequence":
         return [step for part in normalizer["normalizers"] for step in _spaces(part)]
     kept = normalizer.get("type") == "Replace" and normalizer["pattern"] == {"String": " "}
@@ -155,10 +155,7 @@ def _spaces(normalizer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_prefix(pre_tokenizer: Any) -> Any:
-    """Return a pre-tokenizer of a tokenizer.json without the option to add a space before a text.
-
-    llguidance removes this option of Metaspace itself.
-    """
+    # llguidance removes the corresponding option of Metaspace itself
     if not isinstance(pre_tokenizer, dict):
         return pre_tokenizer
     inner = [_without_prefix(part) for part in pre_tokenizer.get("pretokenizers", [])]
@@ -170,7 +167,7 @@ def _without_prefix(pre_tokenizer: Any) -> Any:
 
 
 def _supported_decoder(decoder: dict[str, Any]) -> dict[str, Any]:
-    """Return a decoder of a tokenizer.json with Metaspace replaced by equivalent steps that llguidance supports."""
+    """Replace a Metaspace decoder of a tokenizer.json by equivalent decoders that llguidance supports."""
     if decoder.get("type") == "Sequence":
         return {**decoder, "decoders": [_supported_decoder(part) for part in decoder["decoders"]]}
     if decoder.get("type") != "Metaspace":

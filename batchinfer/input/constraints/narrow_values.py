@@ -28,9 +28,9 @@ _LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 def narrow_value(schema: dict[str, Any]) -> None:
-    """Restrict the numbers and formats of a schema to values that llguidance follows exactly. Raises BadSchema.
+    """Restrict the numbers and formats that a schema allows to those that llguidance can follow exactly.
 
-    Changes the schema, not its subschemas.
+    The schema is changed, but not its subschemas. Raises BadSchema if no restriction is exact.
     """
     _check_listed(schema)
     _check_least(schema)
@@ -48,12 +48,7 @@ def _check_listed(schema: dict[str, Any]) -> None:
 
 
 def _exact_literal(value: Any, keyword: str) -> Any:
-    """Return a literal of a schema with its numbers as llguidance reads them. Raises BadSchema.
-
-    Args:
-        value: The value of "enum" or "const".
-        keyword: The keyword, for the message.
-    """
+    """Return the value of `enum` or `const` with its numbers as int or float. Raises BadSchema if one is not exact."""
     if isinstance(value, dict):
         return {name: _exact_literal(one, keyword) for name, one in value.items()}
     if isinstance(value, list):
@@ -68,17 +63,13 @@ def _exact_literal(value: Any, keyword: str) -> Any:
 
 
 def _check_least(schema: dict[str, Any]) -> None:
-    """Raise BadSchema if `minProperties` needs two or more unnamed properties.
-
-    llguidance may write an unnamed property twice and count it twice.
-    """
+    # llguidance may write an unnamed property twice and count it twice
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if is_number(least) and isinstance(required, list) and least - len(required) > 1:
         raise BadSchema("minProperties wants more than one property that is not named; name them in required")
 
 
 def _narrow_bounds(schema: dict[str, Any]) -> None:
-    """Make the bounds of a schema's numbers inclusive and exact, in place. Limit unbounded integers to 18 digits."""
     if not all(is_number(schema.get(name, 0)) for name in (*_LOWS, *_HIGHS)):
         return  # llguidance reports the error
     low, high = _tightest(schema, _LOWS), _tightest(schema, _HIGHS)
@@ -117,7 +108,7 @@ def _set(schema: dict[str, Any], names: tuple[str, str], bound: float) -> None:
 
 
 def _tightest(schema: dict[str, Any], names: tuple[str, str]) -> tuple[Number, bool] | None:
-    """Return the tightest lower or upper bound of a schema as (bound, is the bound itself excluded), or None.
+    """Return the tighter one of a schema's inclusive and exclusive bounds, as (bound, is exclusive), or None.
 
     Args:
         schema: The schema.

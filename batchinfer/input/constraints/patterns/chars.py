@@ -13,12 +13,12 @@ _SURROGATES: Range = (0xD800, 0xDFFF)
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    r"""A set of characters: ranges and Unicode properties, or their complement. It never contains surrogates.
+    r"""A set of characters: ranges of code points and Unicode properties, or their complement, without surrogates.
 
     Args:
         ranges: The ranges (first code point, last code point) in ascending order. They neither overlap nor touch.
         properties: Unicode properties in the syntax of Rust's crate regex, such as `\p{L}`.
-        negated: True for the complement. A set without properties is never negated.
+        negated: True for the complement. A set without properties is never negated: its ranges are the complement.
     """
 
     ranges: tuple[Range, ...]
@@ -47,7 +47,7 @@ class Chars:
 
     @property
     def empty(self) -> bool:
-        """True if the set is certainly empty: it has neither ranges nor Unicode properties."""
+        """True if the set has neither ranges nor Unicode properties. A set with properties never counts as empty."""
         return self.known and not self.ranges
 
     def holds(self, char: str) -> bool:

@@ -17,7 +17,7 @@ HALVES = (
 
 
 def char_class(source: PatternSource) -> Chars:
-    """Parse a character class such as `[^a-z]` and return its characters. Its opening bracket was just read."""
+    """Parse a character class such as `[^a-z]` and return its characters. The opening bracket has already been read."""
     begin = source.at - 1
     negated = source.accept("^")
     ranges: list[Range] = []

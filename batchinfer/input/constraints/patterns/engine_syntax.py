@@ -15,24 +15,27 @@ _PUNCTUATION = re.compile("[^A-Za-z0-9]")
 
 
 def engine_pattern(pattern: str) -> str:
-    """Translate a regular expression from ECMAScript to Rust's crate regex, for a match of a whole text.
+    """Translate a regular expression from ECMAScript to Rust's crate regex, to match a whole text.
 
-    Raises BadPattern.
+    Raises:
+        BadPattern: The pattern is invalid or unsupported.
     """
     return read_pattern(pattern, _SyntaxMaker())
 
 
 def engine_pattern_in_json(pattern: str) -> tuple[str, bool]:
-    """Translate a regular expression from ECMAScript to Rust's crate regex, for a match anywhere in a JSON string.
+    """Translate a regular expression from ECMAScript to Rust's crate regex, to match anywhere in a JSON string.
 
-    In llguidance 1.9, a set with all control characters also matches quotes and backslashes. If it should not match
-    these, U+0000 is removed from the set. The crate's unions of sets keep this.
+    llguidance 1.9 has a defect: a set with all control characters also matches quotes and backslashes. U+0000 is
+    removed
+    from such a set, unless it contains quotes and backslashes anyway.
 
     Returns:
-        The expression, and True if U+0000 was removed, so that it allows fewer texts than the pattern.
+        The translated expression, and True if U+0000 was removed, so that the expression matches fewer texts than the
+        pattern.
 
     Raises:
-        BadPattern: The pattern is invalid or cannot be followed.
+        BadPattern: The pattern is invalid or unsupported.
     """
     maker = _JsonSyntaxMaker()
     return f"^(?:{read_pattern(pattern, maker)})$", maker.narrowed
@@ -99,10 +102,7 @@ def _members(chars: Chars) -> str:
 
 
 def _bridged(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Join ranges of code points that only surrogates separate.
-
-    regex-syntax 0.8 negates such sets wrongly at their ends.
-    """
+    # regex-syntax 0.8 wrongly negates ranges that only surrogates separate, so they are joined
     before: Range | None = None
     for one in ranges:
         if before is not None and (before[1], one[0]) == (0xD7FF, 0xE000):

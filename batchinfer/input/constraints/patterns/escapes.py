@@ -39,7 +39,7 @@ _FOREIGN: Mapping[str, str] = {
 
 
 def read_escape(source: PatternSource, in_class: bool) -> Chars | int:
-    """Parse an escape, whose backslash was just read.
+    """Parse an escape such as `\d` or `\u0041`. The backslash has already been read.
 
     Args:
         source: The pattern with its reading position.
@@ -69,13 +69,6 @@ def read_escape(source: PatternSource, in_class: bool) -> Chars | int:
 
 
 def _itself(source: PatternSource, begin: int, char: str) -> int:
-    """Return the code point of an escaped character without a special meaning: ASCII punctuation or space.
-
-    Args:
-        source: The pattern with its reading position.
-        begin: The position of the escape, for messages.
-        char: The character after the backslash.
-    """
     if not char:
         source.bad(begin, "ends the expression; write \\\\ for a backslash")
     if char in _FOREIGN:
@@ -101,13 +94,6 @@ def _control(source: PatternSource, begin: int) -> int:
 
 
 def _hexadecimal(source: PatternSource, begin: int, digits: int) -> int:
-    """Parse a number of hexadecimal digits and return their code point.
-
-    Args:
-        source: The pattern with its reading position.
-        begin: The position of the escape, for messages.
-        digits: The number of digits.
-    """
     text = source.peek(digits)
     if len(text) < digits or not _HEX.issuperset(text):
         braced = source.accept("{") and source.until("}") is not None

@@ -56,10 +56,10 @@ _OF_NULL = frozenset(("ASCII", "Any", "Assigned", "C", "Other", "Cc", "Control",
 
 
 def property_syntax(name: str) -> tuple[str | None, str]:
-    r"""Translate the name of a Unicode property of ECMAScript, such as "Script=Greek", for Rust's crate regex.
+    r"""Translate a Unicode property of ECMAScript, such as "Script=Greek", to the syntax of Rust's crate regex.
 
     Returns:
-        The name to write within `\p{…}`, and ""; or None, and advice for the user.
+        (the property to write within `\p{…}`, ""), or (None, advice for the user) if it is unsupported.
     """
     key, equals, value = name.rpartition("=")
     if not equals and (value in _binary() or value in _categories()):
@@ -72,7 +72,7 @@ def property_syntax(name: str) -> tuple[str | None, str]:
 
 
 def holds_null(syntax: str) -> bool:
-    r"""Return True if the character U+0000 has a Unicode property.
+    r"""Return True if the set of characters with a Unicode property contains the character U+0000.
 
     Args:
         syntax: The property in the syntax of Rust's crate regex, such as `\p{L}`, or its negation `\P{L}`.

@@ -27,9 +27,10 @@ T = TypeVar("T")
 
 
 class Maker(Protocol[T]):
-    """Builds a result, such as a translated expression, from the parts of a regular expression, innermost first.
+    """Builds a result for a regular expression, such as its translation, from the results for its parts.
 
-    The methods may raise ValueError.
+    `read_pattern` parses the expression and calls a method for each part, innermost parts first. T is the type of the
+    results. The methods may raise ValueError.
     """
 
     def chars(self, chars: Chars) -> T:
@@ -41,14 +42,14 @@ class Maker(Protocol[T]):
         ...
 
     def open_ended(self, part: T, before: bool, behind: bool) -> T:
-        """Return the result for a part at the start or end of the expression that has no anchor there.
+        """Return the result for a part that has no anchor at the start or end of the expression.
 
-        A search may match more text around the part.
+        If the expression is searched anywhere in a text, other text may precede or follow the part.
 
         Args:
             part: The result for the part.
-            before: True if any text may precede the part.
-            behind: True if any text may follow the part.
+            before: True if the part has no `^` at the start of the expression.
+            behind: True if the part has no `$` at the end of the expression.
         """
         ...
 
@@ -81,12 +82,12 @@ class Maker(Protocol[T]):
 
 @dataclass(frozen=True, slots=True)
 class PatternPart(Generic[T]):
-    """A part of a regular expression: the result that a Maker built for it, and its anchors.
+    """A part of a regular expression, such as a group, with the result that a Maker built for it.
 
     Args:
         made: The result of the Maker.
-        start: True if the part is anchored at the start of the text.
-        end: True if the part is anchored at the end of the text.
+        start: True if the part begins with the anchor `^`.
+        end: True if the part ends with the anchor `$`.
     """
 
     made: T
@@ -96,12 +97,12 @@ class PatternPart(Generic[T]):
 
 @dataclass(slots=True)
 class _Group(Generic[T]):
-    """A group of a regular expression whose closing parenthesis was not read yet.
+    """A group of a regular expression whose closing parenthesis has not been read yet.
 
     Args:
-        begin: The position of its opening parenthesis.
-        parts: The parts of the current alternative.
-        ways: The alternatives that are complete.
+        begin: The position of its opening parenthesis in the expression.
+        parts: The parts of the alternative that is being read.
+        ways: The alternatives before it.
     """
 
     begin: int
@@ -110,10 +111,11 @@ class _Group(Generic[T]):
 
 
 def read_pattern(pattern: str, maker: Maker[T]) -> T:
-    """Parse a regular expression, and return the maker's result for it.
+    """Parse a regular expression, and return the result that `maker` builds for it.
 
     Raises:
-        BadPattern: The text is not a regular expression of ECMAScript with the flag u, or is unsupported: look-around,
+        BadPattern: The text is not a regular expression of ECMAScript with the flag u, or is unsupported:
+            look-around,
             references to groups, word boundaries, or anchors in the middle.
     """
     return _PatternReader(pattern, maker).read()
@@ -151,13 +153,6 @@ class _PatternReader(Generic[T]):
             self._add(begin, PatternPart(self._maker.chars(self._chars(begin, char))))
 
     def _text(self, begin: int) -> str:
-        """Read literal characters of the regular expression from position `begin` on, if there are at least two.
-
-        A character that is repeated (`a*`) is not included.
-
-        Returns:
-            The characters, or "" if there are fewer than two.
-        """
         source = self._source
         text = source.match(_TEXT, begin)
         if len(text) > 1 and source.peek() in _REPEATS:
@@ -198,7 +193,6 @@ class _PatternReader(Generic[T]):
         self._open.append(_Group(begin))
 
     def _special_group(self, begin: int) -> None:
-        """Read the start of a named group of a regular expression. Reject all other groups that begin with `?`."""
         source = self._source
         for kind in ("=", "!", "<=", "<!"):
             if source.accept(kind):
@@ -241,13 +235,6 @@ class _PatternReader(Generic[T]):
         return PatternPart(self._maker.choice(ways), start, end)
 
     def _open_ended(self, part: PatternPart[T], start: bool, end: bool) -> PatternPart[T]:
-        """Return the part with any text allowed before or after it, unless it has an anchor on that side.
-
-        Args:
-            part: The part, possibly anchored.
-            start: True to handle the start of the part. The returned part counts as anchored there.
-            end: True to handle the end of the part. The returned part counts as anchored there.
-        """
         before, behind = start and not part.start, end and not part.end
         made = self._maker.open_ended(part.made, before, behind) if before or behind else part.made
         return PatternPart(made, start, end)
@@ -267,10 +254,6 @@ class _PatternReader(Generic[T]):
         self._add(begin, held)
 
     def _add(self, begin: int, part: PatternPart[T]) -> None:
-        """Read the repetition that follows a part, and add the part to the open group.
-
-        Raises BadPattern if an anchor is repeated or in the middle of the expression.
-        """
         source, parts = self._source, self._open[-1].parts
         if parts and part.start:
             source.bad(

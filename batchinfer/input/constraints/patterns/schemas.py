@@ -13,8 +13,11 @@ from batchinfer.input.constraints.schema_problem import BadSchema
 def translate_patterns(schemas: Iterable[dict[str, Any]]) -> None:
     """Translate `pattern` and `patternProperties` of schemas from ECMAScript to Rust's crate regex, in place.
 
+    Args:
+        schemas: A parsed schema and its subschemas. Subschemas of an element are not visited.
+
     Raises:
-        BadSchema: A pattern is invalid or cannot be followed.
+        BadSchema: A pattern is invalid or unsupported.
     """
     for schema in schemas:
         if isinstance(pattern := schema.get("pattern"), str):
@@ -39,10 +42,7 @@ def _translate_names(schema: dict[str, Any], named: dict[str, Any]) -> dict[str,
 
 
 def _outside_matter(schema: dict[str, Any]) -> bool:
-    """Return True if other keywords of a schema allow a property name that a narrower pattern excludes.
-
-    The pattern was narrowed to exclude U+0000.
-    """
+    # Excluding U+0000 from a pattern matters if such a name is still allowed, by name or as an additional property
     named = [*_names(schema.get("properties")), *_names(schema.get("required"))]
     return schema.get("additionalProperties") is not False or any("\0" in name for name in named)
 

@@ -7,11 +7,14 @@ from typing import NoReturn
 
 
 class BadPattern(ValueError):
-    """Raised for a regular expression that is invalid or unsupported. The message names the construct and advice."""
+    """Raised for a regular expression that is invalid or unsupported.
+
+    The message quotes the construct and gives advice.
+    """
 
 
 class PatternSource:
-    """The text of a regular expression, and the reading position `at` in it."""
+    """The text of a regular expression, and `at`, the position of the next character to read."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern, self.at = pattern, 0
