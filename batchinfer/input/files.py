@@ -16,14 +16,14 @@ from batchinfer.job.file import not_utf8
 
 
 def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "auto") -> list[InputFile]:
-    """Return the input files that the paths, folders and globs of `input.path` match.
+    """List the input files that the paths, folders and globs of `input.path` match.
 
     Each file is listed once. The files of each folder or glob are sorted. Folders are searched recursively for files
     with the suffix of an input format; hidden files and folders are skipped.
 
     Args:
         patterns: One path, folder or glob, or several.
-        base: The folder that the file names in the results are relative to.
+        base: The folder to which the file names in the results are relative.
         named_format: The value of `input.format`, or "auto" to detect the format of each file.
 
     Raises:
@@ -64,13 +64,12 @@ def _expand(entry: Location) -> list[Location]:
 
 
 def _meant(entry: Location) -> str:
-    """Return a hint for a message: the existing path most similar to `entry`, or "" if there is none."""
     near = entry.nearest()
     return "" if near is None else f" (did you mean {near}?)"
 
 
 def would_read(patterns: Iterable[str], path: Path) -> bool:
-    """Return True if a job with these values of `input.path` would read the file `path` if the file existed.
+    """Return True if a job with these values of `input.path` would read the file `path`. The file need not exist.
 
     Args:
         patterns: The paths, folders and globs of the job.
@@ -92,7 +91,7 @@ def _would_read(pattern: str, path: Path) -> bool:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return True if the parts of a path match the parts of a glob, in which `**` matches any number of folders."""
+    # In a glob, `**` matches any number of folders
     if not pattern:
         return not parts
     if pattern[0] == "**":

@@ -22,16 +22,16 @@ TABS = (".tsv", ".tab")  # tab-separated files
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """An input format: JSON lines, Parquet, CSV or Arrow.
+    """A format of input files: JSON lines, Parquet, CSV or Arrow.
 
     Args:
-        name: The value of `input.format`.
-        title: The name in messages.
+        name: The value of `input.format` that selects it.
+        title: Its name in messages.
         suffixes: The suffixes of its files, in lower case.
         reader: The class that reads the files, as "module:class" in formats/. It is imported when a file is opened.
         packed: True if the files may be compressed (.gz, .zst).
-        magic: The byte strings that a file of this format can start with. Empty if it has no signature.
-        values_are_text: True if the files have no types, as CSV, so that sampling parameters must be parsed from text.
+        magic: The byte strings that a file of this format can start with. Empty if the format has no signature.
+        values_are_text: True if all values of a file are text, as in CSV. Numbers must then be parsed.
     """
 
     name: str
@@ -67,6 +67,6 @@ FORMATS = (JSONL, PARQUET, CSV, ARROW)
 
 
 def unpacked_name(name: str) -> str:
-    """Return a file name in lower case, without a suffix of compression (`.gz`, `.zst`, `.zstd`)."""
+    """Return a file name in lower case, and without a suffix of compression (`.gz`, `.zst`, `.zstd`) if it has one."""
     small = name.lower()
     return next((small.removesuffix(ending) for ending in CODECS if small.endswith(ending)), small)

@@ -24,7 +24,7 @@ _READ_BY = {
 
 
 def input_files(job: Job) -> list[InputFile]:
-    """Return the files of `input.path`. Raises InputMissing, InputCorrupt or StorageError."""
+    """List the files that `input.path` of a job matches. Raises InputMissing, InputCorrupt or StorageError."""
     try:
         return list_inputs(job.input.path or "", job.source.parent, job.input.format)
     except InputMissing as error:
@@ -42,9 +42,9 @@ def open_input(
 
     Args:
         job: The job, with the options of its section `input`.
-        files: The files of `input.path`, or the result of `input.sql`.
+        files: The files of `input.path`, or the file with the result of `input.sql`.
         sample: The size of the sample to read from the start of each file, or None for all rows.
-        strata: The ranges of rows to yield, or None for all rows.
+        strata: A sample of rows that are spread over all files, or None for all rows.
         chunk: The maximum size of a chunk of a text file, or None for the default.
 
     Raises:

@@ -13,10 +13,10 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
 def json_kind(value: Any) -> str:
-    """Return the member of KINDS that describes a value, such as "int" or "json".
+    """Return the kind of a parsed JSON value: "null", "bool", "text", "float", "int", "large int" or "json".
 
-    The kinds of all values of a column determine its type in the results. Integers beyond ±2^53 are "large int", beyond
-    64 bits "json".
+    The kinds of all values of a column determine the type of the column in the results. Integers beyond ±2^53 are
+    "large int". Integers beyond 64 bits, lists and objects are "json".
     """
     if value is None:
         return "null"

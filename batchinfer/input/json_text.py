@@ -16,7 +16,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_row(line: bytes, encoding: str = UTF8) -> Values:
-    """Parse a line of JSON lines and return its object: the values of a row by column.
+    """Parse a line of a JSON lines file and return its object: the values of a row by column.
 
     Args:
         line: The line in UTF-8.

@@ -8,14 +8,14 @@ _BLOCK = 1 << 18  # bytes that `lines_without` returns at most
 
 
 class LineBuffer:
-    """The buffered bytes of a text file. All positions are byte offsets in the file.
+    """A text file with a buffer of bytes around the reading position. All positions are byte offsets in the file.
 
-    The last line of a file needs no newline.
+    The last line of the file needs no newline.
 
     Attributes:
         data: The buffered bytes.
         base: The position of the first buffered byte.
-        at: The reading position.
+        at: The reading position, at the start of a line.
         whole: The end of the last whole line in the buffer: between `at` and `whole` there are only whole lines.
         number: The number of the line at `at`.
     """
@@ -34,10 +34,10 @@ class LineBuffer:
         return self.base + len(self.data)
 
     def fill(self) -> bool:
-        """Discard the bytes before the reading position and read another chunk of the file.
+        """Discard the bytes before the reading position and read more of the file, at least to the end of a line.
 
         Returns:
-            False if the file has ended and there is no new line.
+            False if the file has ended, and no line was added.
         """
         del self.data[: self.at - self.base]
         self.base = self.at
@@ -61,7 +61,7 @@ class LineBuffer:
             most: The maximum length of the line in bytes.
 
         Returns:
-            The position; -1 if the line is longer than `most` bytes; None at the end of the file.
+            The position; -1 if the line is longer than `most` bytes; None if the file has no further line.
         """
         while self.whole <= self.at and self.end - self.at <= most:
             if not self.fill():
@@ -78,12 +78,16 @@ class LineBuffer:
             pass
 
     def block_end(self, most_bytes: int, most_lines: int) -> int | None:
-        """Return the end of the last whole line within `most_bytes` and `most_lines` of the reading position.
+        """Return where a block of whole lines ends that starts at the reading position and keeps both limits.
 
-        Only buffered lines are considered. If there are too many lines, the block may have fewer than `most_lines`.
+        Only buffered lines are considered. If `most_lines` is the limit that applies, the block may have fewer lines.
+
+        Args:
+            most_bytes: The maximum number of bytes of the block.
+            most_lines: The maximum number of lines of the block.
 
         Returns:
-            A position in the file, or None if no whole line fits.
+            A position in the file, or None if the first line is not buffered completely or exceeds `most_bytes`.
         """
         start, whole = self.at - self.base, self.whole - self.base
         fits = whole - start <= most_bytes
@@ -117,15 +121,15 @@ class LineBuffer:
         return length
 
     def lines_without(self, mark: bytes | None) -> int:
-        """Return the end of the whole lines before the first line that contains `mark`.
+        """Find the buffered lines before the first line that contains `mark`, and return the position where they end.
 
-        Only buffered lines after the reading position are searched, at most 256 KiB.
+        At most 256 KiB after the reading position are searched.
 
         Args:
-            mark: The bytes to search for, or None for no search.
+            mark: The bytes to search for. None to return the end of all these lines.
 
         Returns:
-            A position in the file; the reading position if its line contains `mark`.
+            A position in the file. The reading position if the line there contains `mark`.
         """
         start, most = self.at - self.base, min(self.whole - self.base, self.at - self.base + _BLOCK)
         found = -1 if mark is None else self.data.find(mark, start, most)

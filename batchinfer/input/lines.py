@@ -22,7 +22,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class HashingFile(io.RawIOBase):
-    """A file that hashes the bytes that are read through it, so that a file is read and identified in one pass."""
+    """A file that computes the SHA-256 of its bytes while they are read, which saves a second pass over the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -42,7 +42,11 @@ class HashingFile(io.RawIOBase):
         return len(data)
 
     def hexdigest(self) -> str:
-        """Return the SHA-256 of the whole file. The bytes that a decompressor left unread are read first."""
+        """Return the SHA-256 of the whole file as hex digits.
+
+        Bytes that were not read through this object yet, such as bytes after compressed data, are read from the file
+        first.
+        """
         while chunk := self._file.read(_CHUNK):
             self._digest.update(chunk)
             self.bytes_read += len(chunk)
@@ -57,7 +61,7 @@ def unpacked_chunks(
     Args:
         file: The file, for its size and for messages.
         raw: The opened file, to look at its first bytes.
-        hashing: The same opened file, which is read to the end and hashed.
+        hashing: A HashingFile over `raw`, through which the text is read, so that the whole file is hashed.
         encoding: The encoding of the text in the file.
     """
     chunks = as_utf8(file.path, _unpacked(file, raw, hashing, encoding), encoding)
@@ -79,8 +83,6 @@ def _unpacked(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: st
 
 
 class _Decompressing:
-    """A function `read(size)` for the decompressed bytes of a gzip or zstd stream. Damaged data raises InputCorrupt."""
-
     def __init__(self, file: InputFile, hashing: HashingFile, codec: str) -> None:
         self._path, self._packed = file.path, file.size
         self._codec = codec
@@ -102,11 +104,6 @@ class _Decompressing:
 
 
 def _codec(path: str, head: bytes) -> str | None:
-    """Return "gzip", "zstd" or None for an uncompressed file, by its first bytes.
-
-    Raises:
-        InputCorrupt: The suffix names a compression that the content does not have.
-    """
     for magic, codec in MAGIC.items():
         if head.startswith(magic):
             return codec
@@ -128,10 +125,14 @@ def _refuse_utf16(path: str, head: bytes) -> None:
 
 
 class WholeLines:
-    """Iterates over the first `most` bytes (about) of a text file, in chunks of whole lines; None for the whole file.
+    """Iterates over a text file, or over a sample from its start, in chunks of whole lines.
+
+    Args:
+        chunks: The bytes of the file, in chunks of any size.
+        most: The approximate number of bytes to yield, or None for the whole file.
 
     Attributes:
-        cut: True if the file had more bytes than were yielded.
+        cut: True after the iteration if the file goes on after the sample.
     """
 
     def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:
@@ -157,9 +158,9 @@ class WholeLines:
 
 
 def line_blocks(lines: LineBuffer, cap: int, size: ChunkSize) -> Iterator[tuple[int, bytes | int]]:
-    """Yield blocks of whole lines as (number of the block's first line, bytes of the block).
+    """Yield blocks of whole lines of a text file, as (number of the block's first line, bytes of the block).
 
-    For a line that is too long, (its number, its length in bytes) is yielded, and the line is skipped.
+    A line that is too long is skipped. It is yielded as (its number, its length in bytes).
 
     Args:
         lines: The buffered file.

@@ -23,15 +23,17 @@ TEXT_MAX_TOKENS = 16  # default of max_tokens for /v1/completions, from OpenAI's
 
 
 def looks_like_openai(row: Values) -> bool:
-    """Return True if a row has the keys custom_id, method, url and body, and its body is an object."""
+    """Return True if a row looks like a line of an OpenAI batch file: custom_id, method, url, and an object as body."""
     return set(row) >= _KEYS and isinstance(row["body"], dict)
 
 
 def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> SamplingParams:
-    """Return the sampling parameters of a batch request that sets none itself.
+    """Return the sampling parameters of an OpenAI batch request whose body sets none.
 
-    The parameters of the job take precedence over the defaults of OpenAI's API: temperature 1, top_p 1, no penalties,
-    no stop strings. A chat answer is limited only by the model's context, a text completion to 16 tokens.
+    They are the parameters of the job, and for the rest the defaults of OpenAI's API: temperature 1, top_p 1, no
+    penalties, no stop strings. By default, a chat answer may fill the model's context; a text completion has at most
+    16
+    tokens.
 
     Args:
         url: The endpoint of the request, such as "/v1/chat/completions".
@@ -43,15 +45,17 @@ def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> S
 
 
 def openai_request(row: Values, urls: Collection[str], no_vectors: str = "") -> tuple[str, Values]:
-    """Check a row that is a batch request, and return its url and its body.
+    """Check that a row is a valid line of an OpenAI batch file, and return its url and its body.
+
+    The body is not checked.
 
     Args:
         row: The row: an object with custom_id, method, url and body.
         urls: The supported endpoints.
-        no_vectors: The reason why the model makes no vectors, for the error message, or "".
+        no_vectors: Why the model cannot return embeddings, for the error message; "" if it can.
 
     Raises:
-        RowProblem: A field is wrong; the message names it.
+        RowProblem: A field is missing, unknown or has a wrong value; the message names the field.
     """
     missing = sorted(_KEYS - set(row))
     if missing:

@@ -15,7 +15,7 @@ BATCH_ROWS = 512  # maximum number of rows in a chunk of a typed format
 
 
 class FormatReader(Protocol):
-    """A reader of one file.
+    """The interface of the readers of one input file, with a class per format.
 
     Attributes:
         sha256: The hex digest of the bytes that were read, once `chunks()` has ended. "" if the file was not read to
@@ -25,7 +25,7 @@ class FormatReader(Protocol):
     sha256: str
 
     def schema(self) -> pa.Schema | None:
-        """Return the columns of the file and their types, or None if the format has none. Raises InputCorrupt."""
+        """Return the columns of the file and their types, or None if the format has no types. Raises InputCorrupt."""
 
     def chunks(self) -> Iterator[InputChunk]:
         """Yield all rows of the file in order, unparsed. The memory does not depend on the size of the file.
@@ -61,14 +61,14 @@ WideColumns = dict[InputFile, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options for reading one file.
+    """Options for reading one input file.
 
     Args:
         text: The encoding and syntax of text files.
         columns: The names of the columns to read, or None for all. A format that cannot skip columns ignores it.
-        sample_bytes: Stop after about this number of decompressed bytes of a text file; None reads all.
+        sample_bytes: The approximate number of decompressed bytes of a text file to read; None to read all.
         chunk: The maximum size of the chunks of text files.
-        wide: Per file, the columns with such large values that only a few rows may be unpacked at a time. All readers
+        wide: Per file, the columns with values so large that only a few rows may be unpacked at a time. All readers
             of a run share this dict, so each file is examined once.
     """
 

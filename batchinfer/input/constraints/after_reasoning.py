@@ -86,7 +86,7 @@ class ReasonedConstraint:
 
     @property
     def ended(self) -> bool:
-        """True if the constraint allows no more tokens, except an end token."""
+        """True if the answer is complete under its constraint, so that only an end token can follow."""
         return self._reached is not None and self._reached.ended
 
     @property
@@ -154,7 +154,9 @@ class ReasonedConstraint:
         return own
 
     def jump_forward(self) -> Sequence[int]:
-        """Return the next tokens of the answer as far as there is only one choice; empty if the next token is a choice.
+        """Return the next tokens of the answer for which the model has no choice.
+
+        Empty if it can choose the next token.
 
         The tokens are not added to the state.
         """
@@ -169,7 +171,7 @@ class ReasonedConstraint:
     def write(self, bits: NDArray[np.int32]) -> None:
         """Write into `bits` the tokens that reasoning and its markers allow next.
 
-        A mask that the constraint `followed` has already written is kept, apart from markers that are also allowed.
+        If the constraint `followed` has already written its mask, only markers are added to the mask.
 
         Args:
             bits: The mask of this answer: one bit per token id, in 32-bit words. A set bit allows the token.

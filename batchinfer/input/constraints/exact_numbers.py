@@ -46,7 +46,7 @@ def is_exact(value: Number) -> bool:
 
 
 def plain(value: Number) -> int | float:
-    """Return an exact number as an int if it is whole, else as a float, so that json writes it exactly."""
+    """Convert an exact number (see `is_exact`) to int if it is whole, else to float. json writes both exactly."""
     return int(value) if value == int(value) else float(value)
 
 

@@ -78,7 +78,9 @@ class GrammarConstraint:
         return own
 
     def jump_forward(self) -> Seq[int]:
-        """Return the next tokens of the answer as far as there is only one choice; empty if the next token is a choice.
+        """Return the next tokens of the answer for which the model has no choice.
+
+        Empty if it can choose the next token.
 
         The tokens are not added to the state.
         """

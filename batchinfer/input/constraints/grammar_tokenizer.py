@@ -75,9 +75,9 @@ class GrammarTokenizer:
 
     @cached_property
     def first(self) -> NDArray[np.int32] | None:
-        """The mask (one bit per token id) of the tokens that may begin an answer, or None for all tokens.
+        """The mask (one bit per token id) of the tokens that an answer may begin with, or None for all tokens.
 
-        A token that begins with a space is excluded if decoding removes the space.
+        A token that begins with a space is excluded if decoding would remove the space.
         """
         if not self.drops_space:
             return None

@@ -28,7 +28,7 @@ _LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 def narrow_value(schema: dict[str, Any]) -> None:
-    """Restrict the numbers and formats that a schema allows to those that llguidance can follow exactly.
+    """Restrict the numbers and formats of a schema to values that llguidance can follow exactly.
 
     The schema is changed, but not its subschemas. Raises BadSchema if no restriction is exact.
     """

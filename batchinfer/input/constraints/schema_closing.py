@@ -34,19 +34,20 @@ def is_closable(schema: dict[str, Any]) -> bool:
 
 
 def has_further_names(schema: dict[str, Any]) -> bool:
-    """Return True if a schema names properties, and its objects may have properties that it does not name."""
+    """Return True if a schema names properties, but also allows properties that it does not name."""
     named = any(schema.get(keyword) for keyword in ("properties", "patternProperties", "required"))
     return named and schema.get("additionalProperties") is not False
 
 
 def combined_schemas(schemas: Iterable[dict[str, Any]], references: References) -> set[int]:
-    """Return the ids (`id()`) of the schemas that apply to an object together with another schema.
+    """Return the ids (`id()`) of the schemas that apply to an object together with another schema, such as by `allOf`.
 
-    Such schemas must not be closed, since the other schema may name further properties.
+    `additionalProperties: false` must not be added to such a schema, since the other schema may name further
+    properties.
 
     Args:
         schemas: All subschemas of the document.
-        references: The references of the document.
+        references: The references (`$ref`) of the document.
     """
     pending: list[Any] = []
     for one in schemas:
@@ -60,15 +61,15 @@ def combined_schemas(schemas: Iterable[dict[str, Any]], references: References) 
 def sort_alternatives(
     schemas: list[dict[str, Any]], references: References, combined: set[int]
 ) -> tuple[set[int], list[dict[str, Any]]]:
-    """Find each `oneOf` whose alternatives are mutually exclusive.
+    """Find each `oneOf` whose alternatives stay mutually exclusive when `additionalProperties: false` is added to them.
 
-    Other alternatives must not be closed: a value that only the closed alternative rejects may match the user's
-    alternative, and then two of the user's alternatives match.
+    If they do not, it must not be added. A value that only the closed alternative rejects could then match two
+    alternatives of the user's schema.
 
     Args:
         schemas: All subschemas of the document.
-        references: The references of the document.
-        combined: The ids of schemas that must not be closed, from `combined_schemas`.
+        references: The references (`$ref`) of the document.
+        combined: The ids of the schemas from `combined_schemas`.
 
     Returns:
         The ids (`id()`) of all schemas within a `oneOf` that is not exclusive, and the schemas whose `oneOf` is
@@ -98,7 +99,6 @@ def _reached(pending: list[Any], following: Callable[[dict[str, Any]], Iterator[
 
 
 def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """Yield the direct subschemas that apply to the same value as `schema`: by allOf, anyOf, oneOf or $ref."""
     for keyword in _LISTS:
         yield from found if isinstance(found := schema.get(keyword), list) else ()
     if "$ref" in schema:
@@ -106,7 +106,6 @@ def _in_place(schema: dict[str, Any], references: References) -> Iterator[Any]:
 
 
 def _within(schema: dict[str, Any], references: References) -> Iterator[Any]:
-    """Yield the direct subschemas of a schema, and the schema that its `$ref` names."""
     yield from _in_place(schema, references)
     for keyword in ("properties", "patternProperties"):
         yield from found.values() if isinstance(found := schema.get(keyword), dict) else ()
@@ -116,7 +115,6 @@ def _within(schema: dict[str, Any], references: References) -> Iterator[Any]:
 
 
 def _target(schema: Any, references: References) -> Any:
-    """Return the schema at the end of a chain of references that begins at `schema`."""
     for _ in range(32):
         if not isinstance(schema, dict) or "$ref" not in schema:
             break
@@ -128,12 +126,6 @@ def _target(schema: Any, references: References) -> Any:
 
 
 def _are_exclusive(branches: list[Any], not_closed: set[int]) -> bool:
-    """Return True if a value that matches one alternative with closed objects never matches another, open alternative.
-
-    Args:
-        branches: The alternatives.
-        not_closed: The ids of the schemas that must not be closed.
-    """
     if len(branches) > _MOST_BRANCHES or not all(isinstance(one, dict) for one in branches):
         return False
     if len({id(one) for one in branches} - not_closed) < len(branches):
@@ -155,13 +147,6 @@ def _is_disjoint(closed: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _has_other_texts(mark: Any, properties: Any, name: str) -> bool:
-    """Return True if a property that two alternatives require has different literals in them.
-
-    Args:
-        mark: The schema of the property in one alternative.
-        properties: The properties of the other alternative.
-        name: The name of the property.
-    """
     texts, others = _texts(mark), _texts(properties.get(name) if isinstance(properties, dict) else None)
     return bool(texts and others) and texts.isdisjoint(others)
 

@@ -44,22 +44,17 @@ _ADVICE = {
 
 
 def followed_schema(schema: Any) -> Any:
-    """Return a copy of a parsed schema with only the keywords that llguidance supports.
+    """Return a copy of a parsed JSON Schema that has only keywords which llguidance supports.
+
+    Unsupported keywords without an effect are removed.
 
     Raises:
-        BadSchema: The schema has another keyword with an effect.
+        BadSchema: The schema has an unsupported keyword with an effect, or an unknown one that looks misspelled.
     """
     return _KeywordReader(schema).whole()
 
 
 def _has_no_effect(keyword: str, schema: Mapping[str, Any], old: str | None) -> bool:
-    """Return True if an unsupported keyword has no effect in a schema.
-
-    Args:
-        keyword: The keyword.
-        schema: The schema with the keyword.
-        old: The draft that the document names if it is older than 2020-12, else None.
-    """
     found = _TRIVIAL.get(keyword)
     return found is not None and found(schema[keyword], schema, old)
 
@@ -96,8 +91,6 @@ _SPELLINGS = {name.lower(): name for name in (*_FOLLOWED, *_TRIVIAL)}
 
 
 class _KeywordReader:
-    """Copies a JSON Schema document with only supported keywords. Parts that a `$ref` names move to `$defs`."""
-
     def __init__(self, root: Any) -> None:
         self._root, self._references = root, References(root)
         self._old = _older_draft(root)
@@ -154,7 +147,6 @@ class _KeywordReader:
         return value  # llguidance reports errors in the values
 
     def _check_left_out(self, keyword: str, schema: Mapping[str, Any]) -> None:
-        """Raise BadSchema if an unsupported keyword of a schema has an effect or looks misspelled."""
         if keyword in _TRIVIAL and not _has_no_effect(keyword, schema, self._old):
             advice = _ADVICE.get(keyword, "remove it, and check the answers for it afterwards")
             raise BadSchema(f'"{keyword}" cannot be followed; {advice}')
@@ -208,7 +200,6 @@ class _KeywordReader:
 
 
 def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with `items` as a list and `additionalItems` renamed to `prefixItems` and `items`."""
     if "prefixItems" in schema:
         raise BadSchema(
             "items is a list in addition to prefixItems; give items one schema, for the items after the first ones"
@@ -225,7 +216,7 @@ def _with_first_items(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(schema: Mapping[str, Any]) -> list[str]:
-    """Return the keywords of a schema, so that the keywords of a group that llguidance reads together are adjacent."""
+    # llguidance reads some keywords as a group, so these must be adjacent
     found: dict[str, None] = {}
     for keyword in schema:
         for together in _TOGETHER:
@@ -243,7 +234,7 @@ def _older_draft(root: Any) -> str | None:
 
 
 def _embedded(root: Any) -> Iterator[int]:
-    """Yield the ids (`id()`) of the objects in subschemas with their own `$id`: references there are relative to it."""
+    # References in a subschema with its own `$id` are relative to that `$id`
     pending = [(root, False)]
     while pending:
         one, inside = pending.pop()

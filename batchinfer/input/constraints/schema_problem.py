@@ -4,4 +4,7 @@ from __future__ import annotations
 
 
 class BadSchema(ValueError):
-    """Raised for a JSON Schema that cannot be used. The message gives the reason, and quotes only keywords."""
+    """Raised for a JSON Schema that is invalid or unsupported.
+
+    The message quotes only keywords of the schema, no texts.
+    """

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 
 class UnknownReference(ValueError):
-    """Raised for a `$ref` without a target in its document. The message quotes it."""
+    """Raised for a `$ref` that names no part of its document. The message quotes the `$ref`."""
 
 
 class References:
@@ -41,7 +41,6 @@ class References:
 
     @cached_property
     def _anchors(self) -> dict[str, Any]:
-        """The subschemas of the document by `$anchor`. None for an anchor that occurs twice."""
         found: dict[str, Any] = {}
         pending = [self._root]
         while pending:

@@ -71,11 +71,6 @@ class ArrowReader:
 
     @contextmanager
     def _open(self) -> Iterator[tuple[BinaryIO, int | None]]:
-        """Open the file at the start of its stream.
-
-        Yields:
-            The file, and the number of batches in its footer; None for a stream, which has no footer.
-        """
         try:
             with self._file.location.open() as raw:
                 expected = None
@@ -104,15 +99,6 @@ class ArrowReader:
             return pa.ipc.open_stream(pa.PythonFile(raw, mode="r"))
 
     def _check_sizes(self, raw: BinaryIO) -> None:
-        """Check the sizes of all record batches of a stream by their headers.
-
-        Args:
-            raw: The file at the start of the stream. It is left there.
-
-        Raises:
-            InputCorrupt: The stream is damaged, or a batch looks like a decompression bomb.
-            OutOfMemory: A batch is too large.
-        """
         start, allowed, in_all = raw.tell(), available_memory() // _SHARE, 0
         with self._named_damage("not an Arrow file or stream, or cut short"):
             for number, (packed, unpacked) in enumerate(batch_sizes(raw)):
@@ -122,14 +108,7 @@ class ArrowReader:
         raw.seek(start)
 
     def _measure(self, raw: BinaryIO) -> None:
-        """Check the total unpacked size of a stream. Batches are only read if rows may share stored values.
-
-        Args:
-            raw: The file at the start of the stream. It is left there.
-
-        Raises:
-            InputCorrupt: The stream looks like a decompression bomb.
-        """
+        # Batches are only read if rows may share stored values
         start = raw.tell()
         with self._stream(raw) as stream:
             shared = [name for name in self._names(stream.schema) if _shares(stream.schema.field(name).type)]
@@ -186,10 +165,7 @@ class ArrowReader:
             yield part
 
     def _validate(self, part: pa.RecordBatch) -> None:
-        """Raise ArrowInvalid if offsets, lengths or indices of a batch are out of bounds. UTF-8 is validated per row.
-
-        A dictionary that consecutive batches share is validated once.
-        """
+        # UTF-8 is validated per row; a dictionary that consecutive batches share is validated once
         for column in part.columns:
             if pa.types.is_dictionary(column.type):
                 addresses = tuple(buffer and buffer.address for buffer in column.dictionary.buffers())
@@ -210,7 +186,6 @@ def _check_indices(column: pa.Array) -> None:
 
 
 def _shares(kind: pa.DataType) -> bool:
-    """Return True if several rows may share a stored value of this type, since it is or has a dictionary or view."""
     if pa.types.is_dictionary(kind) or kind in (pa.string_view(), pa.binary_view()):
         return True
     return any(_shares(kind.field(at).type) for at in range(kind.num_fields))

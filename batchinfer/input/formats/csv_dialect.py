@@ -13,17 +13,17 @@ _NEVER = re.compile(rb"(?!)")
 
 @dataclass(frozen=True)
 class CsvDialect:
-    """The delimiter and the quote character of a CSV file, and the patterns that match its records.
+    """The delimiter and the quote character of a CSV file, and regular expressions that match its records.
 
     A field that contains a delimiter or newline is quoted, and quotes within it are doubled.
 
     Attributes:
         delimiter: A single ASCII character.
         quote: A single ASCII character, or None if fields are never quoted.
-        record: Matches the fields of a record, from its start to the first error.
-        rest: Matches the fields that follow a quoted field.
+        record: Matches all fields of a record, or its fields up to the first syntax error.
+        rest: Matches the fields of a record after a quoted field.
         records: Matches consecutive whole records with their line ends.
-        within: Matches from inside a quoted field to before its closing quote.
+        within: Matches the text within a quoted field up to, but without, its closing quote.
     """
 
     delimiter: str
@@ -71,9 +71,9 @@ class CsvDialect:
 
 
 def detect_delimiter(header: bytes, quote: str | None) -> str:
-    """Return the delimiter of a CSV file: a comma, semicolon or tab, the first of these that its header contains.
+    """Detect the delimiter of a CSV file: comma, semicolon or tab. The first of these in the header is the delimiter.
 
-    Delimiters within quotes do not count. The default is a comma.
+    Delimiters within quotes do not count. A header without a delimiter gives a comma.
 
     Args:
         header: The first line of the file.

@@ -31,14 +31,15 @@ _FAULT_MESSAGES: dict[Fault, str] = {
 class CsvRecords:
     """Iterates over the records of a CSV file, without blank lines.
 
-    Each record is (line number, its bytes without the line end or a RowProblem, its size in bytes). If a record is
-    malformed, only its first line becomes an error.
+    Each record is (number of its first line, its bytes without the line end or a RowProblem, its size in bytes). Of a
+    malformed record, only the first line becomes an error; the next line starts a new record.
 
     Args:
         lines: The buffered file.
-        dialect: The dialect of the file.
+        dialect: The delimiter and the quote character.
         cap: The maximum length of a record in bytes.
-        cut: Returns True if the lines are only the start of the file. It is called at the end of the lines.
+        cut: Called at the end of `lines`. Returns True if the file goes on there, because only a sample is read. An
+            unfinished record is then dropped.
     """
 
     def __init__(self, lines: LineBuffer, dialect: CsvDialect, cap: int, cut: Callable[[], bool]) -> None:
@@ -56,10 +57,11 @@ class CsvRecords:
         return None if end is None else self._one(end)
 
     def blocks(self, size: ChunkSize) -> Iterator[tuple[int, bytes] | list[Found]]:
-        """Yield blocks of whole records that can be parsed independently, as (number of the first line, lines).
+        """Yield blocks of whole records as (number of the first line, lines). Each block can be parsed on its own.
 
-        If a block of this size does not show where its records end, because a record is malformed or very long, the
-        records of the block are split here and yielded as a list.
+        If a record is malformed or longer than a block, it is unclear where the records of the block end. The block
+        is then
+        split here, and its records are yielded as a list.
 
         Args:
             size: The maximum size of a block.
@@ -74,14 +76,6 @@ class CsvRecords:
                 yield list(self._until(look_ahead_end))
 
     def _block_end(self, size: ChunkSize) -> int:
-        """Return the end of the last whole record within a block that starts at the reading position.
-
-        Args:
-            size: The maximum size of the block.
-
-        Returns:
-            The reading position if no record ends in the block, or if the block cannot show where records end.
-        """
         lines = self._lines
         stop = lines.block_end(size.bytes, size.lines) or lines.at
         start, data = lines.at - lines.base, lines.data
@@ -93,15 +87,10 @@ class CsvRecords:
         return lines.at if found is None else lines.base + found.end()
 
     def _until(self, stop: int) -> Iterator[Found]:
-        """Yield the CSV records that begin before the position `stop` of the file."""
         while self._lines.at < stop and (end := self._lines.line_end(self._cap + 1)) is not None:
             yield from self._next(end)
 
     def _next(self, end: int) -> Iterator[Found]:
-        """Yield the record at the reading position, or all records in the lines before the next quote.
-
-        `end` is the end of the line at the reading position, or -1 if the line is too long.
-        """
         lines = self._lines
         if (plain := lines.lines_without(self._mark)) > lines.at and end >= 0:
             yield from self._plain(lines.number, lines.take(plain, plain))
@@ -109,12 +98,6 @@ class CsvRecords:
             yield found
 
     def _plain(self, first: int, block: bytes) -> Iterator[Found]:
-        """Yield each non-blank line of a block of CSV without quotes as a record.
-
-        Args:
-            first: The number of the first line.
-            block: The lines.
-        """
         for number, line in enumerate(block.split(b"\n"), first):
             size, line = len(line) + 1, line.rstrip(b"\r")
             if size > self._cap + _LINE_END:
@@ -125,11 +108,7 @@ class CsvRecords:
                 yield number, line, size
 
     def _one(self, end: int) -> Found | None:
-        """Return the record at the reading position. `end` is the end of its first line, or -1 if the line is too long.
-
-        Returns:
-            None if the line is blank, or if the record continues after the end of a sample.
-        """
+        # None: the line is blank, or the record continues after the end of a sample
         lines, number = self._lines, self._lines.number
         if end < 0:
             return number, self._line_too_long(lines.skip_line()), 0
@@ -143,15 +122,7 @@ class CsvRecords:
         return None if empty else (number, record, size)
 
     def _long(self, number: int, end: int) -> Found | None:
-        """Return a record that opens a quote in its first line and continues in later lines.
-
-        Args:
-            number: The number of its first line.
-            end: The end of its first line.
-
-        Returns:
-            None if the record continues after the end of a sample.
-        """
+        # None: the record continues after the end of a sample
         lines, limit = self._lines, self._cap + _LINE_END
         if self._open is None or not self._open.crossed(end):
             self._open = _OpenQuote(self._dialect, end + 1)
@@ -175,34 +146,30 @@ class CsvRecords:
 
 
 class _OpenQuote:
-    """Searches for the end of a CSV record whose quote is open at the end of a line.
-
-    Attributes:
-        at: The start of the first line that was not scanned. When the record has ended, the start of the next record.
-        stop: The end of the record, when it has ended.
-    """
-
+    # Searches for the end of a CSV record whose quote is open at the end of a line
     def __init__(self, dialect: CsvDialect, at: int) -> None:
         self._dialect = dialect
         self._fate: Fault | Literal["closed"] | None = None
         self.at = self.stop = at
 
     def crossed(self, end: int) -> bool:
-        """Return True if this quote is also open at the position `end` of a line end.
+        """Return True if the quoted field of this record is still open at the line end at position `end`.
 
-        A record that is open there ends in the same way as the record of this quote.
+        A record whose quote is open at the same line end then ends in the same way as this record.
         """
         return self._fate == "never" or self.at > end + 1 or (self._fate is None and self.at == end + 1)
 
     def walk(self, lines: LineBuffer, limit: int) -> Fault | Literal["closed"] | None:
-        """Scan for the end of the record.
+        """Scan for the end of a CSV record whose quote is open.
 
         Args:
             lines: The buffered file. The record starts at its reading position.
             limit: The maximum length of the record in bytes.
 
         Returns:
-            "closed" for a valid record, or its fault. None if the record does not end within `limit` bytes.
+            "closed" for a valid record, else what is wrong with the record, such as "never" if the quote is never
+            closed.
+            None if the record does not end within `limit` bytes.
         """
         while self._fate is None and self.at - lines.at <= limit:
             if self.at < lines.whole:
@@ -214,11 +181,6 @@ class _OpenQuote:
         return self._fate
 
     def _step(self, lines: LineBuffer) -> None:
-        """Scan buffered lines for the closing quote. If it is found, also scan the rest of its line.
-
-        Args:
-            lines: The buffered file.
-        """
         data, base, whole = lines.data, lines.base, lines.whole - lines.base
         closing = self._dialect.within.match(data, self.at - base, whole)
         if closing is None or closing.end() == whole:
@@ -237,17 +199,17 @@ class _OpenQuote:
 def _match_fields(
     dialect: CsvDialect, lines: LineBuffer, pattern: re.Pattern[bytes], start: int, end: int
 ) -> tuple[int, Fault | None]:
-    """Match CSV fields from the position `start` within the line that ends at `end`.
+    """Match the CSV fields of a line from the position `start` to the end of the line at `end`.
 
     Args:
-        dialect: The dialect of the file.
+        dialect: The delimiter and the quote character.
         lines: The buffered file.
-        pattern: Matches the fields.
-        start: The start of the fields.
-        end: The end of the line.
+        pattern: The expression for the fields.
+        start: The position where the first field starts.
+        end: The position where the line ends.
 
     Returns:
-        The position where the match ends, and the fault there, or None if the line ends there.
+        (position where the match ends, what is wrong there, or None if the whole line matches).
     """
     data, base = lines.data, lines.base
     found = pattern.match(data, start - base, end - base)

@@ -61,7 +61,6 @@ class CsvReader:
 
     @contextmanager
     def _open(self) -> Iterator[_OpenTable | None]:
-        """Open the file and read its header. Yields None for an empty file."""
         try:
             with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
@@ -80,7 +79,6 @@ class CsvReader:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
 
     def _dialect(self, lines: LineBuffer) -> CsvDialect:
-        """Return the delimiter and quote of the file. The job sets the delimiter, else the file name or the header."""
         quote, delimiter = self._text.quote, self._text.delimiter
         if delimiter is None and unpacked_name(self._file.path).endswith(TABS):
             delimiter = "\t"
@@ -89,7 +87,6 @@ class CsvReader:
         return CsvDialect(delimiter or detect_delimiter(header, quote), quote)
 
     def _header(self, found: Found | None, dialect: CsvDialect) -> Fields:
-        """Return the column names in the first record. Raises InputCorrupt if the record is invalid."""
         number, record, _ = found or (1, b"", 0)
         try:
             if isinstance(record, RowProblem):
@@ -139,12 +136,12 @@ ReadRecord = tuple[int, bytes | RowError]  # line number, and record without its
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvLines(InputChunk):
-    """A chunk of a CSV file: whole records as unparsed lines, or records that were split already.
+    """A chunk of a CSV file: whole records as unparsed lines, or records that have already been split.
 
     Args:
         columns: The number of fields per record.
         kept: (position, name) of each column to read.
-        dialect: The dialect of the file.
+        dialect: The delimiter and the quote character.
         cap: The maximum length of a record in bytes.
         encoding: The encoding of the file, for messages.
         line: The number of the first line of `data`.
@@ -164,7 +161,7 @@ class CsvLines(InputChunk):
     ) -> Iterator[Values | RowError]:
         """Parse and yield the rows from `start` to before `stop`, as values by column, or as a RowError if invalid.
 
-        `values` is ignored.
+        All columns that the chunk has are returned: `values` is ignored.
         """
         found = self._found() if self.records is None else iter(self.records)
         return (self._row(number, record) for number, record in islice(found, start, stop))
@@ -188,17 +185,7 @@ class CsvLines(InputChunk):
 
 @dataclass(frozen=True, slots=True)
 class _OpenTable:
-    """An open CSV file whose header was read.
-
-    Attributes:
-        names: The column names.
-        lines: The buffered file.
-        records: The records after the header.
-        dialect: The dialect of the file.
-        head: The chunks of the file, or of its start if a sample is read.
-        hashing: The file on disk, which counts and hashes its bytes.
-    """
-
+    # An open CSV file after its header; `head` are the chunks of the file, or of its start if a sample is read
     names: Fields
     lines: LineBuffer
     records: CsvRecords
@@ -208,7 +195,6 @@ class _OpenTable:
 
 
 def _skip_blank(lines: LineBuffer, most: int) -> bool:
-    """Skip blank lines. Return True if a line with content follows. `most` is the maximum length of a line in bytes."""
     while (end := lines.line_end(most)) is not None:
         if end < 0 or lines.peek(end).strip():
             return True
@@ -228,7 +214,7 @@ def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
 
 
 def _names(file: InputFile, header: Fields) -> Fields:
-    """Return the column names. A column without a name is named after its position, as in DuckDB: column0."""
+    # A column without a name is named after its position, as in DuckDB: column0
     if any("\r" in name for name in header):
         raise InputCorrupt(
             f"{file.path}: lines end with a carriage return without a newline; write the file with newlines"

@@ -27,11 +27,13 @@ _MOST_HEADER = 64 << 20  # maximum bytes of a header; a buffer takes 24, so real
 
 
 class BadMessage(Exception):
-    """Raised for a stream that is truncated, or that is not an Arrow stream."""
+    """Raised for an Arrow stream that is truncated or damaged, or for data that is not an Arrow stream."""
 
 
 def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield (stored bytes, unpacked bytes) of each record batch and dictionary batch of an Arrow stream.
+    """Yield the sizes of each record batch and dictionary batch of an Arrow stream, as (stored bytes, unpacked bytes).
+
+    Only the headers of the batches are read, so a decompression bomb can be detected before it unpacks.
 
     Raises:
         BadMessage: The stream is damaged.
@@ -55,10 +57,6 @@ def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _header_size(raw: BinaryIO, end: int) -> int:
-    """Read the start of the next message and return the size of its header in bytes, or 0 at the end of the stream.
-
-    `end` is the size of the file in bytes.
-    """
     head = raw.read(8)
     if not head or head == b"\xff\xff\xff\xff\0\0\0\0":
         return 0
@@ -80,14 +78,6 @@ def _exactly(raw: BinaryIO, size: int) -> bytes:
 
 
 def _sizes(raw: BinaryIO, header: _Flat, message: int, holds: int) -> tuple[int, int]:
-    """Return the (stored, unpacked) bytes of the buffers of a message, or (0, 0) for a schema.
-
-    Args:
-        raw: The stream at the start of the message's body.
-        header: The header of the message.
-        message: The position of the root table in the header.
-        holds: The type of the message: the field header_type.
-    """
     if holds not in (_DICTIONARY, _RECORDS):
         return 0, 0
     batch = header.table(message, 2)
@@ -110,7 +100,10 @@ def _declared(raw: BinaryIO, at: int, length: int) -> int:
 
 
 class _Flat:
-    """A reader of the fields of a FlatBuffer. Raises struct.error for a position outside of it."""
+    """A reader of the fields of a FlatBuffer, the format of Arrow's headers. Positions are byte offsets in the buffer.
+
+    A position outside of the buffer raises struct.error.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -128,14 +121,25 @@ class _Flat:
         return table + offset if offset else None
 
     def number(self, table: int, field: int, kind: str) -> int:
-        """Return a numeric field of the table at `table`; 0 by default. `kind` is its format for `struct`."""
+        """Return the value of a numeric field of a FlatBuffer's table, or 0 if the field is absent.
+
+        Args:
+            table: The position of the table.
+            field: The number of the field in the table's schema.
+            kind: The field's format for `struct`, such as "<q".
+        """
         place = self.place(table, field)
         return 0 if place is None else self._at(place, kind)
 
     def table(self, table: int, field: int) -> int:
-        """Return the position of a table or vector that is a field of the table at `table`.
+        """Return the position of the table or vector to which a field of a FlatBuffer's table refers.
 
-        Raises IndexError if the field is missing.
+        Args:
+            table: The position of the table with the field.
+            field: The number of the field in the table's schema.
+
+        Raises:
+            IndexError: The field is absent.
         """
         place = self.place(table, field)
         if place is None:
@@ -143,7 +147,12 @@ class _Flat:
         return place + self._at(place, "<I")
 
     def pairs(self, table: int, field: int) -> Iterator[tuple[int, int]]:
-        """Yield the elements of a vector of pairs of 64-bit integers, which is a field of the table at `table`."""
+        """Yield the elements of a field of a FlatBuffer's table that is a vector of pairs of 64-bit integers.
+
+        Args:
+            table: The position of the table.
+            field: The number of the field in the table's schema.
+        """
         if self.place(table, field) is None:
             return
         vector = self.table(table, field)

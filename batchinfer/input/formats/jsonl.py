@@ -30,7 +30,10 @@ class JsonlReader:
         self.sha256 = ""
 
     def schema(self) -> None:
-        """Read the first lines to check that the file is text. JSON lines have no schema. Raises InputCorrupt."""
+        """Check that the first lines of the file are text.
+
+        Raises InputCorrupt if not. JSON lines have no schema to return.
+        """
         with closing(self.chunks()) as chunks:
             next(chunks, None)
 
@@ -71,7 +74,7 @@ class JsonlReader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLines(InputChunk):
-    """A chunk of a JSON lines file: unparsed lines, or a single line that was skipped because it is too long.
+    """A chunk of a JSON lines file: unparsed lines, or the place of a single line that was skipped as too long.
 
     Args:
         line: The number of the first line.
@@ -90,7 +93,7 @@ class JsonLines(InputChunk):
     ) -> Iterator[Values | RowError]:
         """Parse and yield the rows from `start` to before `stop`, as values by column, or as a RowError if invalid.
 
-        `values` is ignored.
+        All columns are returned: `values` is ignored.
         """
         if self.too_long is not None:
             return islice(iter([self._too_long(self.line, self.too_long)]), start, stop)

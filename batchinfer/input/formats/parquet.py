@@ -100,15 +100,7 @@ class ParquetReader:
             )
 
     def _probe(self, doubtful: DoubtfulColumns) -> list[str]:
-        """Read the columns whose unpacked sizes the footer does not bound.
-
-        Returns:
-            The columns with very large dictionary values. They stay dictionary-encoded until the rows are cut into
-            parts.
-
-        Raises:
-            InputCorrupt: The dictionaries unpack to far more than the size of the file.
-        """
+        # Columns with very large dictionary values are returned: they stay dictionary-encoded until the rows are cut
         guard = BombGuard(self._file.path, None if self._file.name == QUERY else self._file.size)
         wide = doubtful.wide if self._columns is None else doubtful.wide & {*self._columns}
         names, longest = sorted(wide | doubtful.shared), dict.fromkeys(wide, 0)
@@ -148,7 +140,6 @@ class ParquetReader:
         return found
 
     def _check_sizes(self, parquet: pq.ParquetFile, chunks: Sequence[ColumnChunk]) -> None:
-        """Check the sizes of rows and column chunks in the footer before any page is read. Raises InputCorrupt."""
         path, metadata = self._file.path, parquet.metadata
         for field in parquet.schema_arrow:
             if (width := fixed_width(field.type)) > _WIDEST:
@@ -171,10 +162,5 @@ class ParquetReader:
 
 
 def _columns_of(parquet: pq.ParquetFile, paths: Sequence[str]) -> list[str]:
-    """Return the paths that name leaf columns of the file, since `iter_batches` only accepts leaf columns.
-
-    Args:
-        parquet: The file.
-        paths: Paths of columns.
-    """
+    # `iter_batches` only accepts leaf columns
     return [path for path in paths if path in {column.path for column in parquet.schema}]

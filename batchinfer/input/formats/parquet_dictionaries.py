@@ -30,7 +30,9 @@ OpenWithDictionaries = Callable[[Sequence[str]], pq.ParquetFile]
 
 @dataclass(frozen=True, slots=True)
 class DoubtfulColumns:
-    """The columns of a Parquet file whose values must be read to find their unpacked size.
+    """The columns of a Parquet file whose unpacked size is only known after reading their values.
+
+    A dictionary value is stored once, but takes memory in each row that repeats it.
 
     Args:
         wide: The names of top-level columns that may have very large values.
@@ -84,14 +86,6 @@ def doubtful_columns(
 def _classify(
     chunks: Sequence[tuple[ColumnChunk, str]], longest: Sequence[int], size: int
 ) -> tuple[set[str], set[str]]:
-    """Return the columns that may have very large values, and the columns that may unpack to far more than the file.
-
-    Args:
-        chunks: Column chunks with the paths of their columns.
-        longest: Per chunk, the maximum size of a dictionary value in bytes. Values outside of the dictionary count as
-            stored.
-        size: The size of the file in bytes.
-    """
     wide, most = set[str](), dict[str, int]()
     for (chunk, name), value in zip(chunks, longest, strict=True):
         if value > WIDE_DICTIONARY:
@@ -101,18 +95,9 @@ def _classify(
 
 
 def _longest(raw: BinaryIO, file: pq.ParquetFile, chunk: ColumnChunk, name: str) -> int:
-    """Return the size of the longest value in a chunk's dictionary in bytes; if it is unknown, the size of the chunk.
-
-    Reading one row loads the whole dictionary. The dictionary only counts if it has the number of values in the page
-    header, and at least two: then it is really the first page. If a struct's field and a column have the same path,
-    both are read, and neither counts.
-
-    Args:
-        raw: The bytes of the file.
-        file: The file, opened so that the column stays dictionary-encoded.
-        chunk: The column chunk.
-        name: The path of its column.
-    """
+    # Reading one row loads the whole dictionary. It only counts if it has the number of values in the page header, and
+    # at least two: then it is really the first page. If a struct's field and a column have the same path, both are
+    # read, and neither counts.
     values = dictionary_values(raw, chunk)
     if values is None or values < 2:
         return chunk.unpacked

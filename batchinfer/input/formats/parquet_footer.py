@@ -33,12 +33,12 @@ class BadFooter(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ColumnChunk:
-    """A column chunk as the footer of a Parquet file describes it.
+    """A column chunk (the values of one column in one row group) as the footer of a Parquet file describes it.
 
     Args:
-        group: The number of its row group.
-        column: The number of its column among all leaf columns.
-        kind: The physical type of its values, as Parquet numbers it.
+        group: The number of its row group, from 0.
+        column: The number of its column among all leaf columns, from 0.
+        kind: The physical type of its values: the number in Parquet's enum `Type`.
         dictionary: True if values are dictionary-encoded.
         values: The number of values.
         unpacked: The uncompressed size in bytes.
@@ -137,13 +137,19 @@ def _chunk(data: _Compact, group: int, column: int) -> ColumnChunk:
 
 
 class _Compact:
-    """A reader of Thrift's compact protocol, at a reading position. Raises IndexError or BadFooter."""
+    """A reader of Thrift's compact protocol, the format of Parquet's footer. It reads at its current position.
+
+    Raises IndexError at the end of the data, and BadFooter for damaged data.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Yield the (number, type) of each field of a struct. The caller must read or skip the value of each field."""
+        """Yield the (field number, type) of each field of a Thrift struct at the current position.
+
+        The caller must read or skip the value of a field before it asks for the next field.
+        """
         number = 0
         while head := self._byte():
             delta = head >> 4
@@ -151,10 +157,10 @@ class _Compact:
             yield number, head & 15
 
     def list_size(self, wanted: int | None = None) -> int:
-        """Read the start of a list, and return its number of values.
+        """Read the start of a Thrift list at the current position, and return its number of values.
 
         Args:
-            wanted: The type that the values must have, or None for any. Raises BadFooter for another type.
+            wanted: The type that the values must have, else BadFooter is raised. None for any type.
         """
         head = self._byte()
         size, kind = head >> 4, head & 15
@@ -170,7 +176,12 @@ class _Compact:
         return (value >> 1) ^ -(value & 1)
 
     def skip(self, kind: int, depth: int = 0) -> None:
-        """Skip a value. `kind` is its type, `depth` the number of structs and lists around it."""
+        """Skip a Thrift value at the current position.
+
+        Args:
+            kind: The type of the value.
+            depth: The number of structs and lists around it. A value that is nested too deeply raises BadFooter.
+        """
         if depth > _DEEPEST:
             raise BadFooter("it nests too deeply")
         if kind == _BYTE:

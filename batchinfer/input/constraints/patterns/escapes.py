@@ -39,7 +39,7 @@ _FOREIGN: Mapping[str, str] = {
 
 
 def read_escape(source: PatternSource, in_class: bool) -> Chars | int:
-    """Parse an escape such as `\d` or `\u0041`. The backslash has already been read.
+    r"""Parse an escape such as \d or \u0041. The backslash has already been read.
 
     Args:
         source: The pattern with its reading position.

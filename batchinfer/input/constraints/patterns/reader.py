@@ -271,11 +271,6 @@ class _PatternReader(Generic[T]):
         parts.append(PatternPart(self._maker.repeated(part.made, *counts)))
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """Read a repetition such as `*` or `{2,3}`.
-
-        Returns:
-            (minimum, maximum or None) of the count; None if there is no repetition at the reading position.
-        """
         source, begin = self._source, self._source.at
         char = source.peek()
         if char not in _REPEATS:
