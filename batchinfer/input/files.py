@@ -23,7 +23,7 @@ def list_inputs(patterns: str | Iterable[str], base: Path, named_format: str = "
 
     Args:
         patterns: One path, folder or glob, or several.
-        base: The folder to which the file names in the results are relative.
+        base: The folder that the file names in the results are relative to.
         named_format: The value of `input.format`, or "auto" to detect the format of each file.
 
     Raises:

@@ -14,20 +14,19 @@ QUERY = "sql"  # in the results, the file name of the rows of `input.sql`
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input file with the size, times and inode that it had when the job listed it.
+    """An input file, with the size, times and inode that it had when the job listed it. These reveal later changes.
 
-    These facts reveal later changes. No program can set ctime, so it reveals an edit that keeps size and mtime. But a
-    copy, chmod or a hard link changes ctime and not the content. If only ctime, mtime or inode differ, the content is
-    compared.
+    If the size or mtime differs, the file has changed. If only ctime or inode differs, the content must be compared:
+    an edit that restores size and mtime changes ctime, but so does a copy, chmod or a hard link.
 
     Args:
         path: The path or URL.
         name: The file's name in the results.
-        format: The name of its format.
+        format: The name of its format, such as "csv".
         size: The size in bytes.
         mtime_ns: The time of the last write, in nanoseconds since 1970.
-        ctime_ns: The time of the last change of content or metadata, in nanoseconds since 1970.
-        inode: The number of the file in its file system.
+        ctime_ns: The time of the last change of content or metadata, in nanoseconds since 1970. 0 if unknown.
+        inode: The number of the file in its file system. 0 if unknown.
     """
 
     path: str
@@ -69,8 +68,9 @@ class InputFile:
         """Raise InputCorrupt if the file has changed since the job listed it.
 
         Args:
-            sha256: The digest of the bytes that were read, if the whole file was read. A file that still has this
-                digest and its old size counts as unchanged.
+            sha256: The digest of the bytes that were read, or None if the file was not read to its end. A file that
+                still
+                has this digest and its old size counts as unchanged.
 
         Raises:
             InputCorrupt: The file has changed.

@@ -34,7 +34,7 @@ class LineBuffer:
         return self.base + len(self.data)
 
     def fill(self) -> bool:
-        """Discard the bytes before the reading position and read more of the file, at least to the end of a line.
+        """Discard the bytes before the reading position and read the next chunk of the file. It may end within a line.
 
         Returns:
             False if the file has ended, and no line was added.
@@ -102,7 +102,7 @@ class LineBuffer:
             return bytes(data[self.at - self.base : stop - self.base])
 
     def take(self, stop: int, until: int) -> bytes:
-        """Return the bytes from the reading position to `stop`, and move the reading position to `until`."""
+        """Return the bytes from the reading position to the position `stop`, and move on to the position `until`."""
         taken = self.peek(stop)
         self.number += self.data.count(b"\n", self.at - self.base, until - self.base)
         self.at = min(until, self.end)

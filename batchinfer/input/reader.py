@@ -34,7 +34,9 @@ class SampleSize:
 
 @dataclass(frozen=True, slots=True)
 class Strata:
-    """A sample of the middle rows of every `stride` rows, counted over all files.
+    """A sample of rows that are spread over the input: of every `stride` rows, the middle ones are sampled.
+
+    The rows of all files are counted together.
 
     Attributes:
         stride: The number of rows in each group.
@@ -69,7 +71,8 @@ class Reader:
         sha256: The hex digest of each file that was read to its end, by path.
         sample: The sample to read from the start of each file, or None for all rows.
         complete: After reading, True if all rows were yielded, False if a sample left out rows.
-        strata: The ranges of rows to yield, or None for all. All rows are read to count them.
+        strata: A sample of rows that are spread over all files, or None for all rows. All rows are read to count
+            them.
         chunk: The maximum size of the chunks of text files.
     """
 
@@ -98,7 +101,7 @@ class Reader:
             files: The files.
             text: The encoding and syntax of text files.
             sample: The sample to read from the start of each file, or None for all rows.
-            strata: The ranges of rows to yield, or None for all rows.
+            strata: A sample of rows that are spread over all files, or None for all rows.
             chunk: The maximum size of the chunks of text files, or None for the default.
 
         Raises:
@@ -109,7 +112,7 @@ class Reader:
         return reader
 
     def count(self, limit: int | None = None) -> int:
-        """Read the rows of the input and return their number, at most `limit`."""
+        """Count the rows of the input by reading them. Stops at `limit` rows, unless it is None."""
         schema = self.schema()
         narrow = None if schema is None else schema.names[:1]
         return sum(len(batch.rows) for batch in replace(self, strata=None).batches(narrow, limit))
@@ -121,7 +124,7 @@ class Reader:
 
     @property
     def values_are_text(self) -> bool:
-        """True if the format has no types: numbers and lists are stored as text (CSV)."""
+        """True if the files have no types, as CSV: their numbers and lists are texts that must be parsed."""
         return any(by_name(file.format).values_are_text for file in self.files)
 
     def reopen(
@@ -131,23 +134,23 @@ class Reader:
         strata: Strata | None,
         chunk: ChunkSize,
     ) -> Reader | None:
-        """Return a reader of the same files with other options, without reading headers and footers again.
+        """Return a reader of the same files with other options. Their headers and footers are not read again.
 
         Args:
             files: The files to read.
             sample: The sample to read from the start of each file, or None for all rows.
-            strata: The ranges of rows to yield, or None for all rows.
+            strata: A sample of rows that are spread over all files, or None for all rows.
             chunk: The maximum size of the chunks of text files.
 
         Returns:
-            None if `files` are not the files of this reader, unchanged since they were listed.
+            None if `files` are other files than those of this reader, or have changed since this reader was opened.
         """
         if (*files,) != self.files:
             return None
         return replace(self, sha256={}, sample=sample, strata=strata, chunk=chunk, complete=False)
 
     def schema(self) -> pa.Schema | None:
-        """Return the common schema of the files, or None for JSON lines and empty CSV files.
+        """Return the common schema of the files. None if they are JSON lines or empty CSV files, which have no schema.
 
         The first call reads the header, the footer or the first lines of each file.
         """
@@ -168,14 +171,16 @@ class Reader:
 
     @property
     def is_sampled(self) -> bool:
-        """True if only a sample of the rows is yielded.
+        """True if the reader yields only a sample of the rows.
 
-        The driver parses the chunks of a sample itself, because it must count the rows before the sampled rows.
+        Only the driver can then parse the chunks, because the rows before a sampled row must be counted.
         """
         return self.sample is not None or self.strata is not None
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[InputChunk]:
-        """Yield the rows of all files in order, as chunks. Chunks of a sample are already parsed.
+        """Yield the rows of all files in order, as unparsed chunks.
+
+        If only a sample is read, the chunks are already parsed.
 
         Args:
             columns: The names of the columns to read, or None for all. Typed formats do not decode the other columns.
@@ -211,12 +216,6 @@ class Reader:
             before += file.size
 
     def _sampled(self, batch: RowBatch, first: int) -> Iterator[RowBatch]:
-        """Yield the parts of a batch that the strata sample.
-
-        Args:
-            batch: Rows of the input.
-            first: The number of the batch's first row in the input.
-        """
         if self.strata is None:
             yield batch
             return
@@ -226,7 +225,6 @@ class Reader:
     def _batches_of(
         self, file: InputFile, columns: Sequence[str] | None, limit: int | None
     ) -> Iterator[RowBatch]:
-        """Yield the parsed rows of one file, at most `limit` (None: no limit) and at most the rows of the sample."""
         reader, first = self._open(file, columns), 0
         most = self.sample.rows if self.sample is not None else None
         for chunk in reader.chunks():
@@ -252,9 +250,11 @@ class Reader:
         return by_name(file.format).open(file, ReadOptions(self.text, columns, most, self.chunk, self._wide))
 
     def shape(self) -> Shape:
-        """Return "openai" if the first valid row among the first 512 rows is an OpenAI batch request, else "table".
+        """Return "openai" if the first valid row is a line of an OpenAI batch file, else "table".
 
-        The sample size is ignored, since one row may be longer than a sample.
+        Only the first 512 rows are searched for a valid row. The sample size is ignored, since one row may be longer
+        than a
+        sample.
         """
         whole = replace(self, sample=None, sha256={})
         for batch in whole.batches(limit=512):

@@ -25,7 +25,7 @@ _HEAD = 512
 
 
 def all_formats() -> str:
-    """Return the formats for messages: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
+    """Return a list of the formats for messages: `JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet, .pq), …`."""
     return ", ".join(f"{one.title} ({', '.join(one.suffixes)})" for one in FORMATS)
 
 
@@ -35,12 +35,15 @@ def packed_formats() -> str:
 
 
 def by_name(name: str) -> Format:
-    """Return the input format with a name of `input.format`, such as "csv". The name must exist."""
+    """Return the input format with this name, a value of `input.format` such as "csv".
+
+    Raises KeyError for other names.
+    """
     return next(one for one in FORMATS if one.name == name)
 
 
 def known_suffixes() -> str:
-    """Return the suffixes of all formats for messages: `.jsonl, .ndjson, …`."""
+    """Return a list of the suffixes of all formats for messages: `.jsonl, .ndjson, …`."""
     return ", ".join(suffix for one in FORMATS for suffix in one.suffixes)
 
 
@@ -50,13 +53,14 @@ def named_by(name: str) -> Format | None:
 
 
 def format_of(location: Location, named: str) -> str:
-    """Return the name of a file's format, such as "csv".
-
-    The job decides, else the file's suffix, else its first bytes.
+    """Determine the format of an input file: by the job file, else by its suffix, else by its first bytes.
 
     Args:
         location: The path or URL of the file.
         named: The value of `input.format`; "auto" if the job names no format.
+
+    Returns:
+        The name of the format, such as "csv".
 
     Raises:
         InputCorrupt: The format is unsupported.
@@ -82,10 +86,6 @@ def _refuse_array(location: Location, head: bytes) -> None:
 
 
 def _sniff(location: Location, head: bytes) -> str:
-    """Return the name of the format that the first bytes of a file imply. Raises InputCorrupt if they imply none.
-
-    An empty file, a compressed file and a file that starts with "{" are JSON lines.
-    """
     for one in FORMATS:
         if head.startswith(one.magic):
             return one.name

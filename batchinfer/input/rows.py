@@ -12,7 +12,7 @@ MESSAGE_BYTES = 2048  # maximum length of an error message in UTF-8
 
 
 class RowProblem(Exception):
-    """Raised if a row cannot be prepared. The row becomes an error row, and the job continues."""
+    """Raised if a row of the input is invalid. The row becomes an error row, and the job continues."""
 
     def __init__(self, code: str, message: str, error_class: ErrorClass = "input") -> None:
         super().__init__(message)

@@ -21,16 +21,19 @@ _LEAST = 1 << 30
 
 
 def default_memory() -> int:
-    """Return the memory limit of an SQL query in bytes, for a job that sets none: half of the available memory."""
+    """Return the default memory limit of an SQL query in bytes: half of the available memory."""
     return max(available_memory() // _SHARE, _LEAST)
 
 
 def query_columns(sql: str, job: Path) -> list[str]:
-    """Return the column names of an SQL query without running it. Raises JobFileError with DuckDB's message.
+    """Return the column names of an SQL query without running the query.
 
     Args:
         sql: The query.
         job: The job file. Relative paths in the query are relative to its folder.
+
+    Raises:
+        JobFileError: DuckDB rejects the query; the message is DuckDB's.
     """
     config = {
         name: value for name, value in _config(job, job, default_memory()).items() if name != "temp_directory"
@@ -46,7 +49,7 @@ def query_columns(sql: str, job: Path) -> list[str]:
 def materialise(sql: str, job: Path, target: Path, memory: int | None = None) -> InputFile:
     """Run an SQL query, write its rows in their order to a Parquet file, and return that file.
 
-    Only the extensions that come with DuckDB can be used. 128-bit integers become decimal(38, 0).
+    The query can only use extensions that come with DuckDB. 128-bit integers are written as decimal(38, 0).
 
     Args:
         sql: The query.
@@ -76,16 +79,7 @@ _PARQUET = "FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 20480"
 
 
 def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> BatchInferError:
-    """Return the error to raise for an error of DuckDB.
-
-    DuckDB's advice on memory is left out: a job cannot set DuckDB's settings.
-
-    Args:
-        error: DuckDB's error.
-        job: The job file.
-        spill: The folder for spilled data, next to the file that the query writes.
-        allowed: The memory limit of the query in bytes.
-    """
+    # DuckDB's advice on memory is left out: a job cannot set DuckDB's settings
     message = str(error)
     if isinstance(error, duckdb.OutOfMemoryException):
         return OutOfMemory(
@@ -102,7 +96,7 @@ def _failure(error: duckdb.Error, job: Path, spill: Path, allowed: int) -> Batch
 
 
 def _suggested(allowed: int) -> str:
-    """Return twice the memory limit `allowed` (bytes) in the notation of the job file, such as "4GiB"."""
+    """Return twice a memory limit (bytes) in the notation of the job file, such as "4GiB", as advice to the user."""
     return f"{max(1, -(-2 * allowed // 2**30))}GiB"
 
 
@@ -121,7 +115,7 @@ def _config(job: Path, spill: Path, memory: int) -> dict[str, str | bool | int |
 
 
 def _single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) -> str:
-    """Return the only statement of an SQL text, a SELECT, without the semicolon and the comments after it.
+    """Return the SELECT statement that an SQL text consists of, without its semicolon and comments after it.
 
     Raises:
         JobFileError: The text has several statements, or one that is not a SELECT.
@@ -144,7 +138,6 @@ def _described(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[
 
 
 def _distinct(columns: list[tuple[str, str]], job: Path) -> dict[str, str]:
-    """Return the type of each column by name. Raises JobFileError for names that differ at most in case."""
     twice = first_repeated(name.lower() for name, _ in columns)
     if twice is not None:
         alike = [name for name, _ in columns if name.lower() == twice]
@@ -156,12 +149,7 @@ def _distinct(columns: list[tuple[str, str]], job: Path) -> dict[str, str]:
 
 
 def _exact(query: str, columns: dict[str, str]) -> str:
-    """Add casts of 128-bit integers to decimals to a query, because DuckDB would write them to Parquet as floats.
-
-    Args:
-        query: A SELECT statement.
-        columns: The DuckDB type of each of its columns.
-    """
+    # DuckDB would write 128-bit integers to Parquet as floats, so they are cast to decimals
     wide = [name for name, kind in columns.items() if kind in _WIDE]
     if not wide:
         return query

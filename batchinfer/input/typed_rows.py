@@ -20,9 +20,10 @@ _SLICE_BYTES = 4 << 20  # maximum unpacked size of a chunk with more than one ro
 
 
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
-    """Return the schema that the results use for the columns of an input file, without metadata.
+    """Return the schema of an input file with the types that its columns get in the results, without metadata.
 
-    View types become the plain types. Dictionaries of texts get 32-bit indices without an order, as Parquet reads them.
+    View types become the plain types. Dictionaries of texts get 32-bit indices without an order, as Parquet reads
+    them.
     Other dictionaries become the type of their values.
 
     Args:
@@ -39,7 +40,7 @@ def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
 
 @contextmanager
 def names_in_utf8(path: str) -> Iterator[None]:
-    """Turn a decoding error inside the `with` block into InputCorrupt for a column name that is not UTF-8.
+    """Turn a UnicodeDecodeError inside the `with` block into InputCorrupt: a column name of the file is not UTF-8.
 
     Args:
         path: The path of the file, for the message.
@@ -66,9 +67,9 @@ def _check_names(path: str, what: str, fields: list[pa.Field]) -> None:
 
 
 def common_schema(one: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Return one schema for two files with the same columns (see `check_same_schema`).
+    """Return one schema for two files that have the same columns, as `check_same_schema` ensures.
 
-    A column stays dictionary-encoded if both files encode it in the same way; else it has the type of its values.
+    A column stays dictionary-encoded only if both files encode it in the same way.
     """
     kinds = {field.name: field.type for field in other}
     fields = [f if f.type == kinds[f.name] else pa.field(f.name, _plain(f.type)) for f in one]
@@ -97,7 +98,9 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
 
 
 def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> TypedRows:
-    """Return a part of a typed file as a chunk. A row with text that is not UTF-8 becomes an error row when it is read.
+    """Return rows of a typed file as a chunk, with dictionaries and views unpacked.
+
+    A row with text that is not UTF-8 becomes an error row when the chunk is parsed.
 
     Args:
         file: The file's name in the results.
@@ -111,7 +114,10 @@ def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedRows(InputChunk):
-    """A chunk of a typed format (Parquet, Arrow): an Arrow table, or its stream while it is sent to another process."""
+    """A chunk of a typed format (Parquet, Arrow), with its rows in an Arrow table.
+
+    While the chunk is sent to another process, it has no table; the table is sent separately as an Arrow stream.
+    """
 
     def pack(self) -> tuple[Self, bytes]:
         """Return a copy of the chunk without its table, and the table as an Arrow stream."""
@@ -123,7 +129,7 @@ class TypedRows(InputChunk):
         return replace(self, table=None), sink.getvalue().to_pybytes()
 
     def unpack(self, data: bytes) -> Self:
-        """Return a copy of the chunk with the table read from an Arrow stream."""
+        """Return a copy of the chunk with the table from `data`, the Arrow stream that `pack` returned."""
         with pa.ipc.open_stream(data) as stream:
             return replace(self, table=stream.read_next_batch())
 
@@ -146,10 +152,6 @@ class TypedRows(InputChunk):
 def _checked_rows(
     file: str, part: pa.RecordBatch, values: Collection[str] | None
 ) -> Sequence[Values | RowError]:
-    """Convert the rows of a table to dicts with the columns `values` (None: all). The other columns are only validated.
-
-    A row with text that is not UTF-8 in any column becomes a RowError.
-    """
     wanted = [name for name in part.schema.names if values is None or name in values]
     others = [name for name in part.schema.names if name not in wanted]
     try:
@@ -171,19 +173,22 @@ def _rows(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
 
 
 def _rows_one_by_one(file: str, part: pa.RecordBatch) -> list[Values | RowError]:
-    """Convert the rows of a table one at a time, so that only rows with text that is not UTF-8 become errors."""
+    # One at a time, only rows with text that is not UTF-8 become errors
     if part.num_rows > 1:
         return [row for i in range(part.num_rows) for row in _rows(file, part.slice(i, 1))]
     return [row_error("bad_utf8", f"{file}: a text column of this row is not UTF-8")]
 
 
 def blank_rows(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
-    """Return a copy of a table in which all values of the rows with the numbers `bad` are null."""
+    """Return a copy of a table in which all values of some rows are null.
+
+    `bad` are the numbers of these rows, from 0.
+    """
     return part.take(pa.array([None if at in bad else at for at in range(part.num_rows)], pa.int64()))
 
 
 def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch in halves repeatedly, until each part has one row or at most 4 MiB when unpacked. Yield the parts."""
+    """Cut a batch into parts of at most 4 MiB when unpacked. A single row may be larger."""
     if batch.num_rows == 0:
         return
     if batch.num_rows == 1 or unpacked_size(batch) <= _SLICE_BYTES:
@@ -195,7 +200,10 @@ def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def join_small_parts(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
-    """Join consecutive parts, up to `most` rows and 4 MiB when unpacked, and yield the results."""
+    """Join consecutive small parts to batches of up to `most` rows and 4 MiB when unpacked, and yield the batches.
+
+    A part that is larger is yielded alone.
+    """
     held, rows, held_bytes = list[pa.RecordBatch](), 0, 0
     for part in parts:
         part_bytes = unpacked_size(part)
@@ -239,10 +247,7 @@ def _declared(kind: pa.DataType) -> pa.DataType:
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Convert a column to Python values.
-
-    Times finer than microseconds are truncated. Times outside of Python's range of years become text.
-    """
+    # Times finer than microseconds are truncated. Times outside of Python's range of years become text.
     coarse = _in_microseconds(column.type)
     try:
         return list((column if coarse == column.type else column.cast(coarse, safe=False)).to_pylist())

@@ -18,7 +18,7 @@ _BOMB_RATIO = 1000  # columns of text reach a ratio of 50
 
 
 def is_bomb(packed: int, unpacked: int) -> bool:
-    """Return True if data unpacks to more than 256 MiB and to more than 1000 times its packed size.
+    """Return True for a decompression bomb: more than 256 MiB, and more than 1000 times the packed size, when unpacked.
 
     Args:
         packed: The packed size in bytes.
@@ -28,7 +28,7 @@ def is_bomb(packed: int, unpacked: int) -> bool:
 
 
 def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
-    """Raise InputCorrupt if the unpacked size of a file suggests a decompression bomb.
+    """Raise InputCorrupt if `is_bomb` is true for the sizes of a file.
 
     Args:
         place: The name of the file or its part, for the message.
@@ -67,7 +67,7 @@ def unpacked_size(batch: pa.RecordBatch) -> int:
 
 
 def column_size(column: pa.Array) -> int:
-    """Return the size of an array in bytes, with its dictionaries and views unpacked."""
+    """Return the size in bytes that an array has when its dictionaries and views are unpacked."""
     kind = column.type
     if isinstance(kind, pa.ExtensionType | pa.BaseExtensionType):
         return column_size(column.storage)
@@ -95,7 +95,6 @@ def longest_value(column: pa.Array) -> int:
 
 
 def _dictionary_size(column: pa.Array) -> int:
-    """Return the size of a dictionary array in bytes when it is unpacked, without unpacking it."""
     kind = column.type.value_type
     if not _is_text(kind):
         return int(column.dictionary_decode().nbytes)
@@ -112,7 +111,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def fixed_width(kind: pa.DataType) -> int:
-    """Return the bytes that each value of a type takes even if it is null, or 0 if the type has no fixed width."""
+    """Return the bytes that each value of a type takes in an array, null or not. 0 if values have different sizes."""
     if isinstance(kind, pa.BaseExtensionType):
         return fixed_width(kind.storage_type)
     if pa.types.is_fixed_size_binary(kind):

@@ -21,9 +21,9 @@ _TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 
 
 def is_closable(schema: dict[str, Any]) -> bool:
-    """Return True if a schema names properties and does not mention other properties.
+    """Return True if `additionalProperties: false` may be added to a schema, which forbids unnamed properties.
 
-    Its objects may then get `additionalProperties: false`.
+    The schema must name properties, and must not mention further properties itself.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not properties or _OPENS & schema.keys():

@@ -199,18 +199,6 @@ class _OpenQuote:
 def _match_fields(
     dialect: CsvDialect, lines: LineBuffer, pattern: re.Pattern[bytes], start: int, end: int
 ) -> tuple[int, Fault | None]:
-    """Match the CSV fields of a line from the position `start` to the end of the line at `end`.
-
-    Args:
-        dialect: The delimiter and the quote character.
-        lines: The buffered file.
-        pattern: The expression for the fields.
-        start: The position where the first field starts.
-        end: The position where the line ends.
-
-    Returns:
-        (position where the match ends, what is wrong there, or None if the whole line matches).
-    """
     data, base = lines.data, lines.base
     found = pattern.match(data, start - base, end - base)
     stop = start - base if found is None else found.end()

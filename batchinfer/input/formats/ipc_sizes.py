@@ -112,7 +112,14 @@ class _Flat:
         return self._at(0, "<I")
 
     def place(self, table: int, field: int) -> int | None:
-        """Return the position of a field of the table at `table`, or None if the field has its default."""
+        """Return the position of a field of a FlatBuffer's table.
+
+        None if the field is absent, since it has its default.
+
+        Args:
+            table: The position of the table.
+            field: The number of the field in the table's schema.
+        """
         vtable = table - self._at(table, "<i")
         slot = 4 + 2 * field
         if slot + 2 > self._at(vtable, "<H"):
@@ -132,7 +139,7 @@ class _Flat:
         return 0 if place is None else self._at(place, kind)
 
     def table(self, table: int, field: int) -> int:
-        """Return the position of the table or vector to which a field of a FlatBuffer's table refers.
+        """Return the position of the table or vector that a field of a FlatBuffer's table points at.
 
         Args:
             table: The position of the table with the field.

@@ -52,14 +52,14 @@ def doubtful_columns(
     raw: BinaryIO,
     opened: OpenWithDictionaries,
 ) -> DoubtfulColumns:
-    """Return the columns whose unpacked size neither the footer nor their longest dictionary values bound.
+    """Find the columns that may unpack to a dangerous size, by the footer and the longest dictionary values.
 
     Args:
-        footer: The open file.
+        footer: The open Parquet file.
         chunks: The column chunks in its footer.
         size: The size of the file in bytes.
-        raw: The bytes of the file.
-        opened: Opens the file and keeps the columns with the given names dictionary-encoded.
+        raw: The same file as bytes.
+        opened: A function that opens the file so that the columns with the given names stay dictionary-encoded.
     """
     paths = [footer.metadata.schema.column(at).path for at in range(footer.metadata.num_columns)]
     own = [(chunk, paths[chunk.column]) for chunk in chunks if chunk.kind == BYTE_ARRAY and chunk.dictionary]

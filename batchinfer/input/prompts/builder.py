@@ -76,32 +76,34 @@ class PromptPlan:
         overrides: Pairs of a sampling parameter and the column that sets it.
         values_are_text: True if numbers, messages and token ids must be parsed from text, as in CSV.
         by_url: The default sampling parameters of OpenAI requests per endpoint.
-        one_schema: True if requests must not have another JSON schema than the job, whose schema sets the columns.
+        one_schema: True if OpenAI requests must not have another JSON schema than the job, because the job's schema
+            determines the columns of the result.
         now: The time that chat templates may write into prompts.
         max_text_bytes: The maximum size of a prompt text in UTF-8.
         fits: True if a row without its own `max_tokens` gets the maximum that its constraint can need.
-        chat: False if the text of `user` is the whole prompt.
+        chat: False if the text of `user` is the whole prompt, without a chat template.
         chat_template: Replaces the checkpoint's chat template.
         arguments: The arguments of the chat template for all rows.
         argument_columns: Pairs of an argument of the chat template and the column that sets it.
         tools_column: The column of a row's own tools.
-        ladder: Further sampling parameters with which an invalid row runs again.
+        ladder: The sampling parameters of further attempts, for a row whose answer is invalid.
         reasoning: How the checkpoint marks its reasoning.
         tool_calls: The syntax of the checkpoint's tool calls.
-        forced_call: The tool call that every answer must make: `tool_choice` and `parallel_tool_calls` as in an OpenAI
+        forced_call: The tool call that every answer must make: `tool_choice` and `parallel_tool_calls` as in an
+            OpenAI
             request.
         before: A text that is put before text prompts.
-        vectors: The vectors that OpenAI requests may ask for.
-        no_vectors: Why the job makes no vectors, for messages.
+        vectors: The embeddings that OpenAI requests may ask for.
+        no_vectors: Why the job makes no embeddings, for messages.
         samples: The number of answers per row.
         samples_column: The column that overrides `samples`.
-        scoring: The kind of scores, or None.
+        scoring: The kind of scores, or None if answers are generated.
         continuation: The column of the continuations to score; None for labels or for the prompt itself.
         labels: The column with labels of each row; None if all rows have the job's labels.
         pairs: How pairs of a prompt and a document are scored, or None.
-        document: The column of the documents.
+        document: The column of the documents of these pairs.
         adapters: The fingerprints of the adapters by name.
-        adapter_column: The column that names the adapter.
+        adapter_column: The column that names the adapter of a row.
     """
 
     mode: Mode
@@ -147,14 +149,16 @@ class Draft(NamedTuple):
         text: The text of the prompt, or None.
         token_ids: The tokens of the prompt, if there is no text.
         add_special: True if the tokenizer adds its special tokens, such as BOS.
-        masks: The special-token literals of the row by mask; they are encoded as plain text.
+        masks: Texts in the row that look like special tokens, by the placeholder that replaces each in `text`. They
+            are
+            tokenised as plain text.
         unread: The names of the row's arguments that the chat template does not read.
-        tools: The row's tools as JSON text of `known_tools`.
+        tools: The row's tools as JSON text that `known_tools` reads.
         continuations: The texts or tokens to score after the prompt; for a pair, the document. (): all tokens of the
             prompt except the first are scored. None: nothing is scored.
         labels: The row's own labels as a JSON list.
-        samples: The number of answers that the row asks for; 0 if it does not say.
-        dimensions: The size of its vectors; 0 for the job's size.
+        samples: The number of answers that the row asks for; 0 for the job's number.
+        dimensions: The size of its embeddings; 0 for the job's size.
         further: Further inputs of an embedding request, as texts or token ids. Each becomes a request of its own.
     """
 
@@ -180,7 +184,14 @@ class Draft(NamedTuple):
 
 
 def template_columns(source: str | None) -> set[str]:
-    """Return the names that a template of the job reads. Empty for None. Raises jinja2.TemplateSyntaxError."""
+    """Return the names of columns that a template of the job reads, with `row` for the whole row. Empty for None.
+
+    Args:
+        source: The text of the template, or None.
+
+    Raises:
+        jinja2.TemplateSyntaxError: The template does not compile.
+    """
     if source is None:
         return set()
     environment = row_environment()
@@ -191,7 +202,9 @@ _CHATS: tuple[Mode, ...] = ("template", "messages", "openai")  # modes that use 
 
 
 class PromptBuilder:
-    """Builds the Draft of each row. Hangs and crashes of templates are handled by the parent process.
+    """Builds the Draft of each row: its prompt and parameters before tokenisation.
+
+    A template may hang or crash the process, so the process that uses this class must be supervised.
 
     Args:
         plan: The rules of the job.
@@ -229,10 +242,13 @@ class PromptBuilder:
         }[plan.mode]
 
     def build(self, values: Values) -> Draft:
-        """Return the prompt of a row and its parameters. Raises RowProblem for an invalid row.
+        """Build the prompt of a row and its parameters.
 
         Args:
             values: The values of the row by column.
+
+        Raises:
+            RowProblem: The row is invalid.
         """
         draft = self._with_samples(self._build(values), values)
         if self._plan.adapters:
@@ -253,10 +269,6 @@ class PromptBuilder:
         return self._adapters.of_row(params, values)
 
     def _with_samples(self, draft: Draft, values: Values) -> Draft:
-        """Return the draft with the number of answers that its row asks for, or 1 per input of an embedding request.
-
-        Raises RowProblem for several answers at temperature 0.
-        """
         if draft.params.pooling is not None and self._plan.mode == "openai":
             return draft._replace(samples=1 + len(draft.further))
         asked = self._own_samples(values)
@@ -292,14 +304,6 @@ class PromptBuilder:
         return (self._text(name, "continuation", "is to be scored", values),)
 
     def _text(self, name: str, what: str, why: str, values: Values) -> str:
-        """Return the text of a column that is not the prompt: a document or a continuation. Raises RowProblem.
-
-        Args:
-            name: The column.
-            what: The prefix of the error codes.
-            why: The role of the column, for the message.
-            values: The values of the row by column.
-        """
         if (value := values.get(name)) is None:
             raise RowProblem(f"{what}_missing", f"column {name!r}, which {why}, is null or missing")
         if not isinstance(value, str):
@@ -320,12 +324,6 @@ class PromptBuilder:
         return self._with_fit(override(self._plan.params, given, dict(self._plan.overrides)), given)
 
     def _with_fit(self, params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-        """Apply `max_tokens: fit` if the row does not set `max_tokens` itself.
-
-        Args:
-            params: The row's sampling parameters.
-            given: The parameters that the row sets.
-        """
         if not self._plan.fits or any(given.get(name) is not None for name in _MAX_TOKENS):
             return params
         return self._fits.with_max_tokens(params)
@@ -338,7 +336,7 @@ class PromptBuilder:
         return self._row_draft(messages, values)
 
     def _from_whole_template(self, values: Values) -> Draft:
-        """Build the prompt from the template `user` alone. Only the template's own text may contain special tokens."""
+        # Only the template's own text may contain special tokens
         assert self._user is not None
         assert self._own is not None
         text, masks = self._own.resolve(self._user.render(values))
@@ -436,18 +434,17 @@ class PromptBuilder:
 
 
 def _check_length(text: str, limit: int) -> None:
-    """Raise RowProblem if the text of a prompt has more than `limit` bytes."""
     if len(text) > limit // _MOST_BYTES and len(text.encode("utf-8", "replace")) > limit:
         raise RowProblem("text_too_long", f"the rendered prompt is over the limit of {limit} bytes", "policy")
 
 
 class _RowTemplate:
-    """A template of the job, compiled once. A template without expressions is a constant.
+    """A Jinja template of the job, compiled once. It is rendered for each row, unless it has no expressions.
 
     Args:
         where: The key of the template in the job file, for messages.
         source: The text of the template.
-        own: Marks the special tokens that the template itself writes, or None.
+        own: Marks the special tokens that the template itself writes, or None to treat them as plain text.
     """
 
     def __init__(self, where: str, source: str, own: TemplateSpecials | None = None) -> None:
@@ -498,7 +495,10 @@ class _RowTemplate:
 
 
 def check_messages(value: Any) -> list[Message]:
-    """Check the messages of a chat and return them with text contents; lists of text parts are joined.
+    """Check the messages of a chat and return them with a text as content each. Lists of text parts are joined.
+
+    Args:
+        value: The messages as a list, or as JSON text.
 
     Raises:
         RowProblem: A message is invalid or has an unsupported content.
@@ -544,7 +544,7 @@ def _part(number: int, part: Any) -> str:
 
 
 def check_text(value: Any) -> str:
-    """Return the text of a prompt. Raises RowProblem if the value is not a text."""
+    """Return a prompt that must be a text, unchanged. Raises RowProblem if the value is not a text."""
     if value is None:
         raise RowProblem("prompt_missing", "the prompt is null or missing")
     if not isinstance(value, str):
@@ -575,9 +575,9 @@ def check_labels(column: str, value: Any) -> list[str]:
 
 
 def check_token_ids(value: Any) -> list[int]:
-    """Return token ids as a list of non-negative integers. Raises RowProblem if the value is no such list.
+    """Return a prompt's token ids as a list. Raises RowProblem if the value is no list of non-negative integers.
 
-    Whether the vocabulary has the ids is checked later.
+    The vocabulary is not checked here.
     """
     if value is None:
         raise RowProblem("prompt_missing", "the token ids are null or missing")
@@ -594,7 +594,6 @@ def check_token_ids(value: Any) -> list[int]:
 
 
 def _constant_text(tree: nodes.Template) -> str | None:
-    """Return the text of a parsed template without expressions; None if it has expressions."""
     pieces: list[str] = []
     for statement in tree.body:
         if not isinstance(statement, nodes.Output):

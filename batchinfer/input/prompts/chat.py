@@ -18,7 +18,12 @@ ArgumentsKey = tuple[tuple[str, str], ...]
 
 
 class Chat:
-    """Renders conversations with a chat template. Rows with equal arguments and roles take a fast path (ChatShapes)."""
+    """Renders conversations with a chat template.
+
+    Conversations with the same arguments and roles take a fast path: ChatShapes inserts their contents into an
+    earlier
+    rendering.
+    """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -27,11 +32,14 @@ class Chat:
         self._literals = {c.value for c in template.tree().find_all(nodes.Const) if isinstance(c.value, str)}
 
     def render(self, messages: list[Message], arguments: Arguments) -> str:
-        """Return the text of the prompt. Raises RowProblem.
+        """Render a conversation, and return the text of the prompt.
 
         Args:
             messages: The messages of the conversation.
             arguments: The arguments of the chat template by name.
+
+        Raises:
+            RowProblem: The template fails.
         """
         try:
             return self._rendered(self._calls.format(messages), arguments)
@@ -59,10 +67,7 @@ class Chat:
 
 
 def _key(arguments: Arguments) -> ArgumentsKey | None:
-    """Return a cache key for template arguments, or None if an argument is large or not a plain value.
-
-    Equal keys mean equal prompts: 1 and true have different keys.
-    """
+    # Equal keys mean equal prompts: 1 and true have different keys. None: an argument is large or not a plain value.
     for value in arguments.values():
         if not isinstance(value, str | bool | int | float) or (
             isinstance(value, str) and len(value) > _SHORT

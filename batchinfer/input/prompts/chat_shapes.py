@@ -33,19 +33,20 @@ Op = tuple[str, tuple[Any, ...]]
 
 
 class Untraceable(Exception):
-    """Raised if a template does something with a content that cannot be replayed."""
+    """Raised if a chat template uses the content of a message in a way that Traced cannot record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A question of a template about a message content, and its answer when the template was recorded.
+    """A question that a chat template asked about a message content while it was recorded, and the answer.
 
-    The recorded rendering is valid for other contents that get the same answer.
+    For example, a template may ask if a content starts with <tool>. The recorded rendering is only valid for other
+    contents with the same answer.
 
     Args:
-        index: The number of the message.
-        path: The string operations that the template applied to the content before the question.
-        question: The method that the template called on the result, and its arguments.
+        index: The number of the message, from 0.
+        path: The string operations that the template applied to the content before the question, such as strip.
+        question: The method of str that the template called, and its arguments.
         answer: The result of the method.
     """
 
@@ -55,7 +56,11 @@ class Guard:
     answer: bool
 
     def holds(self, contents: Sequence[str]) -> bool:
-        """Return True if the question has the same answer for other contents. `contents` has one text per message."""
+        """Return True if the question has the recorded answer for other contents.
+
+        Args:
+            contents: The content of each message.
+        """
         name, args = self.question
         value = _follow(contents[self.index], self.path)
         found = bool(value) if name == "bool" else bool(getattr(value, name)(*args))
@@ -69,10 +74,10 @@ def _follow(content: str, path: tuple[Op, ...]) -> str:
 
 
 class Trace:
-    """A record of one rendering of a template.
+    """A record of what a chat template did with the contents of messages while it rendered placeholders for them.
 
     Attributes:
-        origins: Per stand-in text, the number of its message and the string operations that lead to it.
+        origins: Per placeholder, the number of its message and the string operations that the template applied.
         guards: The questions that the template asked about contents.
     """
 
@@ -81,14 +86,17 @@ class Trace:
         self.guards: list[Guard] = []
 
     def stand_in(self, index: int, path: tuple[Op, ...]) -> Traced:
-        """Return a placeholder for the content of message `index` after the string operations `path`."""
+        """Return a new placeholder for the content of a message.
+
+        Args:
+            index: The number of the message, from 0.
+            path: The string operations that the template has applied to the content.
+        """
         self.origins.append((index, path))
         return Traced(f"\ue0f2{len(self.origins) - 1}\ue0f3", self, index, path)
 
 
 class _Opaque(str):
-    """A text that a template may print and join. Methods that read its characters raise Untraceable."""
-
     def __add__(self, other: str) -> _Opaque:
         return _Opaque(str.__add__(self, other))
 
@@ -102,7 +110,7 @@ class _Opaque(str):
 
 
 class Traced(_Opaque):
-    """A placeholder for the content of a message. It records the operations that a template applies to it."""
+    """A placeholder for the content of a message. It records the operations that a chat template applies to it."""
 
     _trace: Trace
     _index: int
@@ -110,14 +118,6 @@ class Traced(_Opaque):
 
     # Not in __init__, which Python would call again for `str(stand_in)`
     def __new__(cls, text: str, trace: Trace, index: int, path: tuple[Op, ...]) -> Traced:
-        """Return the placeholder.
-
-        Args:
-            text: The text that is printed in its place.
-            trace: The record of the rendering.
-            index: The number of the message.
-            path: The string operations that the template applied to the content.
-        """
         self = super().__new__(cls, text)
         self._trace, self._index, self._path = trace, index, path
         return self
@@ -149,23 +149,23 @@ class Traced(_Opaque):
         return self._ask("bool")
 
     def startswith(self, *args: Any) -> bool:
-        """Record the question as a guard and return False, the answer for ordinary contents."""
+        """Record this question of the template about the content, and return False, the answer for most contents."""
         return self._ask("startswith", *args)
 
     def endswith(self, *args: Any) -> bool:
-        """Record the question as a guard and return False, the answer for ordinary contents."""
+        """Record this question of the template about the content, and return False, the answer for most contents."""
         return self._ask("endswith", *args)
 
     def strip(self, chars: str | None = None, /) -> Traced:
-        """Return a placeholder for the content, stripped of white space or of `chars`."""
+        """Return a new placeholder: for the content without white space, or the characters `chars`, at both ends."""
         return self._derive("strip", chars)
 
     def lstrip(self, chars: str | None = None, /) -> Traced:
-        """Return a placeholder for the content, stripped on the left of white space or of `chars`."""
+        """Return a new placeholder: for the content without white space, or the characters `chars`, at its start."""
         return self._derive("lstrip", chars)
 
     def rstrip(self, chars: str | None = None, /) -> Traced:
-        """Return a placeholder for the content, stripped on the right of white space or of `chars`."""
+        """Return a new placeholder: for the content without white space, or the characters `chars`, at its end."""
         return self._derive("rstrip", chars)
 
     __hash__ = None
@@ -176,7 +176,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _close(kind: type) -> None:
-    """Make the methods of str raise Untraceable in a subclass, except methods that it or every object defines."""
+    # All methods of str raise Untraceable, except methods that the subclass or every object defines
     needed = set(vars(object)) - {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__format__"}
     for name in set(vars(str)) - needed - {"__add__", "__hash__"}:
         setattr(kind, name, _refuse)
@@ -188,12 +188,13 @@ _close(_Opaque)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A recorded rendering for a sequence of roles, into which contents can be inserted.
+    """A recorded rendering of a chat template for one sequence of roles, into which other contents can be inserted.
 
     Args:
         literals: The texts before, between and after the contents.
-        slots: Between the literals: the number of the message, and the string operations to apply to its content.
-        guards: The conditions under which the rendering is valid for other contents.
+        slots: For each gap between two literals: the number of the message, and the string operations to apply to its
+            content.
+        guards: The conditions that other contents must meet.
     """
 
     literals: tuple[str, ...]
@@ -201,7 +202,11 @@ class Shape:
     guards: tuple[Guard, ...]
 
     def fill(self, contents: Sequence[str]) -> str | None:
-        """Return the text with these contents, one per message, or None if a guard does not hold."""
+        """Return the rendered text with other contents. None if the rendering is not valid for them.
+
+        Args:
+            contents: The content of each message.
+        """
         if not all(guard.holds(contents) for guard in self.guards):
             return None
         out = [self.literals[0]]
@@ -211,10 +216,13 @@ class Shape:
 
 
 class ChatShapes:
-    """Renders conversations with a chat template. Uses recorded shapes if they give exactly the same text.
+    """Renders conversations with a chat template, faster than the template itself.
+
+    A template is rendered once per sequence of roles. For other conversations with these roles, contents are inserted
+    into the recorded text if the result is certainly equal; else the template is rendered.
 
     Attributes:
-        shortcuts: The number of conversations that were rendered by a shape.
+        shortcuts: The number of conversations that were not rendered by the template.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -224,7 +232,7 @@ class ChatShapes:
         self.shortcuts = 0
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return the text of the prompt, exactly as `template.render(messages)`."""
+        """Return the text of a conversation, exactly as `template.render(messages)` does."""
         shape = self._shape(messages) if self._usable and all(map(_is_plain, messages)) else None
         text = shape.fill([m["content"] for m in messages]) if shape is not None else None
         if text is None:
@@ -271,7 +279,6 @@ def _is_plain(message: Message) -> bool:
 
 
 def _watchable(tree: nodes.Template) -> bool:
-    """Return True if a parsed template uses contents only in ways that `Traced` can record."""
     if any(True for _ in tree.find_all(_UNWATCHED)):
         return False
     if any(a.attr in _UNWATCHED_METHODS for a in tree.find_all(nodes.Getattr)):

@@ -24,7 +24,7 @@ class NullRendered(Exception):
 
 
 def row_environment() -> ImmutableSandboxedEnvironment:
-    """Return Jinja's environment for the job's templates. A missing column or a printed null is an error there."""
+    """Return Jinja's environment for the job's own templates, where a missing column or a printed null is an error."""
     environment = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, finalize=_no_null, keep_trailing_newline=True, optimized=False
     )
@@ -33,11 +33,7 @@ def row_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _AtRuntime:
-    """A mixin for code generators that evaluates no constants at compile time.
-
-    `{{ 'a' * 10**10 }}` then fails for rows and not when the template is compiled.
-    """
-
+    # Without constants that are evaluated at compile time, `{{ 'a' * 10**10 }}` fails for rows, and not for the job
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
             raise nodes.Impossible
@@ -75,7 +71,7 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as declared
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the syntax tree of the `generation` block whose opening tag the parser has reached."""
+        """Parse a `generation` block whose opening tag the parser has reached, and return its syntax tree."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -85,7 +81,7 @@ class GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A checkpoint's chat template, compiled once, with the names and filters of transformers.
+    """A checkpoint's chat template, compiled once. It has the variables and filters that transformers provides.
 
     Args:
         source: The text of the template.
@@ -118,7 +114,11 @@ class ChatTemplate:
 
 
 def chat_environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    """Return Jinja's environment for checkpoints' chat templates. `now` is the time for `strftime_now`."""
+    """Return Jinja's environment for checkpoints' chat templates.
+
+    Args:
+        now: The time that `strftime_now` returns.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols], optimized=False
     )

@@ -25,19 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Columns:
-    """The input columns that a job uses, and the columns found in the input so far.
+    """The input columns that a job uses, and the columns found in the input until now.
+
+    JSON lines have no schema. Their columns are only known from the rows.
 
     Args:
         job: The job file, for messages.
         prompt: The column of the prompt, or None if templates make it.
         id: The column of the row ids, or None.
         send: The columns that render workers need, or None for all.
-        read: The columns to decode, or None for all, also if the input has no schema.
+        read: The columns to decode, or None for all, as for an input without a schema.
         overrides: Pairs of a sampling parameter and the column that sets it.
-        wanted: Pairs of a key of the job and the column that it names.
+        wanted: Pairs of a key of the job file and the column that it names.
         variables: The columns that the templates require.
         unseen: For an input without a schema, the columns in `wanted` and `variables` that no row has had yet.
-        known: The first names of columns that were found, in order.
+        known: The names of columns that were found, in order, up to a maximum number.
         rows: The number of rows that were read.
     """
 
@@ -54,14 +56,14 @@ class Columns:
     rows: int = 0
 
     def note(self, row: Values) -> None:
-        """Record the columns of a row. `check_all_seen` reports columns that the job names and no row has."""
+        """Record the columns of one row as found."""
         self.add(row, row.keys(), 1)
 
     def add(self, names: Iterable[str], found: Collection[str], rows: int) -> None:
-        """Record the columns of several rows.
+        """Record the columns of several rows as found.
 
         Args:
-            names: The first names of columns of the rows, in order.
+            names: The first column names of the rows, in order, for messages.
             found: The columns of `unseen` that occurred in the rows.
             rows: The number of rows.
         """
@@ -72,7 +74,7 @@ class Columns:
             self.known.update(dict.fromkeys(names))
 
     def fields(self, carried: Sequence[str], endpoints: bool, declared: bool) -> RowFields:
-        """Return which values render workers take from a row.
+        """Return the values that render workers must take from each row and return to the driver.
 
         Args:
             carried: The columns that are copied to the results as text.
@@ -84,14 +86,15 @@ class Columns:
 
     @property
     def missing(self) -> bool:
-        """True if a column that a key of the job names has not occurred in any row yet."""
+        """True if a key of the job file names a column that no row has had yet."""
         return any(name in self.unseen for _, name in self.wanted)
 
     def check_all_seen(self, failed: int = 0) -> None:
-        """Raise JobFileError if a column that the job names occurred in no row.
+        """Raise JobFileError if no row of the input has a column that the job names. Called after all rows were read.
 
-        A template may not reach a column in any row. A column that only templates name is therefore reported only if
-        all rows failed, or together with another missing column.
+        Templates may skip a column in an `if`. Therefore, a column that only templates name is not reported alone,
+        unless
+        all rows failed.
 
         Args:
             failed: The number of rows that failed.
@@ -106,7 +109,9 @@ class Columns:
 def choose_prompts(
     job: Job, tokenizer: Tokenizer, schema: pa.Schema | None, shape: Callable[[], Shape]
 ) -> tuple[Mode, Columns]:
-    """Return the source of the job's prompts, and the columns to read. Raises as `choose_mode` and `choose_columns`.
+    """Determine where the job's prompts come from, and which columns to read.
+
+    Raises as `choose_mode` and `choose_columns`.
 
     Args:
         job: The job.
@@ -119,7 +124,7 @@ def choose_prompts(
 
 
 def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
-    """Return the columns that a job uses.
+    """Determine the input columns that a job uses, and check that a schema has them.
 
     Args:
         job: The job.
@@ -127,7 +132,7 @@ def choose_columns(job: Job, mode: Mode, schema: pa.Schema | None) -> Columns:
         schema: The schema of the input, or None if the columns are only known from its rows.
 
     Raises:
-        JobFileError: An input with a schema lacks a column.
+        JobFileError: The schema lacks a column.
     """
     prompt = job.prompt
     column = getattr(prompt, mode, None) if mode in ("messages", "text", "token_ids") else None
@@ -165,7 +170,6 @@ def _refuse_columns(job: Job, mode: Mode) -> None:
 
 
 def _wanted(job: Job, mode: Mode, column: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (key, column) for each key of the job file that names a column. `column` is the column of the prompt."""
     if job.input.id is not None and mode != "openai":
         yield "input.id", job.input.id
     if column is not None:
@@ -191,7 +195,6 @@ def _tools_column(job: Job) -> tuple[str, ...]:
 
 
 def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield (key, column) for each key of the job file that names a column with texts to score."""
     if job.score.continuation is not None:
         yield "score.continuation", job.score.continuation
     if job.classify.choices_from_column is not None:
@@ -201,10 +204,7 @@ def _of_scores(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _needed_variables(job: Job, used: set[str]) -> tuple[str, ...]:
-    """Return the columns that the templates require; none if the templates handle missing columns.
-
-    `used` are all names that the templates read.
-    """
+    # Templates that handle missing columns themselves require none
     if job.prompt is None or _asks_whether_defined(job.prompt.system, job.prompt.user):
         return ()
     return tuple(sorted(used - {ROW_VARIABLE}))
@@ -221,7 +221,6 @@ def _check_schema(
 
 
 def _asks_whether_defined(*sources: str | None) -> bool:
-    """Return True if a template handles missing columns: it tests if a name is defined, has defaults, or sets names."""
     for source in sources:
         tree: Any = row_environment().parse(source or "")
         tests = {test.name for test in tree.find_all(nodes.Test)}

@@ -12,9 +12,9 @@ from batchinfer.input.rows import RowProblem
 
 
 class Fits:
-    """Sets the maximum tokens of answers to the bound of their constraints, for `max_tokens: fit`.
+    """Sets `max_tokens` of requests to the length of the longest answer that their constraint allows.
 
-    The bound of each constraint is computed once.
+    This implements `max_tokens: fit` in a job file. The length is computed once per constraint.
 
     Args:
         reasoning: How the checkpoint marks its reasoning, which may precede every answer, or None.
@@ -24,7 +24,7 @@ class Fits:
         self._bounds, self._reasoning = PerConstraint(_bound), reasoning
 
     def with_max_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with `max_tokens` set to the number of tokens that the longest answer needs.
+        """Return the parameters with `max_tokens` set to the number of tokens of the longest answer that they allow.
 
         Raises:
             RowProblem: The constraint of `params` allows answers of any length.
@@ -37,12 +37,12 @@ class Fits:
 
 
 def with_reasoning(most: int, budget: int | None, reasoning: Reasoning | None) -> int:
-    """Return the maximum number of tokens of an answer including its reasoning.
+    """Return the maximum number of tokens of an answer together with its reasoning.
 
     Args:
         most: The maximum number of tokens of the answer without reasoning.
         budget: The maximum number of tokens of the reasoning; None means that only the context limits it.
-        reasoning: How the checkpoint marks its reasoning, or None.
+        reasoning: How the checkpoint marks its reasoning, or None if it does not reason.
     """
     if reasoning is None or reasoning.tokens is None:
         return most
@@ -50,7 +50,6 @@ def with_reasoning(most: int, budget: int | None, reasoning: Reasoning | None) -
 
 
 def _bound(params: SamplingParams) -> int | str:
-    """Return the maximum number of tokens of an answer with the constraint of `params`, or why there is none."""
     try:
         return most_tokens(params)
     except Unbounded as error:

@@ -15,9 +15,9 @@ _OF_MACROS = frozenset({"caller", "kwargs", "varargs"})
 
 
 def names_read(tree: nodes.Template) -> set[str]:
-    """Return the names that a parsed template reads before it has certainly set them.
+    """Return the names that a parsed Jinja template reads from outside: those that it may not have set before.
 
-    They include functions of the environment.
+    Functions that the environment provides are included.
     """
     reads = _Reads()
     reads.visit(tree)
@@ -26,22 +26,15 @@ def names_read(tree: nodes.Template) -> set[str]:
 
 
 class _Reads(NodeVisitor):
-    """Visits a template in the order of execution, and collects the names that it reads before it sets them.
-
-    Macros are visited at the end, since they run later than they are defined, and can read names that are set in
-    between.
-
-    Attributes:
-        found: The names.
-    """
-
+    # Visits a template in the order of execution. Macros are visited at the end, since they run later than they are
+    # defined, and can read names that are set in between.
     def __init__(self) -> None:
         self.found: set[str] = set()
         self._set: set[str] = set()
         self._later: list[nodes.Macro] = []
 
     def finish(self) -> None:
-        """Visit the bodies of the macros that were found, which may define further macros."""
+        """Visit the bodies of the macros that the template defines. They may define further macros."""
         while self._later:
             macro = self._later.pop()
             names = [argument.name for argument in macro.args]
@@ -109,7 +102,6 @@ class _Reads(NodeVisitor):
             self.visit(node)
 
     def _after(self, branch: Sequence[nodes.Node]) -> set[str]:
-        """Visit a branch of an `if`, and return the names that are certainly set after it."""
         before = set(self._set)
         self._all(branch)
         found, self._set = self._set, before
@@ -123,7 +115,6 @@ class _Reads(NodeVisitor):
 
     @contextmanager
     def _inside(self, names: Iterable[str] = ()) -> Iterator[None]:
-        """Treat `names` as set within the `with` block. Names that are set within the block are not set after it."""
         before = self._set
         self._set = before | set(names)
         yield

@@ -10,13 +10,19 @@ from batchinfer.input.tool_calls.known_tools import known_tools
 
 
 class RowTools:
-    """Returns the tools of rows as text. The text of the last tools is cached, since rows usually share their tools."""
+    """Converts the tools of rows to text.
+
+    The latest result is cached, since consecutive rows usually have the same tools.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[Sequence[Mapping[str, Any]], str] | None = None
 
     def of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the tools among a row's template arguments as JSON text of `known_tools`, or None without tools."""
+        """Return the tools among a row's template arguments as JSON text that `known_tools` reads.
+
+        None without tools.
+        """
         tools = arguments.get(TOOLS)
         if not tools:
             return None

@@ -23,23 +23,30 @@ _GLOBALS = frozenset(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)).globals)
 
 
 def is_given(name: str) -> bool:
-    """Return True if every chat template gets a value of this name: messages, tools, special tokens and functions."""
+    """Return True if a name always has a value in chat templates, so that no argument may have this name.
+
+    Such names are messages, tools, special tokens like bos_token, and functions.
+    """
     return name in _GIVEN or name in _GLOBALS
 
 
 def arguments_read(source: str) -> frozenset[str]:
-    """Return the names of the arguments that a chat template reads.
+    """Return the names of the arguments that a chat template reads and that a job can set, such as enable_thinking.
 
-    Names that the template sets itself, and names that every template gets, are left out. The template must compile.
+    Names that the template sets itself, and names that every template gets (`is_given`), are left out.
 
     Args:
-        source: The text of the template.
+        source: The text of the template, which must compile.
     """
     return frozenset(name for name in _names_read(source) if not is_given(name))
 
 
 def reads_tools(source: str) -> bool:
-    """Return True if a chat template reads `tools`. `source` is its text, which must compile."""
+    """Return True if a chat template reads `tools`.
+
+    Args:
+        source: The text of the template, which must compile.
+    """
     return TOOLS in _names_read(source)
 
 
@@ -49,11 +56,11 @@ def _names_read(source: str) -> frozenset[str]:
 
 
 class TemplateArguments(NamedTuple):
-    """The arguments of the chat template for one row.
+    """The arguments that the chat template gets for one row.
 
     Attributes:
         arguments: The values by name.
-        unread: The names of arguments that the row sets, but the template does not read.
+        unread: The names of arguments that the row sets, but the template does not read. They have no effect.
     """
 
     arguments: Arguments
@@ -68,7 +75,7 @@ class RowArguments:
         columns: Pairs of an argument and the column that sets it.
         reads: The names that the template reads.
         values_are_text: True if values must be parsed from text, as in CSV.
-        most: The maximum characters of a row's own arguments, and of its own tools.
+        most: The maximum size of a row's own arguments, and of its own tools, in characters.
         tools: The column of a row's own tools, or None.
         reads_tools: True if the template reads tools.
     """
@@ -88,10 +95,13 @@ class RowArguments:
         self._tools, self._reads_tools = tools, reads_tools
 
     def of_row(self, values: Values) -> TemplateArguments:
-        """Return the job's arguments, overridden by columns of the row. Raises RowProblem.
+        """Return the template arguments for a row: the job's arguments, overridden by columns of the row.
 
         Args:
             values: The values of the row by column.
+
+        Raises:
+            RowProblem: A value is invalid or too large.
         """
         if not self._columns and self._tools is None:
             return TemplateArguments(self._common)
@@ -114,12 +124,7 @@ class RowArguments:
         return TemplateArguments(self._with_tools(arguments, body.get(TOOLS)), unread)
 
     def _with_tools(self, arguments: Arguments, value: Any) -> Arguments:
-        """Return the arguments with the row's own tools.
-
-        Args:
-            arguments: The arguments with the tools of the job.
-            value: The row's tools. None keeps the tools of the job; an empty list means no tools.
-        """
+        # None keeps the tools of the job; an empty list means no tools
         if value is None:
             return arguments
         try:
@@ -163,7 +168,12 @@ class RowArguments:
 
 
 def argument_problem(name: str, value: Any) -> str | None:
-    """Return why the value of `documents` or `reasoning_effort` is invalid, or None. Other names are not checked."""
+    """Return why a template argument is invalid, or None. Only `documents` and `reasoning_effort` are checked.
+
+    Args:
+        name: The name of the argument.
+        value: Its value.
+    """
     if name == DOCUMENTS and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         return "must be a list of objects, as in [{title: …, text: …}]"
     if name == EFFORT and not isinstance(value, str):
@@ -176,7 +186,6 @@ def _bad(name: str, message: str) -> RowProblem:
 
 
 def _from_text(value: Any) -> Any:
-    """Convert a value from a file without types: to a boolean, or parsed as JSON if valid, else unchanged text."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

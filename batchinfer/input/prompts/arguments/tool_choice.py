@@ -18,12 +18,12 @@ _RIGHT = "must be none, auto, required, or a function, as in {type: function, fu
 
 
 class ToolChoice:
-    """Turns `tool_choice` of OpenAI requests into a constraint, for rows whose answers must call a tool.
+    """Turns `tool_choice` of OpenAI requests into a constraint that forces the answer to be a tool call.
 
     Args:
         style: The syntax of the checkpoint's tool calls, or None if unknown.
         tokenizer: The tokenizer of the checkpoint.
-        reasons: True if tokens mark the reasoning of the checkpoint.
+        reasons: True if the checkpoint marks its reasoning by tokens.
     """
 
     def __init__(self, style: CallStyle | None, tokenizer: Tokenizer, reasons: bool) -> None:
@@ -32,7 +32,7 @@ class ToolChoice:
     def params(
         self, params: SamplingParams, body: Mapping[str, Any], tools: Sequence[Tool] | None
     ) -> SamplingParams:
-        """Return the sampling parameters of a chat request with the constraint that its tool choice needs.
+        """Return the sampling parameters of a chat request, with a constraint if `tool_choice` requires a tool call.
 
         Args:
             params: The sampling parameters without the tool choice.
@@ -62,15 +62,6 @@ class ToolChoice:
 
 
 def _chosen(choice: Any, tools: Sequence[Tool]) -> Sequence[Tool]:
-    """Return the tools that an answer may call.
-
-    Args:
-        choice: The value of `tool_choice`: "required", or an object that names a function.
-        tools: The tools of the request.
-
-    Raises:
-        RowProblem: The value is invalid or names an unknown tool.
-    """
     if not tools:
         raise _bad(f"{CHOICE}: asks for a call, and there are no tools")
     if choice == "required":

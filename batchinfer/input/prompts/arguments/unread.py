@@ -9,21 +9,21 @@ _MOST_NAMES = 20  # maximum number of names kept
 
 
 class UnreadArguments:
-    """Counts, per argument of the chat template, the rows that set it although the template does not read it.
+    """Counts rows that set an argument which the chat template does not read, so that the argument has no effect.
 
     Attributes:
-        rows: The number of rows by name of the argument.
+        rows: The number of such rows by name of the argument.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
 
     def add(self, names: Iterable[str], rows: int = 1) -> None:
-        """Add rows that set arguments which the template does not read. At most 20 names are kept.
+        """Count rows that set these arguments, which the template does not read. At most 20 names are kept.
 
         Args:
             names: The names of the arguments.
-            rows: The number of rows.
+            rows: The number of rows that set all of them.
         """
         for short in dict.fromkeys(name[:_NAME] for name in names):
             if short in self.rows or len(self.rows) < _MOST_NAMES:
@@ -36,7 +36,11 @@ class UnreadArguments:
 
 
 def unread_text(rows: Mapping[str, int]) -> str | None:
-    """Return a message about the ignored arguments, or None if there are none. `rows` is the number of rows by name."""
+    """Return a message about arguments that the chat template ignores, or None if there are none.
+
+    Args:
+        rows: The number of rows that set the argument, by name.
+    """
     if not rows:
         return None
     most_first = sorted(rows.items(), key=lambda one: (-one[1], one[0]))
