@@ -69,8 +69,7 @@ class InputFile:
 
         Args:
             sha256: The digest of the bytes that were read, or None if the file was not read to its end. A file that
-                still
-                has this digest and its old size counts as unchanged.
+                still has this digest and its old size counts as unchanged.
 
         Raises:
             InputCorrupt: The file has changed.

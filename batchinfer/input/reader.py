@@ -47,10 +47,10 @@ class Strata:
     rows: int
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the sampled ranges of consecutive rows as (start, end), counted from `first`. `end` is not included.
+        """Yield the ranges of sampled rows among consecutive rows of the input, as (start, end), without the row `end`.
 
         Args:
-            first: The number of the first row in the input.
+            first: The number of the first of these consecutive rows in the input. Ranges are counted from this row.
             count: The number of consecutive rows.
         """
         begin = (self.stride - self.rows) // 2
@@ -143,7 +143,7 @@ class Reader:
             chunk: The maximum size of the chunks of text files.
 
         Returns:
-            None if `files` are other files than those of this reader, or have changed since this reader was opened.
+            None if `files` differ from this reader's files, or if a file has changed since this reader was opened.
         """
         if (*files,) != self.files:
             return None

@@ -30,15 +30,12 @@ def all_formats() -> str:
 
 
 def packed_formats() -> str:
-    """Return the formats that may be compressed, for messages: `JSON lines and CSV also with .gz, .zst, .zstd`."""
+    """Return a text for messages about compressed files: `JSON lines and CSV also with .gz, .zst, .zstd`."""
     return f"{' and '.join(one.title for one in FORMATS if one.packed)} also with {', '.join(CODECS)}"
 
 
 def by_name(name: str) -> Format:
-    """Return the input format with this name, a value of `input.format` such as "csv".
-
-    Raises KeyError for other names.
-    """
+    """Return the input format with this name, a value of `input.format` such as "csv". The name must exist."""
     return next(one for one in FORMATS if one.name == name)
 
 

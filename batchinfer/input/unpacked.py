@@ -62,12 +62,12 @@ class BombGuard:
 
 
 def unpacked_size(batch: pa.RecordBatch) -> int:
-    """Return the size of a batch in bytes, with its dictionaries and views unpacked."""
+    """Return the size in bytes that a batch would have with its dictionaries and views unpacked."""
     return sum(column_size(column) for column in batch.columns)
 
 
 def column_size(column: pa.Array) -> int:
-    """Return the size in bytes that an array has when its dictionaries and views are unpacked."""
+    """Return the size in bytes that an array would have with its dictionaries and views unpacked."""
     kind = column.type
     if isinstance(kind, pa.ExtensionType | pa.BaseExtensionType):
         return column_size(column.storage)
@@ -87,7 +87,10 @@ def column_size(column: pa.Array) -> int:
 
 
 def longest_value(column: pa.Array) -> int:
-    """Return the length of the longest text or binary value in bytes; for other types, the size of the whole column."""
+    """Return the size in bytes of a column's longest text or binary value.
+
+    For other types, return the size of the whole column, as an upper bound.
+    """
     values = column.dictionary if pa.types.is_dictionary(column.type) else column
     return (
         int(pc.max(pc.binary_length(values)).as_py() or 0) if _is_text(values.type) else column_size(values)

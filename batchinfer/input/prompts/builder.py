@@ -495,13 +495,13 @@ class _RowTemplate:
 
 
 def check_messages(value: Any) -> list[Message]:
-    """Check the messages of a chat and return them with a text as content each. Lists of text parts are joined.
+    """Check the messages of a chat. In the result, each content is a text: lists of text parts are joined.
 
     Args:
-        value: The messages as a list, or as JSON text.
+        value: The list of messages, each with a role and a content.
 
     Raises:
-        RowProblem: A message is invalid or has an unsupported content.
+        RowProblem: The value is no list of messages, or a message is invalid or has an unsupported content.
     """
     if value is None:
         raise RowProblem("prompt_missing", "messages is null or missing")

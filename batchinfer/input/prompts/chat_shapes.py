@@ -74,7 +74,7 @@ def _follow(content: str, path: tuple[Op, ...]) -> str:
 
 
 class Trace:
-    """A record of what a chat template did with the contents of messages while it rendered placeholders for them.
+    """A record of how a chat template used the contents of messages, while it rendered placeholders in their place.
 
     Attributes:
         origins: Per placeholder, the number of its message and the string operations that the template applied.
@@ -118,6 +118,7 @@ class Traced(_Opaque):
 
     # Not in __init__, which Python would call again for `str(stand_in)`
     def __new__(cls, text: str, trace: Trace, index: int, path: tuple[Op, ...]) -> Traced:
+        """Create a placeholder that prints as `text`; `Trace.stand_in` explains the other arguments."""
         self = super().__new__(cls, text)
         self._trace, self._index, self._path = trace, index, path
         return self

@@ -107,7 +107,7 @@ class ChatTemplate:
         return self._template.render({**self._given, "messages": messages})
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
-        """Return a copy of the template with additional or replaced arguments."""
+        """Return a copy of the template with these arguments. They replace present arguments of the same names."""
         other = copy.copy(self)
         other._given = {**self._given, **arguments}
         return other

@@ -20,15 +20,15 @@ _CONSTRAINED = tuple(f'"{name}":' for name in CONSTRAINTS)
 
 
 class WorkKeys:
-    """Computes the work keys of requests with the same context and sampling parameters.
+    """Computes the work keys of requests that have the same settings and sampling parameters.
 
-    Values at their defaults are omitted: in `context` and `params_json`, and the occurrence 0. A new option then leaves
-    the keys of requests that do not use it unchanged. CONSTRAINT_RULES only enters the keys of requests with a
-    constraint. Each part is preceded by its length, so different requests never hash the same bytes.
+    A value at its default does not enter the hash, so a new option leaves the keys of requests without it unchanged.
+    CONSTRAINT_RULES only enters the keys of requests with a constraint. Each part is preceded by its length, so
+    different requests never hash the same bytes.
 
     Args:
         context: The settings of the job that determine answers: model, dtype and so on.
-        params_json: The sampling parameters as JSON.
+        params_json: The sampling parameters as JSON, without defaults.
     """
 
     def __init__(self, context: bytes, params_json: str) -> None:
@@ -37,11 +37,12 @@ class WorkKeys:
         self._behind = _part(f"constraint rules {CONSTRAINT_RULES}".encode()) if constrained else b""
 
     def key(self, tokens: bytes, occurrence: int = 0) -> bytes:
-        """Return the 32-byte work key of a request. Requests with equal keys have equal answers.
+        """Return the 32-byte work key of a request. It identifies the answer in the store, so that it is computed once.
 
         Args:
             tokens: The prompt as little-endian int32.
-            occurrence: The number of the answer among several answers to equal requests, from 0.
+            occurrence: The number of this answer among the answers to equal requests, such as samples of a row, from 0.
+                Each gets its own key.
         """
         occurred = _part(f"occurrence {occurrence}".encode()) if occurrence else b""
         size = len(tokens).to_bytes(8, "little")
@@ -49,7 +50,14 @@ class WorkKeys:
 
 
 def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 0) -> bytes:
-    """Return the 32-byte work key of one request. The arguments are explained in WorkKeys."""
+    """Return the 32-byte work key of one request.
+
+    Args:
+        context: The settings of the job that determine answers: model, dtype and so on.
+        params_json: The sampling parameters as JSON, without defaults.
+        tokens: The prompt as little-endian int32.
+        occurrence: The number of this answer among the answers to equal requests, such as samples of a row, from 0.
+    """
     return WorkKeys(context, params_json).key(tokens, occurrence)
 
 
@@ -58,5 +66,5 @@ def _part(data: bytes) -> bytes:
 
 
 def token_bytes(ids: TokenIds) -> bytes:
-    """Return token ids as little-endian int32, the format of the token store."""
+    """Return token ids as little-endian int32, the format of stored tokens."""
     return np.ascontiguousarray(ids, dtype="<i4").tobytes()

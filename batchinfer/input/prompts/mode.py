@@ -53,18 +53,22 @@ def choose_mode(job: Job, tokenizer: Tokenizer, shape: Callable[[], Shape]) -> M
 
 
 def given_template(job: Job) -> TemplateSource | None:
-    """Return the chat template that the job names instead of the checkpoint's, or None."""
+    """Return the chat template that the job sets in place of the checkpoint's template. None if it sets none."""
     if job.prompt is None or job.chat_template is None:
         return None
     return TemplateSource(job.chat_template, str(job.prompt.chat_template))
 
 
 def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
-    """Check the chat template that the job uses, and its arguments.
+    """Check the chat template that the job uses, and its arguments. Do nothing if the job uses no chat template.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the checkpoint, with the template.
 
     Raises:
-        JobFileError: The job needs a chat template and there is none, the template cannot be compiled, or it does not
-            read an argument of the job.
+        JobFileError: There is no chat template, the template cannot be compiled, or it does not read an argument that
+            the job sets.
     """
     key = _chat_key(job)
     if key is None and not job.requests:
@@ -83,7 +87,6 @@ def check_chat_template(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def _chat_key(job: Job) -> str | None:
-    """Return the key of the job file whose value the chat template renders, such as "prompt.messages", or None."""
     prompt = job.prompt
     if prompt is None or not prompt.chat:
         return None
@@ -107,7 +110,6 @@ def _chat_fault(template: str) -> TemplateFault | None:
 
 
 def _refuse_arguments(job: Job, message: str) -> None:
-    """Raise JobFileError with this message for each key of the job file that sets an argument of the chat template."""
     prompt = job.prompt
     keys = [] if prompt is None else [*(key for _, key in prompt.argument_keys()), *prompt.tool_keys()]
     if keys:
@@ -153,7 +155,10 @@ def _problem_of_argument(
 
 
 def check_templates(job: Job) -> None:
-    """Raise JobFileError if `prompt.system` or `prompt.user` can be parsed but not compiled."""
+    """Raise JobFileError if the job's template `prompt.system` or `prompt.user` does not compile.
+
+    Syntax was checked before.
+    """
     for name in ("system", "user"):
         source = getattr(job.prompt, name, None)
         fault = template_fault(row_environment(), source) if source is not None else None

@@ -46,9 +46,12 @@ BULK = -1  # reported while the worker tokenises a batch of prompts
 
 
 def checking(row: int) -> int:
-    """Return the number to report while another process checks the constraint of row `row`.
+    """Return the number that a render worker reports while it waits for the check of a row's constraint.
 
-    The parent process then waits longer.
+    It tells the parent process to wait longer than for other work. Numbers of rows being rendered are not negative.
+
+    Args:
+        row: The number of the row.
     """
     return BULK - 1 - row
 
@@ -60,9 +63,9 @@ class RowPiece:
     Args:
         start: The first row, counted from the start of the chunk.
         stop: The row after the last one.
-        accused: True if an earlier process died while it worked on the only row of this piece.
-        careful: True to tokenise rows one by one.
-        given: The error of the only row, if it is known. The row is then only read.
+        accused: True if the piece is a single row, and an earlier process died while it worked on this row.
+        careful: True to tokenise rows one by one, so that a failure concerns one row.
+        given: For a single row whose error is known: the error. The row is then only read.
     """
 
     start: int
@@ -80,10 +83,10 @@ class Limits:
     """The limits on the length and the token ids of prompts.
 
     Args:
-        max_model_len: The maximum number of positions.
+        max_model_len: The maximum number of tokens of a prompt and its answer.
         vocab_size: The number of token ids of the model.
         truncate: Which side of a prompt is cut if it is too long, or "error".
-        context: The part of the work keys that is common to the job.
+        context: The settings of the job that enter every work key.
         job_limit: True if the job sets `max_model_len`, False if the model does.
         room: The number of tokens that must fit after a prompt; 0 if answers are vectors.
         may_cut: True if the job may set prompt.truncate.
@@ -98,13 +101,13 @@ class Limits:
     may_cut: bool = True
 
     def length(self) -> str:
-        """Return a text for messages: the maximum number of tokens, and whether the job or the model sets it."""
+        """Return a text for error messages: the maximum number of tokens, and whether the job or the model sets it."""
         if self.job_limit:
             return f"model.max_model_len of the job allows {self.max_model_len:,}"
         return f"the model reads at most {self.max_model_len:,}"
 
     def cut(self) -> str:
-        """Return a text for messages that advises to set prompt.truncate, or "" if the job cannot set it."""
+        """Return a text for error messages that advises to set prompt.truncate, or "" if the job cannot set it."""
         return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
 
     def remedy(self) -> str:
@@ -119,7 +122,8 @@ class Preparer:
         plan: The rules by which the job turns rows into prompts.
         limits: The limits of a prompt.
         tokenizer: The tokenizer of the checkpoint.
-        report: Called with the number of the current row, to attribute a hang to it.
+        report: Called with the number of the row before the work on it begins. If the process hangs, its parent then
+            knows the row.
         fields: The values to take from a row.
     """
 
@@ -145,7 +149,6 @@ class Preparer:
         self._report = report
 
     def _make_joiner(self, plan: PromptPlan) -> ContinuedPrompts | PairedTexts | None:
-        """Return the object that appends the tokens of continuations or documents to prompts; None without scores."""
         if plan.pairs is not None:
             template, limits = PairTemplate.of(self._tokenizer.rust), self._limits
             return PairedTexts(template, plan.pairs, limits.max_model_len, limits.truncate)
@@ -154,7 +157,12 @@ class Preparer:
         return ContinuedPrompts(self._tokenizer, self._segments, plan.scoring.choices)
 
     def prepare(self, chunk: InputChunk, piece: RowPiece | None = None) -> PreparedRows:
-        """Read, render and tokenise the rows of a chunk, or only the rows of `piece`, and return their prompts."""
+        """Read, render and tokenise rows of a chunk, and return their prompts.
+
+        Args:
+            chunk: The chunk.
+            piece: The rows of the chunk to prepare, or None for all.
+        """
         piece = piece or RowPiece(0, chunk.most_rows)
         facts = FactsCollector(self._fields)
         work = _FinishedPrompts(self._limits.context, self._reasoned, self._ladder)
@@ -177,10 +185,7 @@ class Preparer:
         return PreparedRows(work.finish(size), facts.finish())
 
     def _number_rows(self, rows: Iterator[Values | RowError]) -> Iterator[tuple[int, Values | RowError]]:
-        """Yield the rows with their numbers, from 0.
-
-        Each number is reported to the parent before the row is read, since reading may exhaust the memory, too.
-        """
+        # A number is reported before its row is read, since reading may exhaust the memory, too
         for index in count():
             self._report(index)
             row = next(rows, None)
@@ -189,13 +194,6 @@ class Preparer:
             yield index, row
 
     def _drafts(self, index: int, row: Values, work: _FinishedPrompts) -> Iterable[Draft]:
-        """Return the drafts of a row: one per prompt, usually one. Empty if the row has an error, which `work` records.
-
-        Args:
-            index: The number of the row in the piece.
-            row: The values of the row by column.
-            work: Collects the errors.
-        """
         try:
             draft = self._builder.build(self._fields.needed(row))
             if draft.unread:
@@ -209,13 +207,6 @@ class Preparer:
             return ()
 
     def _finish(self, held: _Drafts, work: _FinishedPrompts, careful: bool) -> None:
-        """Tokenise drafts, check that the prompts fit the limits, and add them to `work`.
-
-        Args:
-            held: The drafts.
-            work: Collects finished prompts and errors.
-            careful: True to tokenise one by one.
-        """
         encoded = self._encode_drafts(held, work, careful)
         if self._continued is not None:
             encoded = self._with_continuations(self._continued, held, encoded, work, careful)
@@ -229,13 +220,6 @@ class Preparer:
     def _encode_drafts(
         self, held: _Drafts, work: _FinishedPrompts, careful: bool
     ) -> list[Sequence[int] | None]:
-        """Tokenise drafts, and return the token ids of each; None for a draft that the tokenizer cannot encode.
-
-        Args:
-            held: The drafts.
-            work: Collects the errors.
-            careful: True to tokenise one by one.
-        """
         drafts = held.drafts
         encoded: list[Sequence[int] | None] = [d.token_ids if d.text is None else None for d in drafts]
         for special in (False, True):
@@ -257,15 +241,6 @@ class Preparer:
         work: _FinishedPrompts,
         careful: bool,
     ) -> list[Sequence[int] | None]:
-        """Return the token ids of each draft followed by its continuations' token ids; None for a row with an error.
-
-        Args:
-            continued: Appends the continuations.
-            held: The drafts.
-            encoded: The token ids of each draft, or None.
-            work: Collects the errors.
-            careful: True to tokenise one by one.
-        """
         more, counts = _Drafts(), list[int]()
         for row, draft, ids in zip(held.rows, held.drafts, encoded, strict=True):
             asked = [] if ids is None else continued.to_encode(draft)
@@ -343,17 +318,6 @@ class Preparer:
     def _fit_each(
         self, held: _Drafts, tokens: TokenIds, counts: TokenIds, work: _FinishedPrompts
     ) -> tuple[TokenIds, TokenIds]:
-        """Check each prompt on its own, record errors for prompts that do not fit, and return the others.
-
-        Args:
-            held: The drafts. Drafts of prompts that do not fit are removed.
-            tokens: The concatenated prompts.
-            counts: The number of tokens of each prompt.
-            work: Collects the errors.
-
-        Returns:
-            The concatenated prompts that fit, perhaps truncated, and the number of tokens of each.
-        """
         kept: dict[int, TokenIds] = {}
         ends = np.cumsum(counts)
         for at, prompt in enumerate(np.split(tokens, ends[:-1])):
@@ -366,7 +330,6 @@ class Preparer:
         return np.concatenate([_NO_TOKENS, *kept.values()]), lengths
 
     def _fit(self, tokens: TokenIds, draft: Draft) -> TokenIds:
-        """Return the prompt, truncated if necessary. Raises RowProblem if it is empty, too long or has unknown ids."""
         limit = self._limits.max_model_len
         if not len(tokens):
             raise RowProblem("empty_prompt", "the prompt has no tokens")
@@ -395,14 +358,6 @@ class Preparer:
         return self._cut_before(tokens, scored, limit, draft) if scored else self._cut(tokens, keep, draft)
 
     def _cut_before(self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft) -> TokenIds:
-        """Truncate the prompt before its continuations, so that the longest continuation fits.
-
-        Args:
-            tokens: The prompt and its continuations.
-            scored: The number of tokens of each continuation.
-            limit: The maximum number of positions.
-            draft: The draft of the prompt.
-        """
         context = len(tokens) - sum(scored)
         keep = limit + 1 - max(scored)  # the last scored token needs no position
         if keep < 1 or draft.continuations == ():
@@ -415,16 +370,7 @@ class Preparer:
         return np.concatenate([tokens[: len(before)], cut, tokens[context:]]).astype(np.int32)
 
     def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
-        """Truncate a prompt on the side that the job sets, and return its tokens.
-
-        For vectors, the tokens that the tokenizer adds around a text are kept, since the model may use the last token
-        as the vector of the text.
-
-        Args:
-            tokens: The prompt.
-            keep: The number of tokens to keep.
-            draft: The draft of the prompt.
-        """
+        # Tokens that the tokenizer adds around a text are kept: the last one may give the vector of the text
         text = draft.params.gives_tokens or not draft.add_special
         before, behind = ([], []) if text else self._segments.around
         inner = tokens[len(before) : len(tokens) - len(behind)]
@@ -436,7 +382,7 @@ class Preparer:
 
 
 class CheckedConstraints:
-    """Compiles each distinct constraint of rows once, to reject it before an engine gets it.
+    """Checks that constraints of rows compile, before an engine gets them. Each distinct constraint is compiled once.
 
     Args:
         job: The sampling parameters of the job. Its constraint was checked before.
@@ -448,20 +394,17 @@ class CheckedConstraints:
         self._problems = PerConstraint(ConstraintChecker(definition).problem)
 
     def must_check(self, params: SamplingParams) -> bool:
-        """Return True if `params` have a constraint other than the job's."""
+        """Return True if `params` have a constraint of their own, and not the job's, which was checked before."""
         return params.constraint is not None and _constraint_of(params) != self._job
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RowProblem if the constraint of `params` cannot be followed."""
+        """Raise RowProblem if the constraint of `params` is invalid or unsupported."""
         if (problem := self._problems.of(params)) is not None:
             raise RowProblem("bad_constraint", problem)
 
 
 def _constraint_of(params: SamplingParams) -> tuple[str | None, Any]:
-    """Return the name of the constraint of `params` and its value, or (None, None).
-
-    Rows with the job's constraint share its text object, so the comparison is fast.
-    """
+    # Rows with the job's constraint share its text object, so comparing the results is fast
     return params.constraint, getattr(params, params.constraint) if params.constraint else None
 
 
@@ -470,8 +413,6 @@ def _is_tokenizer_failure(error: BaseException) -> bool:
 
 
 class _Drafts:
-    """The drafts of several rows, which are tokenised together, and the numbers of their rows."""
-
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.drafts: list[Draft] = []
@@ -484,7 +425,7 @@ class _Drafts:
 
     @property
     def full(self) -> bool:
-        """True if there are enough drafts to tokenise. The tokenizer takes about 100 bytes of memory per token."""
+        # The tokenizer takes about 100 bytes of memory per token
         return len(self.rows) >= _BULK_ROWS or self._characters >= _BULK_CHARACTERS
 
     def keep(self, places: Sequence[int]) -> None:
@@ -494,12 +435,12 @@ class _Drafts:
 
 
 class _FinishedPrompts:
-    """Collects finished prompts in the order of their rows, and computes their work keys.
+    """Collects tokenised prompts in the order of their rows, and computes their work keys.
 
     Args:
-        context: The part of the work keys that is common to the job.
+        context: The settings of the job that enter every work key.
         reasoned: Sets the parameters that depend on the checkpoint's reasoning.
-        ladder: The further attempts of the job.
+        ladder: The changes of sampling parameters for the further attempts at a row.
     """
 
     def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung]) -> None:
@@ -524,13 +465,6 @@ class _FinishedPrompts:
         self._tokens: list[TokenIds] = [_NO_TOKENS]
 
     def add(self, held: _Drafts, tokens: TokenIds, counts: TokenIds) -> None:
-        """Add prompts that fit the limits.
-
-        Args:
-            held: Their drafts.
-            tokens: The concatenated prompts.
-            counts: The number of tokens of each prompt.
-        """
         data, end, openings = token_bytes(tokens), 0, self._reasoned.openings(tokens, counts)
         for draft, size, opening in zip(held.drafts, counts.tolist(), openings.tolist(), strict=True):
             start, end = end, end + TOKEN_BYTES * size
@@ -554,17 +488,7 @@ class _FinishedPrompts:
         self._tokens.append(tokens)
 
     def _add_rungs(self, params: SamplingParams, opening: int, number: int, tokens: bytes) -> None:
-        """Add the work of the further attempts at a prompt.
-
-        An attempt is left out if its parameters equal an earlier attempt's, since the answer would be the same, or if
-        they are contradictory (`min_tokens` above `max_tokens`).
-
-        Args:
-            params: The parameters of the row.
-            opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
-            number: The number of the parameters of the first attempt.
-            tokens: The prompt as little-endian int32.
-        """
+        # An attempt is left out if its parameters equal an earlier attempt's, since the answer would be the same
         earlier = {self._texts[number]}
         for rung in self._rungs:
             if not params.gives_tokens:  # a vector is the same each time
@@ -580,16 +504,6 @@ class _FinishedPrompts:
                 rung.add(at, most, self._makers[at].key(tokens))
 
     def _rung_params(self, params: SamplingParams, opening: int, rung: Rung) -> tuple[int | None, int]:
-        """Return the number of a row's parameters at a further attempt, and their max_tokens.
-
-        Args:
-            params: The parameters of the row.
-            opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
-            rung: The changes of the attempt.
-
-        Returns:
-            The number is None if the parameters are contradictory.
-        """
         found = self._reasoned.params(with_rung(params, rung), opening)
         return self._number(found) if found.min_tokens <= found.max_tokens else None, found.max_tokens
 
@@ -608,7 +522,6 @@ class _FinishedPrompts:
         return number
 
     def finish(self, size: int) -> Prepared:
-        """Return the prompts of all `size` rows. Rows without a finished prompt have errors."""
         rows, counts, tokens = (
             np.array(self._rows, np.int64),
             *map(np.concatenate, (self._counts, self._tokens)),
@@ -646,12 +559,12 @@ class _FinishedPrompts:
 
 
 class _FinishedRung:
-    """Collects the work of one further attempt (a rung of the ladder) at each prompt.
+    """Collects the requests of one further attempt (a rung of the ladder), one per prompt.
 
     Attributes:
-        rung: The changes of the attempt.
-        numbers: Maps (number of a row's parameters, how its prompt ends) to (number of the parameters of the attempt or
-            None, their max_tokens).
+        rung: The changes of sampling parameters for this attempt.
+        numbers: A cache. Maps (number of a row's parameters, how its prompt ends) to (number of the parameters of the
+            attempt or None, their max_tokens).
     """
 
     def __init__(self, rung: Rung) -> None:
@@ -662,25 +575,11 @@ class _FinishedRung:
         self._keys: list[bytes] = []
 
     def add(self, number: int, max_tokens: int, key: bytes) -> None:
-        """Add the work at the next prompt.
-
-        Args:
-            number: The number of the parameters, or -1 without work.
-            max_tokens: The maximum number of tokens of the answer.
-            key: The work key.
-        """
         self._params_of.append(number)
         self._max_tokens.append(max_tokens)
         self._keys.append(key)
 
     def finish(self, size: int, which: NDArray[np.bool_], rows: NDArray[np.int64]) -> PreparedRungs:
-        """Return the work of `size` rows.
-
-        Args:
-            size: The number of rows.
-            which: Selects the first prompt of each row, shape (prompts,).
-            rows: The numbers of the rows of these prompts.
-        """
         found = PreparedRungs(np.full(size, -1, np.int32), np.zeros(size, np.int32), b"")
         found.params_of[rows] = np.array(self._params_of, np.int32)[which]
         found.max_tokens[rows] = np.array(self._max_tokens, np.int32)[which]
@@ -693,20 +592,11 @@ class _FinishedRung:
 def _first_prompts(
     rows: NDArray[np.int64], errors: Mapping[int, RowError]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return two masks over prompts: the first prompt of each row, and further prompts.
-
-    Both leave out rows with an error in any of their prompts.
-
-    Args:
-        rows: The number of each prompt's row, ascending.
-        errors: The errors by row.
-    """
     first = np.diff(rows, prepend=-1) > 0
     valid = ~np.isin(rows, [*errors]) if errors else np.ones(len(rows), np.bool_)
     return first & valid, ~first & valid
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[TokenIds, TokenIds]:
-    """Return the concatenated token ids of several prompts, and the number of tokens of each."""
     counts = np.array([len(row) for row in rows], np.int32)
     return np.fromiter(chain.from_iterable(rows), np.int32, int(counts.sum(dtype=np.int64))), counts

@@ -113,7 +113,14 @@ class RowArguments:
         return TemplateArguments(self._with_tools(self._override(given), tools))
 
     def of_request(self, body: Mapping[str, Any]) -> TemplateArguments:
-        """Return the job's arguments, overridden by the body of an OpenAI chat request. Raises RowProblem."""
+        """Return the template arguments for an OpenAI chat request: the job's arguments, overridden by its body.
+
+        Args:
+            body: The body of the request.
+
+        Raises:
+            RowProblem: A value is invalid or too large.
+        """
         given = {name: body[name] for name in (EFFORT, DOCUMENTS) if body.get(name) is not None}
         given |= self._kwargs(body.get(KWARGS))
         unread = tuple(name for name in given if name not in self._reads)

@@ -13,7 +13,7 @@ _NAMED = 10  # maximum number of adapters in a message
 
 
 class NamedAdapters:
-    """Finds the adapter that a row names.
+    """Finds the LoRA adapter that a row names.
 
     Args:
         fingerprints: The fingerprints of the job's adapters by name.
@@ -24,11 +24,14 @@ class NamedAdapters:
         self._fingerprints, self._column = fingerprints, column
 
     def of_row(self, params: SamplingParams, values: Values) -> SamplingParams:
-        """Return the parameters with the adapter that the row names, if any. Raises RowProblem if it is unknown.
+        """Return the parameters with the fingerprint of the adapter that the row names, or unchanged if it names none.
 
         Args:
             params: The sampling parameters of the row.
             values: The values of the row by column.
+
+        Raises:
+            RowProblem: The job has no adapter of this name.
         """
         name = None if self._column is None else values.get(self._column)
         if name is None or name == "":
@@ -44,9 +47,9 @@ class NamedAdapters:
         return replace(params, adapter=self._fingerprints[name])
 
     def of_request(self, params: SamplingParams, body: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters with the adapter that the field `model` of an OpenAI request names.
+        """Return the parameters with the fingerprint of the adapter that the field `model` of an OpenAI request names.
 
-        Any other name means the model without an adapter, since clients may call it anything.
+        A name that is no adapter of the job is accepted: it means the model without an adapter.
 
         Args:
             params: The sampling parameters of the request.

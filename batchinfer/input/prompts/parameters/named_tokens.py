@@ -13,7 +13,7 @@ _MOST_WORDS = 4096  # maximum number of cached words
 
 
 class NamedTokens:
-    """Checks the token ids in sampling parameters, and encodes their `bad_words`.
+    """Checks that token ids in sampling parameters exist, and encodes the texts in `bad_words`.
 
     Args:
         tokenizer: The tokenizer of the checkpoint.
@@ -26,7 +26,11 @@ class NamedTokens:
         self._words: dict[str, tuple[tuple[int, ...], ...]] = {}
 
     def add_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the tokens of their `bad_words`. Raises RowProblem for an unknown token id."""
+        """Check the token ids in the parameters, and return the parameters with the tokens of their `bad_words`.
+
+        Raises:
+            RowProblem: The model has no token with such an id.
+        """
         if self._last is None or params is not self._last[0]:
             self._last = params, self._found(params)
         return self._last[1]
@@ -45,7 +49,7 @@ class NamedTokens:
             raise RowProblem("token_id_out_of_range", message)
 
     def _of_word(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of a word at the start of a text, and its tokens after a space."""
+        # A word has other tokens at the start of a text than after a space
         if word not in self._words:
             if len(self._words) >= _MOST_WORDS:
                 self._words.clear()

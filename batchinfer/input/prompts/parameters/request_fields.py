@@ -61,23 +61,23 @@ _NO_STRUCTURE = {"disable_any_whitespace": (False,), "disable_additional_propert
 
 @dataclass(slots=True)
 class RequestParameters:
-    """Collects the sampling parameters of an API request.
+    """The sampling parameters that the fields of an OpenAI request set, collected field by field.
 
     Attributes:
         values: The values by name of the parameter.
-        fields: The field of the request that set each parameter, for messages.
+        fields: The name of the field that set each parameter, for messages.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, str] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, called: str) -> None:
-        """Set a parameter. Raises RowProblem if another field has set it to a different value.
+        """Set a sampling parameter. Raises RowProblem if another field of the request has set it to a different value.
 
         Args:
             name: The name of the parameter.
             value: The value of the field; not None.
-            called: The field of the request.
+            called: The name of the field.
         """
         number, meant = _NO_LIMIT.get(called, (None, None))
         value = meant if number is not None and value == number else value
@@ -108,12 +108,16 @@ class RequestParameters:
 
 
 def parameter_of(called: str) -> str:
-    """Return the sampling parameter that a field of a request sets: max_tokens for "max_completion_tokens"."""
+    """Return the name of the sampling parameter that a field of a request sets.
+
+    Args:
+        called: The name of the field. For example, "max_completion_tokens" sets max_tokens.
+    """
     return OTHER_NAMES.get(called, called)
 
 
 def has_no_effect(called: str, value: object, chat: bool) -> bool:
-    """Return True if an unsupported field has a value that would have no effect, so that it can be ignored.
+    """Return True if an unsupported field of a request can be ignored, because its value has no effect.
 
     Args:
         called: The name of the field.
@@ -125,7 +129,7 @@ def has_no_effect(called: str, value: object, chat: bool) -> bool:
 
 
 def unsupported(called: str) -> RowProblem:
-    """Return the RowProblem for a field of a request that is not supported."""
+    """Return the RowProblem to raise for an unsupported field of a request. `called` is the name of the field."""
     if called == "best_of":
         text = "must be 1, as a line has one response; sampling.best_of is for jobs with a prompt section"
     elif called == "extra_body":

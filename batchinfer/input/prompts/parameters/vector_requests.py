@@ -19,12 +19,12 @@ _NOTHING: Mapping[str, tuple[object, ...]] = {"embed_dtype": ("float32",), "endi
 
 @dataclass(frozen=True, slots=True)
 class VectorRequests:
-    """The options that the embedding requests of a job may choose.
+    """The options that the embedding requests of a job may choose from.
 
     Args:
         before: The text that is put before inputs if a request names no prompt.
         widest: The maximum number of dimensions.
-        normalize: True if vectors are normalised.
+        normalize: True if vectors are normalised. A request cannot change it.
         prompts: The checkpoint's prompts (texts to put before inputs) by name.
     """
 
@@ -51,7 +51,15 @@ class EmbeddingRequest(NamedTuple):
 
 
 def parse_embedding_request(body: Mapping[str, Any], requests: VectorRequests) -> EmbeddingRequest:
-    """Parse the body of an embedding request. `requests` are the options that it may choose. Raises RowProblem."""
+    """Parse the body of an embedding request.
+
+    Args:
+        body: The body of the request.
+        requests: The options that the request may choose from.
+
+    Raises:
+        RowProblem: A field is unsupported or has an invalid value.
+    """
     for name, value in body.items():
         if value is not None and name not in HARMLESS and not _is_known(name, value, requests):
             raise unsupported(name)
@@ -65,13 +73,6 @@ def parse_embedding_request(body: Mapping[str, Any], requests: VectorRequests) -
 
 
 def _is_known(name: str, value: object, requests: VectorRequests) -> bool:
-    """Return True if an embedding request may have a field with this value. Raises RowProblem for an invalid value.
-
-    Args:
-        name: The name of the field.
-        value: Its value.
-        requests: The options that the request may choose.
-    """
     check = _CHECKS.get(name)
     if check is not None:
         check(name, value)
@@ -111,7 +112,6 @@ def _dimensions(body: Mapping[str, Any], requests: VectorRequests) -> int:
 
 
 def _before(body: Mapping[str, Any], requests: VectorRequests) -> str:
-    """Return the text that an embedding request puts before its inputs."""
     name = body.get("input_type")
     if name is None:
         return requests.before
@@ -124,7 +124,6 @@ def _before(body: Mapping[str, Any], requests: VectorRequests) -> str:
 
 
 def _inputs(value: object) -> Sequence[str | list[Any]]:
-    """Return the inputs of an embedding request: texts, or lists of token ids."""
     if value is None:
         raise RowProblem("prompt_missing", "input is null or missing")
     if isinstance(value, str):

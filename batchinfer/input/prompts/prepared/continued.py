@@ -19,16 +19,17 @@ Ids = Sequence[int]
 
 
 class ContinuedPrompts:
-    """Finds the tokens of continuations after a prompt, and appends them.
+    """Finds the tokens of continuations after a prompt, and appends them to the tokens of the prompt.
 
     The tokenizer may merge the end of the prompt with the start of a continuation. Therefore prompt and continuation
-    are encoded as one text. The continuation begins at the first token that differs from the tokens of the prompt, or
-    from the tokens with another label.
+    are encoded as one text. The continuation begins at the first token that differs from the tokens of the prompt
+    alone, or from the prompt's tokens with another continuation.
 
     Args:
         tokenizer: The tokenizer of the checkpoint.
-        segments: Encodes texts with masked special tokens.
-        labels: The job's labels; () if each draft has its own continuations.
+        segments: Encodes texts in which placeholders stand for special tokens.
+        labels: The job's labels, which are the continuations of all prompts; () if each draft has its own
+            continuations.
     """
 
     def __init__(self, tokenizer: Tokenizer, segments: SegmentEncoder, labels: Sequence[str]) -> None:
@@ -39,7 +40,10 @@ class ContinuedPrompts:
         self._params: dict[tuple[int, ...], SamplingParams] = {}
 
     def to_encode(self, draft: Draft) -> list[Draft]:
-        """Return the drafts that must be encoded before `join(draft, …)` is called."""
+        """Return the texts, as drafts, that the caller must tokenise before it calls `join` for this draft.
+
+        Empty if none is needed, because they are cached or the prompt has only tokens.
+        """
         if draft.text is None or not draft.continuations:
             return []
         if self._labels and not draft.masks:
@@ -56,13 +60,13 @@ class ContinuedPrompts:
     def join(
         self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, SamplingParams]:
-        """Return the tokens of a prompt with its continuations, and the parameters of the request.
+        """Append the tokens of its continuations to a prompt, and return the tokens and the parameters of the request.
 
         Args:
             draft: The prompt, with its continuations.
             ids: The tokens of the prompt.
             encoded: The tokens of the drafts from `to_encode(draft)`.
-            encode: Encodes a further draft, if `encoded` is not sufficient.
+            encode: Tokenises a further draft. Called if `encoded` is not sufficient.
 
         Raises:
             RowProblem: The prompt or a continuation has no tokens.
@@ -86,10 +90,6 @@ class ContinuedPrompts:
     def _after_tail(
         self, draft: Draft, context: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, list[Ids]]:
-        """Return the tokens of the prompt before the labels, and the tokens of each label.
-
-        They are cached by the last characters of the prompt. `join` explains the arguments.
-        """
         key = self._tail(draft)
         if encoded:
             short = Draft(draft.params, key[0], add_special=key[1])
@@ -102,15 +102,10 @@ class ContinuedPrompts:
         return context[: len(context) - len(tail.alone) + len(tail.context)], tail.each
 
     def _tail(self, draft: Draft) -> tuple[str, bool]:
-        """Return the key of the cache of tokens: the last characters of a prompt, and a flag.
-
-        The flag is True if they are the whole prompt and the tokenizer adds special tokens.
-        """
         text = draft.text or ""
         return (text, draft.add_special) if len(text) <= _TAIL else (text[-_TAIL:], False)
 
     def _whole(self, draft: Draft, continuation: str) -> Draft:
-        """Return the draft of a prompt followed by a continuation. Special-token literals of the row are masked."""
         masks = draft.masks
         if not self._labels and self._pattern is not None and self._pattern.search(continuation):
             own = masks_for(continuation, self._pattern)
@@ -120,7 +115,6 @@ class ContinuedPrompts:
         return draft._replace(text=f"{draft.text}{continuation}", masks=masks, continuations=None)
 
     def _without_end(self, ids: Ids, draft: Draft) -> Ids:
-        """Return token ids without the special tokens that the tokenizer adds at the end of the draft's text."""
         behind = self._segments.around[1] if draft.add_special else []
         size = len(behind)
         return ids[:-size] if size and [*ids[-size:]] == behind else ids
@@ -136,42 +130,19 @@ class ContinuedPrompts:
 
 
 class _Tail:
-    """The cached tokens at the end of prompts that have the same last characters.
-
-    Args:
-        alone: The tokens of the last characters of a prompt without a label.
-        context: The start of `alone` that is the same before all labels.
-        each: The tokens of each label, after `context`.
-    """
-
+    # The tokens at the end of prompts that have the same last characters: without a label, and before each label
     def __init__(self, alone: Ids, context: Ids, each: list[Ids]) -> None:
         self.alone, self.context, self.each = alone, context, each
         # The text was cut at an arbitrary character, so its first tokens may differ from the prompt's
         self._sure = len(alone) // 2
 
     def ends(self, prompt: Ids) -> bool:
-        """Return True if a prompt ends with the same tokens as the cached characters.
-
-        Only the second half is compared: the cached characters begin in the middle of a text, so that their first
-        tokens may differ.
-
-        Args:
-            prompt: The tokens of the prompt.
-        """
+        # Only the second half is compared: the text begins in the middle of a prompt, so its first tokens may differ
         end = self.alone[self._sure :]
         return len(self.context) >= self._sure and [*prompt[len(prompt) - len(end) :]] == [*end]
 
 
 def _split_off(context: Ids, whole: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
-    """Return the tokens that a prompt and all its continued texts begin with, and the rest of each text.
-
-    Args:
-        context: The tokens of the prompt.
-        whole: The tokens of the prompt with each continuation.
-
-    Raises:
-        RowProblem: They begin with different tokens.
-    """
     alone = np.asarray(context, np.int32)
     shared = min(common_prefix(alone, np.asarray(one, np.int32)) for one in whole)
     if not shared:

@@ -14,15 +14,15 @@ Ids = Sequence[int]
 
 
 class PairedTexts:
-    """Joins the tokens of a query and a document as the tokenizer does, and truncates them if the job allows it.
+    """Joins the tokens of a query and a document, with the special tokens that the tokenizer puts around a pair.
 
-    It has the interface of ContinuedPrompts.
+    A pair that is too long is truncated if the job allows it. The class has the same methods as ContinuedPrompts.
 
     Args:
         template: The special tokens around a pair.
         scoring: How the model scores a pair.
         longest: The maximum number of tokens of a pair.
-        truncate: Which side of a longer pair is cut, or "error".
+        truncate: Which side of both texts is cut if their pair is too long, or "error".
     """
 
     def __init__(
@@ -33,19 +33,19 @@ class PairedTexts:
         self._params: dict[int, SamplingParams] = {}
 
     def to_encode(self, draft: Draft) -> list[Draft]:
-        """Return a draft of the document, which must be encoded before `join(draft, …)` is called."""
+        """Return the document as a draft, which the caller must tokenise before it calls `join` for this draft."""
         (document,) = draft.continuations or ("",)
         return [Draft(draft.params, str(document))]
 
     def join(
         self, draft: Draft, ids: Ids, encoded: Sequence[Ids], encode: Callable[[Draft], Ids]
     ) -> tuple[Ids, SamplingParams]:
-        """Return the tokens of a pair, and the parameters of the request.
+        """Join a query and a document, and return the tokens of the pair and the parameters of the request.
 
         Args:
             draft: The query, with the document as its continuation.
             ids: The tokens of the query.
-            encoded: The tokens of the draft from `to_encode(draft)`.
+            encoded: The tokens of the document: of the draft from `to_encode(draft)`.
             encode: Not used.
 
         Raises:

@@ -18,12 +18,13 @@ KEY_TYPE = np.dtype("V32")  # the type of a work key
 
 @dataclass(slots=True)
 class PreparedRungs:
-    """The work of one further attempt (a rung of the job's ladder) at n rows.
+    """The requests of one further attempt (a rung of the job's ladder) at n rows.
 
     Attributes:
-        params_of: Per row, the position of its parameters in `Prepared.params`, or -1 without work; shape (n,).
-        max_tokens: Shape (n,).
-        keys: The concatenated work keys.
+        params_of: Per row, the position of its parameters in `Prepared.params`; -1 if the row gets no such attempt.
+            Shape (n,).
+        max_tokens: The maximum number of tokens of each row's answer, shape (n,).
+        keys: The concatenated work keys of the requests.
     """
 
     params_of: NDArray[np.int32]
@@ -32,11 +33,11 @@ class PreparedRungs:
 
 
 class OwnTexts(NamedTuple):
-    """Texts of n rows that determine how their answers are parsed: tools or labels.
+    """The tools or labels of n rows, as texts. They determine how the rows' answers are parsed.
 
     Args:
-        texts: The distinct texts: tools as JSON text of `known_tools`, or labels as a JSON list.
-        of: Per row the position in `texts` plus 1, or 0 for none. Empty if no row has a text.
+        texts: The distinct texts: tools as JSON text that `known_tools` reads, or labels as a JSON list.
+        of: Per row the position of its text in `texts` plus 1, or 0 for none. Empty if no row has a text.
     """
 
     texts: list[str]
@@ -44,10 +45,10 @@ class OwnTexts(NamedTuple):
 
     @classmethod
     def found(cls, numbers: dict[str, int], of: NDArray[np.int32]) -> OwnTexts:
-        """Return the texts of rows.
+        """Return the texts of rows, given a number for each text.
 
         Args:
-            numbers: The number of each distinct text, from 1, in ascending order.
+            numbers: Maps each distinct text to its number, from 1, in ascending order.
             of: Per row the number of its text, or 0 for none.
         """
         return cls(list(numbers), of) if numbers else NO_TEXTS
@@ -58,7 +59,9 @@ NO_TEXTS = OwnTexts([], np.zeros(0, np.int32))
 
 @dataclass(frozen=True, slots=True)
 class FurtherPrompts:
-    """The prompts of rows with several inputs, except the first prompt of each row, whose parameters they share.
+    """The prompts of embedding requests with several inputs, except the first prompt of each row.
+
+    A row's prompts share its parameters.
 
     Args:
         rows: The row of each prompt, ascending, shape (m,).
@@ -92,14 +95,15 @@ class Prepared:
         counts: The number of prompt tokens, shape (n,).
         keys: The concatenated work keys.
         tokens: The concatenated prompts.
-        openings: Per prompt NO_MARKER, OPEN if it has begun the reasoning, or CLOSED if it has ended it; shape (n,).
-        unread: The number of rows per argument that the chat template does not read.
-        rungs: The work of the further attempts, one element per attempt.
+        openings: Per prompt OPEN if it ends within reasoning, CLOSED if it has ended the reasoning, or NO_MARKER if
+            neither; shape (n,).
+        unread: By argument that the chat template does not read, the number of rows that set it.
+        rungs: The requests of the further attempts, one element per attempt.
         own_texts: The tools or labels of rows.
         reused: True if an earlier run prepared the rows and their answers are stored; `tokens` is then empty.
-        samples: The number of answers that each row asks for, 0 if it does not, shape (n,); None if no row asks. For a
-            row with `further` prompts, each prompt gets one answer.
-        dimensions: The size of vectors that each row asks for, 0 if it does not, shape (n,); None if no row asks.
+        samples: The number of answers that each row asks for, 0 for the job's number, shape (n,); None if all are 0.
+            For a row with `further` prompts, each prompt gets one answer.
+        dimensions: The size of embeddings that each row asks for, 0 for the job's size, shape (n,); None if all are 0.
         further: The further prompts of embedding requests.
     """
 
@@ -123,24 +127,34 @@ class Prepared:
         return len(self.counts)
 
     def tokens_there(self) -> NDArray[np.int64]:
-        """Return the number of tokens per row in `tokens`, shape (n,). It is 0 for all rows if the rows are reused."""
+        """Return per row how many tokens it has in `tokens`, shape (n,).
+
+        Reused rows have 0, since only their counts are known.
+        """
         return np.zeros(len(self), np.int64) if self.reused else self.counts.astype(np.int64)
 
     def answers(self, usual: int) -> NDArray[np.int64]:
-        """Return the number of answers per row, shape (n,). `usual` is the number for rows that ask for none."""
+        """Return the number of answers per row, shape (n,).
+
+        Args:
+            usual: The number of answers for rows that do not ask for a number.
+        """
         if self.samples is None:
             return np.full(len(self), usual, np.int64)
         return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
 
     def keys_of_new_work(self) -> bytes:
-        """Return the concatenated work keys of prompts that this run has prepared itself: first and further prompts."""
+        """Return the concatenated work keys of prompts that this run has prepared itself, and not an earlier run.
+
+        The keys of further prompts come after those of the rows' first prompts.
+        """
         first = np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
         return first + self.further.keys
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """The prepared prompts of rows, and the facts about the rows that the index stores."""
+    """The prepared prompts of consecutive rows, and the other facts about these rows that the index stores."""
 
     prompts: Prepared
     facts: RowFacts
