@@ -88,7 +88,9 @@ class InputFile:
         )
 
     def restat(self) -> InputFile:
-        """Return a copy with the file's current size, times and inode. Called just before the file is read and hashed.
+        """Check that the file is still the listed one, and return a copy with its current size, times and inode.
+
+        Called just before the file is read and hashed, so that `check_unchanged` detects a change while it is read.
 
         Raises:
             InputCorrupt: Size or mtime have changed since the file was listed.

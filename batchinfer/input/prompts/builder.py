@@ -176,7 +176,7 @@ class Draft(NamedTuple):
     further: Sequence[str | Sequence[int]] = ()
 
     def each(self) -> Iterator[Draft]:
-        """Yield one draft per input of an embedding request: this draft, then one per element of `further`."""
+        """Yield a draft per input of an embedding request: this draft, then a copy for each input in `further`."""
         yield self
         for one in self.further:
             own = (one, ()) if isinstance(one, str) else (None, one)

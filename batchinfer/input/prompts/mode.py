@@ -135,14 +135,6 @@ def _check_arguments(job: Job, template: TemplateSource) -> None:
 def _problem_of_argument(
     name: str, values: Arguments, reads: frozenset[str], file: str
 ) -> tuple[str, None, str | None] | None:
-    """Return (message, None, hint) if an argument of the chat template in the job file is invalid, else None.
-
-    Args:
-        name: The name of the argument.
-        values: The arguments that the job sets for all rows.
-        reads: The names that the template reads.
-        file: The file of the template, for messages.
-    """
     if is_given(name):
         return f"{name!r} is a name that every chat template has already; it cannot be set", None, None
     if name not in reads:

@@ -111,7 +111,7 @@ class Limits:
         return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
 
     def remedy(self) -> str:
-        """Return a text for messages that advises to raise model.max_model_len, or "" if the job does not set it."""
+        """Return a text for error messages that advises to raise model.max_model_len; "" if the job does not set it."""
         return ", or raise model.max_model_len" if self.job_limit else ""
 
 

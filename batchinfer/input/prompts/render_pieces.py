@@ -32,12 +32,12 @@ _ONE = np.zeros(1, np.int32)
 
 
 class RowPieces:
-    """The pieces of a chunk in order, prepared or not.
+    """The rows of a chunk, divided into pieces that render workers prepare one after another.
 
-    If a render worker dies or hangs, pieces are split to find the row at fault.
+    At first the chunk is one piece. If a worker process dies or hangs, pieces are split to find the row at fault.
 
     Args:
-        rows: The maximum number of rows of the chunk. Only the last piece may have fewer rows than expected.
+        rows: The maximum number of rows of the chunk. Only the last piece may turn out to have fewer rows.
         fields: The values to take from a row.
 
     Attributes:
@@ -51,26 +51,26 @@ class RowPieces:
         self.blamed = 0  # number of consecutive rows at fault, up to the present piece
 
     def __bool__(self) -> bool:
-        """Return True if a piece is not prepared yet."""
         return bool(self._left)
 
     @property
     def present(self) -> RowPiece:
-        """The piece that a render worker prepares at present."""
+        """The piece to prepare next, or the piece that a worker process is preparing."""
         return self._left[0]
 
     def fits(self, rows: int) -> bool:
-        """Return True if the piece that is being prepared may turn out to have this number of rows.
+        """Return True if `rows` is a possible number of rows for the present piece.
 
-        Only the last piece may have fewer rows than expected.
+        It must have the expected number. Only at the end of the chunk it may have fewer rows.
         """
         return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
 
     def done(self, reply: PreparedRows) -> bool:
-        """Record the prepared rows of the piece that is being prepared.
+        """Record the prepared rows of the present piece, and move on to the next piece.
 
         Returns:
-            False if rows ran out of memory. They are then prepared again, each in a piece of its own.
+            False if rows ran out of memory, maybe because of other rows. The piece is then split, and each of these
+            rows is prepared again alone.
         """
         piece = self.present
         short = [at for at, error in sorted(reply.prompts.errors.items()) if error.code == _OF_MEMORY]
@@ -84,19 +84,19 @@ class RowPieces:
         return True
 
     def accuse(self, row: int) -> None:
-        """Record that a process died or hung at a row, which is then prepared again in a piece of its own.
+        """Split the present piece, because a worker process died or hung at a row. The row is prepared again alone.
 
-        The row may not be the cause.
+        The row may not be the cause of the failure.
 
         Args:
-            row: The number of the row in the piece that is being prepared.
+            row: The number of the row in the present piece, from 0.
         """
         self._split([self.present.start + row])
 
     def blame(self, code: str, message: str) -> None:
-        """Record that a row killed or hung a process again, although it was the only row of its piece.
+        """Make the only row of the present piece an error row, because it killed or hung a worker process again.
 
-        The row becomes an error row, and is only read for its facts. If that kills the process too, it has no facts.
+        The row is read again to get its id and carried columns. If that kills the process too, it has none.
 
         Args:
             code: The code of the row's error.
@@ -111,7 +111,7 @@ class RowPieces:
             self._done.append(PreparedRows(_error_row(piece.given), no_facts(self._fields, 1)))
 
     def be_careful(self) -> None:
-        """Record that a process died at no known row of the piece. The piece is prepared again, row by row."""
+        """Let the present piece be prepared again, row by row, because a worker process died and reported no row."""
         piece = self._left.popleft()
         careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
         self._left.appendleft(careful)
@@ -121,7 +121,6 @@ class RowPieces:
         return self._done[0] if len(self._done) == 1 else join_rows(self._done)
 
     def _split(self, rows: Sequence[int]) -> None:
-        """Split the piece that is being prepared, so that each of the given rows has a piece of its own."""
         piece = self._left.popleft()
         parts, start = [], piece.start
         for row in rows:
@@ -137,13 +136,16 @@ def _error_row(error: RowError) -> Prepared:
 
 
 def join_rows(pieces: Sequence[PreparedRows]) -> PreparedRows:
-    """Return the rows of all pieces in order."""
+    """Join the prepared rows of consecutive pieces of a chunk, in order."""
     prompts = join_prompts(piece.prompts for piece in pieces)
     return PreparedRows(prompts, join_facts([piece.facts for piece in pieces]))
 
 
 def join_prompts(pieces: Iterable[Prepared]) -> Prepared:
-    """Return the prompts of all pieces in order. Parameters that several pieces have are listed once."""
+    """Join the prompts of consecutive pieces of a chunk, in order.
+
+    Equal sampling parameters are listed once in the result.
+    """
     errors: dict[int, RowError] = {}
     numbers: dict[str, int] = {}
     params_of, max_tokens, counts, tokens = ([_EMPTY] for _ in range(4))
@@ -190,12 +192,6 @@ def join_prompts(pieces: Iterable[Prepared]) -> Prepared:
 def _join_numbers(
     each: Sequence[NDArray[np.int32] | None], pieces: Sequence[Prepared]
 ) -> NDArray[np.int32] | None:
-    """Return a column of numbers of all pieces; None if no piece has it. Missing numbers become 0.
-
-    Args:
-        each: The column of each piece, or None.
-        pieces: The pieces.
-    """
     if all(one is None for one in each):
         return None
     own = zip(each, pieces, strict=True)
@@ -203,7 +199,6 @@ def _join_numbers(
 
 
 def _join_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
-    """Return the further prompts of all pieces in order."""
     starts = accumulate((len(piece) for piece in pieces), initial=0)
     each = [piece.further for piece in pieces]
     rows = [one.rows + np.int32(start) for one, start in zip(each, starts, strict=False)]
@@ -217,8 +212,6 @@ def _join_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
 
 
 class _JoinedTools:
-    """Joins the tools or labels of the rows of several pieces. Equal texts are listed once."""
-
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._of = [_EMPTY]
@@ -233,19 +226,10 @@ class _JoinedTools:
 
 
 class _JoinedRung:
-    """Joins the work of one further attempt (a rung of the ladder) of several pieces."""
-
     def __init__(self) -> None:
         self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
 
     def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
-        """Append the work keys and parameters of this attempt at the rows in a piece.
-
-        Args:
-            piece: The piece. If its only row is an error row without facts, it has no attempts.
-            at: The number of the attempt.
-            numbers: The number of each distinct sampling parameters, extended here.
-        """
         if at >= len(piece.rungs):
             rung = PreparedRungs(np.full(len(piece), -1, np.int32), np.zeros(len(piece), np.int32), b"")
             rung.keys = bytes(KEY_BYTES * len(piece))
@@ -262,12 +246,6 @@ class _JoinedRung:
 
 
 def _renumber(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
-    """Return, per row in a piece, the number of its sampling parameters in `numbers`; 0 for error rows.
-
-    Args:
-        piece: The piece.
-        numbers: The number of each distinct sampling parameters, extended here.
-    """
     own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
     found = own[piece.params_of]
     found[list(piece.errors)] = 0

@@ -26,7 +26,7 @@ _AHEAD = 2  # unfinished chunks per worker; an idle worker finds the next one re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyChunk(InputChunk):
-    """A chunk whose rows were already prepared, in another run.
+    """A chunk whose rows were already prepared by an earlier run, so that no render worker needs to read it.
 
     Args:
         prepared: The prompts of the rows, and the facts about them.
@@ -43,15 +43,6 @@ class ReadyChunk(InputChunk):
 
 @dataclass(slots=True)
 class _ChunkWork(Generic[Tag]):
-    """A chunk that was given to the pool, and its result.
-
-    Args:
-        tag: The caller's identifier of the chunk.
-        chunk: The chunk.
-        rows: The maximum number of rows to read.
-        done: The prepared rows, or None while a worker prepares them.
-    """
-
     tag: Tag
     chunk: InputChunk
     rows: int
@@ -61,14 +52,14 @@ class _ChunkWork(Generic[Tag]):
 class RenderPool(Generic[Tag]):
     """A pool of render workers: processes that turn chunks of rows into prompts. A context manager.
 
-    A worker is only started for a chunk that finds no idle worker, so an input of one chunk needs one process. A
-    ReadyChunk needs none.
+    A worker process is only started for a chunk for which no process is idle. A short input therefore needs one
+    process, and a ReadyChunk needs none.
 
     Args:
         spec: The settings of the workers.
         workers: The maximum number of workers.
         on_activity: Called when the pool closes, for each worker and activity, with the name of the worker, the
-            activity, and its start and end (of `time.perf_counter`).
+            activity ("starting" or "reading rows"), and its start and end (of `time.perf_counter`).
     """
 
     def __init__(self, spec: RenderSpec, workers: int, on_activity: ActivityCallback | None = None) -> None:
@@ -101,11 +92,12 @@ class RenderPool(Generic[Tag]):
                 self._on_activity(f"reader {number}", "reading rows", ready, now)
 
     def map(self, chunks: Iterable[tuple[Tag, InputChunk, int] | None]) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Prepare chunks in parallel, and yield (tag, prepared rows) in their order.
+        """Prepare chunks in parallel, and yield (tag, prepared rows) in the order of the chunks.
 
         Args:
-            chunks: For each chunk, a tag of the caller, the chunk, and the maximum number of rows to read. After a
-                None, the next element is only requested when the rows of all earlier chunks were yielded.
+            chunks: For each chunk, a tag of the caller, the chunk, and the maximum number of rows to read. A None
+                instead of a chunk is a barrier: the next chunk is only requested when the rows of all earlier chunks
+                were yielded.
         """
         under_way: deque[_ChunkWork[Tag]] = deque()
         for given in chunks:
@@ -122,12 +114,6 @@ class RenderPool(Generic[Tag]):
         yield from self._finished(under_way, 0)
 
     def _finished(self, under_way: deque[_ChunkWork[Tag]], most: int) -> Iterator[tuple[Tag, PreparedRows]]:
-        """Yield (tag, prepared rows) of finished chunks in order.
-
-        Args:
-            under_way: The chunks that were not yielded yet.
-            most: The number of chunks that may stay in `under_way`. Waits for workers while there are more.
-        """
         self._attend(0)
         while under_way and (len(under_way) > most or under_way[0].done is not None):
             while (done := under_way[0].done) is None:
@@ -146,11 +132,6 @@ class RenderPool(Generic[Tag]):
         worker.submit(work.chunk, work.rows)
 
     def _attend(self, within_s: float) -> None:
-        """Receive the results of workers, and assign new chunks to idle workers.
-
-        Args:
-            within_s: The maximum time to wait for a result, in seconds.
-        """
         for key, _ in self._events.select(within_s):
             worker: RenderWorker = key.data
             done = worker.attend()

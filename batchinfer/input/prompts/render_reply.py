@@ -38,11 +38,11 @@ _FAILED = "failed"
 
 
 class BadReply(Exception):
-    """Raised for a malformed reply of a render worker. A template may have corrupted the worker."""
+    """Raised for a malformed reply of a render worker, for example if a template has corrupted the process."""
 
 
 def pack_reply(done: PreparedRows) -> bytes:
-    """Return the reply of a render worker with prepared rows, as bytes."""
+    """Serialise the prepared rows of a chunk, as the reply of a render worker to its parent process."""
     prompts, facts = done.prompts, done.facts
     head = {
         "rows": len(done),
@@ -75,7 +75,7 @@ def pack_reply(done: PreparedRows) -> bytes:
 
 
 def pack_failure(message: str) -> bytes:
-    """Return the reply of a render worker that cannot prepare rows, with the reason."""
+    """Serialise the reply of a render worker that cannot prepare rows. `message` is the reason."""
     text = json.dumps({_FAILED: message}).encode()
     return len(text).to_bytes(_SIZE, "little") + text
 
@@ -88,7 +88,6 @@ def _text_columns(facts: RowFacts) -> Iterator[pa.StringArray]:
 
 
 def _packed_texts(column: pa.StringArray) -> list[bytes]:
-    """Return three parts of a text column: validity (one byte per row, 0 for null), offsets, and texts."""
     valid = np.asarray(column.is_valid()).astype(np.uint8)
     if not len(column):
         return [b"", b"", b""]
@@ -101,18 +100,18 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
 def unpack_reply(
     data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, reused: bool = False
 ) -> PreparedRows:
-    """Return the prepared rows in a reply of a render worker, after checking it.
+    """Check the reply of a render worker, and return the prepared rows that it contains.
 
     Args:
         data: The reply.
         fields: The values that were taken from each row.
-        vocab_size: The number of token ids of the model.
+        vocab_size: The number of token ids of the model. Larger ids are errors.
         rungs: The number of further attempts in the job's ladder.
-        reused: True if an earlier run prepared the rows; the reply then has no tokens.
+        reused: True if the rows were stored by an earlier run; they then have no tokens.
 
     Raises:
         BadReply: The reply is malformed.
-        Unavailable: The worker could not prepare anything.
+        Unavailable: The reply is a failure: the worker could not prepare any row.
     """
     parts = _ReplyParts(data)
     try:
@@ -125,8 +124,6 @@ def unpack_reply(
 
 
 class _ReplyParts:
-    """Reads the parts of a reply in order. Raises ValueError for invalid parts."""
-
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
@@ -139,7 +136,7 @@ class _ReplyParts:
         return self._data[start:end]
 
     def numbers(self, count: int | None = None, below: int = 1 << 31) -> NDArray[np.int32]:
-        """Read a part of int32 numbers, and return them.
+        """Read the next part of a reply as int32 numbers. Raises ValueError if it is invalid.
 
         Args:
             count: The number of numbers that the part must have, or None for any.
@@ -160,7 +157,7 @@ class _ReplyParts:
         return found
 
     def of_rows(self, count: int, below: int = 1 << 31) -> NDArray[np.int32] | None:
-        """Read one number per row and return them, or None if the part is empty.
+        """Read the next part of a reply as one int32 number per row. Return None if the part is empty.
 
         Args:
             count: The number of rows.
@@ -172,10 +169,10 @@ class _ReplyParts:
         return found if len(found) else None
 
     def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
-        """Read the further prompts of rows with several inputs.
+        """Read the next parts of a reply: the further prompts of embedding requests with several inputs.
 
         Args:
-            prompts: The first prompt of each row, and the number of its answers, which must agree.
+            prompts: The first prompts of all rows. Their numbers of answers must agree with the numbers of prompts.
             vocab_size: The number of token ids of the model.
         """
         rows, counts, tokens = (
@@ -200,7 +197,7 @@ class _ReplyParts:
         return found
 
     def texts(self, count: int) -> pa.StringArray:
-        """Read a text column with `count` rows, and return it."""
+        """Read the next parts of a reply as a text column with `count` rows."""
         valid, ends, texts = self.next(), self.next(), self.next()
         if not count:
             return pa.array([], pa.string())

@@ -45,9 +45,9 @@ IDLE = 6
 
 @dataclass(frozen=True, slots=True)
 class RenderSpec:
-    """The settings of a render worker. They are sent to its process.
+    """The settings of a render worker, a process that turns rows into prompts. They are sent to the process.
 
-    The time limits are CPU times of the worker, since elapsed time on a busy machine says nothing about a row.
+    The time limits are CPU times of the process, since elapsed time on a busy machine says nothing about a row.
 
     Args:
         tokenizer: The folder or GGUF file of the tokenizer.
@@ -57,8 +57,8 @@ class RenderSpec:
         fields: The values to take from a row.
         job: The job file, for messages.
         row_timeout_s: The limit for a row in seconds.
-        bulk_timeout_s: The limit for tokenising a batch of prompts in seconds.
-        memory_bytes: The memory that the worker may use in addition to that after its start.
+        bulk_timeout_s: The limit in seconds for tokenising a batch of prompts, or for checking a constraint.
+        memory_bytes: The memory that the process may use in addition to its memory after the start.
     """
 
     tokenizer: Path
@@ -72,16 +72,16 @@ class RenderSpec:
     memory_bytes: int = 1 << 30
 
     def timeout_s(self, at: int) -> float:
-        """Return the time limit in seconds for the activity that the worker reports.
+        """Return the time limit in seconds for the present activity of the worker.
 
         Args:
-            at: The number of a row, or a negative number for tokenising a batch or checking a constraint.
+            at: The number that the worker reports: a row from 0, or a negative number for other activities.
         """
         return self.row_timeout_s if at >= 0 else self.bulk_timeout_s
 
 
 class RenderWorker:
-    """The parent's side of a worker process, which prepares chunks one at a time.
+    """The parent's side of a render worker, a process that turns rows of chunks into prompts, one chunk at a time.
 
     Call `attend` when `events` signals data, and `look` regularly, since the process may hang.
 
@@ -120,11 +120,11 @@ class RenderWorker:
 
     @property
     def idle(self) -> bool:
-        """True if the worker waits for a chunk."""
+        """True if the process has started and waits for a chunk."""
         return self._ready and self._pieces is None
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
-        """Send a chunk to the process, to prepare at most `rows` of its rows. The worker must be idle."""
+        """Let the process prepare at most `rows` rows of a chunk. The process must be idle or starting."""
         self._header, self._data = chunk.pack()
         self._pieces = RowPieces(rows, self._spec.fields)
         self._lost, self._renewed = 0, False
@@ -132,7 +132,7 @@ class RenderWorker:
             self._send()
 
     def attend(self) -> PreparedRows | None:
-        """Receive what the process has sent. Return the prepared chunk once it is complete, else None.
+        """Receive a message of the process. Return the prepared rows of the chunk once they are complete, else None.
 
         A process that died is replaced. A row that hangs or kills the process twice becomes an error row.
         """
@@ -152,7 +152,10 @@ class RenderWorker:
         return self._receive(size)
 
     def look(self) -> None:
-        """Replace the process if it has made no progress for too long."""
+        """Replace the process if it has reported no new row for too long.
+
+        The time limit of a row is longer in wall time.
+        """
         if self.idle:
             return
         if self._at.value != self._seen:
@@ -186,14 +189,6 @@ class RenderWorker:
             return  # the process died before it could read; `attend` notices that and starts another one
 
     def _receive(self, size: int) -> PreparedRows | None:
-        """Read a reply about a piece of the chunk, and send the next piece.
-
-        Args:
-            size: The number of bytes of the reply.
-
-        Returns:
-            The prepared chunk once all pieces are done, else None.
-        """
         pieces = self._pieces
         if pieces is None:
             raise Unavailable("the process that renders prompts sent an unexpected reply")
@@ -214,12 +209,6 @@ class RenderWorker:
         return None
 
     def _reply(self, size: int, pieces: RowPieces) -> PreparedRows:
-        """Read and check a reply of the process, and return its prepared rows. Raises BadReply.
-
-        Args:
-            size: The number of bytes of the reply.
-            pieces: The pieces of the chunk.
-        """
         if size > self._spec.memory_bytes:
             raise BadReply(f"{size} bytes are more than such a process may have")
         spec = self._spec
@@ -230,10 +219,7 @@ class RenderWorker:
         return reply
 
     def _died(self) -> None:
-        """Find out why the process died, and record the row at fault.
-
-        RLIMIT_CPU counts all rows since the start, so exceeding it is not the fault of a row.
-        """
+        # RLIMIT_CPU counts all rows since the start, so exceeding it is not the fault of a row
         ended = self._child.wait(_LEAVE_S)
         if ended is not None and ended.out_of_cpu_time:
             if self._renewed:
@@ -250,14 +236,7 @@ class RenderWorker:
             )
 
     def _failed(self, code: str, message: str) -> None:
-        """Record that the process died or hung.
-
-        A row is at fault if it was prepared on its own, and failed before.
-
-        Args:
-            code: The code of the row's error.
-            message: The message of the row's error.
-        """
+        # A row is only at fault if it was prepared alone, after a first failure
         pieces, row = self._pieces, _row_of(self._at.value)
         if pieces is None or row is None or row >= len(pieces.present):
             self._lose(message)
@@ -268,7 +247,7 @@ class RenderWorker:
             pieces.accuse(row)
 
     def _lose(self, message: str) -> None:
-        """Record that the process died while it worked on no row. Raises Unavailable if this happens repeatedly."""
+        # The process died while it worked on no row
         self._lost += 1
         if self._lost == _LOST:
             text = f"the process that renders prompts cannot be kept running: {message}"
@@ -287,20 +266,17 @@ class RenderWorker:
 
 
 def _row_of(at: int) -> int | None:
-    """Return the row that a worker is working on, from the number `at` that it reports.
-
-    Returns:
-        None if it works on no row, or waits for the process that checks constraints, which retries on its own.
-    """
+    # Negative: no row, or waiting for the process that checks constraints, which retries on its own
     return at if at >= 0 else None
 
 
 def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, Any]) -> None:
-    """Run the worker process: receive chunks and send replies, until the parent closes the pipe or dies.
+    """Run the process of a render worker: receive chunks and send replies, until the parent closes the pipe or dies.
 
     Args:
         spec: The settings of the worker.
-        shared: The descriptor of the file that has the number of the current row, and large data in both directions.
+        shared: The descriptor of a file that both processes share. It has the number of the current row, and carries
+            large data in both directions.
         definition: The descriptor of the file with the tokenizer as the text of a tokenizer.json.
         pipe: The connection to the parent.
     """
@@ -329,7 +305,7 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
 
 
 class _Report:
-    """Reports the current row to the parent, and sets the CPU time after which the kernel kills this process.
+    """Reports the current row to the parent, and sets a timer with which the kernel kills this process if it hangs.
 
     Setting the timer is as slow as parsing a row. It is therefore only set again after a part of the limit has passed,
     and a row may get that part in addition.
@@ -356,5 +332,4 @@ class _Report:
 
 
 def _shared_number(file: int) -> ctypes.c_long:
-    """Return a number at the start of a file. All processes that have the file open share it."""
     return ctypes.c_long.from_buffer(mmap.mmap(file, ctypes.sizeof(ctypes.c_long)))

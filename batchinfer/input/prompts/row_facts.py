@@ -19,15 +19,15 @@ _NO_TEXTS = pa.array([], pa.string())
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
-    """The columns whose values are taken from a row, by purpose.
+    """The columns that are read from each row of the input, by purpose.
 
     Args:
         prompt: The columns for the prompt, or None for all.
         id: The column of the row's id, or None.
-        carried: The columns copied to the results.
-        as_json: True if carried values become JSON text, since the format has no types.
+        carried: The columns that are copied to the results.
+        as_json: True if copied values become JSON text, since the input has no types.
         endpoints: True if rows are OpenAI requests, whose urls are kept.
-        watched: The column names to look for in an input without a schema; None if it has one.
+        watched: The column names to look for in an input without a schema; None if it has a schema.
     """
 
     prompt: tuple[str, ...] | None
@@ -47,7 +47,7 @@ class RowFields:
         )
 
     def needed(self, row: Values) -> Values:
-        """Return the values of a row that its prompt needs, by column."""
+        """Return the columns of a row that its prompt needs. Columns that the row lacks are left out."""
         return row if self.prompt is None else {name: row[name] for name in self.prompt if name in row}
 
     def custom_id(self, row: Values) -> str | None:
@@ -60,16 +60,16 @@ class RowFields:
 
 @dataclass(slots=True)
 class RowFacts:
-    """Facts about n rows that are not part of their prompts.
+    """Facts about n rows that are not part of their prompts: ids, urls and columns for the results.
 
     Args:
         ids: The ids of the rows.
-        endpoints: The urls of the requests, or None.
-        carried: The columns copied to the results, as text.
+        endpoints: The urls of OpenAI requests, or None.
+        carried: The columns that are copied to the results, as text.
         kinds: Per column in `carried`, the kinds of its values (see `json_kind`).
-        unread: The numbers of the rows that could not be read.
-        names: The first names of columns that occurred.
-        found: The watched column names that occurred.
+        unread: The numbers of the rows that could not be read, from 0.
+        names: The first column names that occurred, for messages.
+        found: The names in `RowFields.watched` that occurred.
     """
 
     ids: pa.StringArray
@@ -86,14 +86,14 @@ class RowFacts:
         return len(self.ids) - len(self.unread)
 
     def first(self, rows: int) -> RowFacts:
-        """Return the ids, endpoints and carried columns of the first `rows` rows."""
+        """Return the ids, urls and copied columns of the first `rows` rows. All other facts are empty."""
         ends = None if self.endpoints is None else self.endpoints.slice(0, rows)
         carried = [column.slice(0, rows) for column in self.carried]
         return RowFacts(self.ids.slice(0, rows), ends, carried)
 
 
 class FactsCollector:
-    """Collects ids, endpoints and carried columns of rows, row by row."""
+    """Collects the RowFacts of consecutive rows, row by row."""
 
     def __init__(self, fields: RowFields) -> None:
         self._fields = fields
@@ -107,7 +107,7 @@ class FactsCollector:
         self._found: set[str] = set()
 
     def note(self, row: Values | RowError) -> None:
-        """Record the facts about the next row. A row that could not be read has no facts."""
+        """Record the facts about the next row. Of a row that could not be read, only this is recorded."""
         if isinstance(row, RowError):
             self._unread.append(len(self._ids))
             row = {}
@@ -151,7 +151,7 @@ class FactsCollector:
 
 
 def no_facts(fields: RowFields, rows: int) -> RowFacts:
-    """Return the facts about rows that could not be read. `rows` is their number."""
+    """Return the facts about `rows` rows that could not be read: all ids and values are null."""
     collected = FactsCollector(fields)
     for _ in range(rows):
         collected.note(RowError("", "input", ""))
@@ -159,7 +159,7 @@ def no_facts(fields: RowFields, rows: int) -> RowFacts:
 
 
 def join_facts(parts: Sequence[RowFacts]) -> RowFacts:
-    """Return the facts about the rows of all parts in order."""
+    """Join the facts about consecutive groups of rows, in order."""
     first, unread, start = parts[0], [], 0
     names: dict[str, None] = {}
     for part in parts:

@@ -59,10 +59,6 @@ def override(
 
 
 def _override(params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]) -> SamplingParams:
-    """Return `params` overridden by the non-null values of `given`. Raises RowProblem for invalid values.
-
-    `labels` are the names of parameters in messages.
-    """
     found: dict[str, Any] = {}
     if given:
         found = {
@@ -80,7 +76,7 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
     """Return sampling parameters overridden by the fields of an OpenAI request.
 
     Args:
-        params: The defaults.
+        params: The parameters for fields that the request does not set.
         body: The body of the request.
         prompt_field: The field of the prompt: "messages" for a chat request, else "prompt".
 
@@ -120,11 +116,14 @@ def override_openai(params: SamplingParams, body: Mapping[str, Any], prompt_fiel
 
 
 def parse_samples(value: Any, column: str = SAMPLES) -> int | None:
-    """Return the number of answers that a row asks for, or None if it does not say. Raises RowProblem.
+    """Check the number of answers that a row asks for, and return it. None if the row has no value.
 
     Args:
         value: The value of the row.
         column: The column of the value, for messages.
+
+    Raises:
+        RowProblem: The value is no positive integer, or is too large.
     """
     if value is None:
         return None
@@ -138,10 +137,6 @@ def parse_samples(value: Any, column: str = SAMPLES) -> int | None:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
-    """Return the number of log-probabilities per token that a chat request asks for, or None.
-
-    It sets `logprobs: true` and optionally `top_logprobs`.
-    """
     asked, most = body.get("logprobs"), body.get("top_logprobs")
     if asked is not None:
         _boolean("logprobs", asked)
@@ -153,20 +148,13 @@ def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
 
 
 def _text_logprobs(asked: object) -> int | None:
-    """Return the number of log-probabilities per token that a text completion asks for, or None.
-
-    Some clients write false for none.
-    """
+    # Some clients write false for none
     return None if asked is False else CHECKS["logprobs"]("logprobs", asked)
 
 
 def _unconstrained(
     params: SamplingParams, given: Mapping[str, Any], labels: Mapping[str, str]
 ) -> SamplingParams:
-    """Return `params` without its constraint if `given` has another one. Raises RowProblem for several constraints.
-
-    `labels` are the names of parameters in messages.
-    """
     named = [name for name in CONSTRAINTS if given.get(name)]
     if len(named) > 1:
         first, second = (labels.get(name, name) for name in named[:2])
@@ -189,9 +177,9 @@ def _response_format(value: Any) -> dict[str, Any]:
 
 
 def from_text(name: str, value: Any) -> Any:
-    """Parse the text of a sampling parameter in a file without types.
+    """Convert a sampling parameter that a file without types (CSV) has as text to its proper type.
 
-    Parameters that are texts themselves, such as `stop`, are returned unchanged.
+    Parameters that are texts themselves, such as `stop`, are returned unchanged. So are values that are no text.
 
     Args:
         name: The name of the parameter.
@@ -314,10 +302,7 @@ def _schema(name: str, value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _canonical(schema: str) -> str:
-    """Return the JSON text of a schema without white space. Raises BadSchema.
-
-    Results are cached, since rows usually have one of a few schemas.
-    """
+    # Cached, since rows usually have one of a few schemas
     return write_exactly(parsed_schema(schema))
 
 

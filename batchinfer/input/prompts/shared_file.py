@@ -17,7 +17,10 @@ _KEPT = 8 << 20  # bytes that may stay allocated after the data was read
 
 
 def shared_file() -> int:
-    """Create an anonymous file, in memory if the system supports that, and return its descriptor."""
+    """Create an anonymous file to exchange data with another process, and return its descriptor.
+
+    On Linux it is in memory.
+    """
     if sys.platform == "linux":
         file = os.memfd_create("batchinfer-render")
     else:
@@ -28,7 +31,11 @@ def shared_file() -> int:
 
 
 def put(file: int, data: bytes) -> None:
-    """Write data to a shared file, over earlier data. Raises Unavailable if the system does not allow the size."""
+    """Write data to a file from `shared_file`, over earlier data.
+
+    Raises:
+        Unavailable: The system allows no file of this size.
+    """
     left = memoryview(data)
     at = BULK_AT
     try:
@@ -43,9 +50,9 @@ def put(file: int, data: bytes) -> None:
 
 
 def take(file: int, size: int) -> bytes:
-    """Return the first `size` bytes of the data in a shared file; fewer if another process has truncated it.
+    """Return the first `size` bytes that `put` wrote to a file from `shared_file`.
 
-    A large file is truncated afterwards, to free its memory.
+    It returns fewer bytes if another process has truncated the file. A large file is truncated here to free its memory.
     """
     parts, at = [], BULK_AT
     while size > 0 and (part := os.pread(file, size, at)):

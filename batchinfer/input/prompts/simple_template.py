@@ -21,7 +21,9 @@ _SPECIAL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SimpleTemplate:
-    """A template that only prints columns between texts.
+    """A template of texts with columns between them, such as `{{ name }}`, and nothing else.
+
+    It is rendered without Jinja.
 
     Attributes:
         texts: The texts before, between and after the columns.
@@ -33,7 +35,10 @@ class SimpleTemplate:
 
     @classmethod
     def of(cls, tree: nodes.Template) -> Self | None:
-        """Convert a parsed template. Return None if it contains more than texts and printed columns."""
+        """Convert a parsed Jinja template.
+
+        Return None if it has more than texts and printed columns, such as a filter.
+        """
         texts, names = [""], []
         for node in _parts(tree):
             if isinstance(node, nodes.TemplateData):
@@ -59,7 +64,6 @@ class SimpleTemplate:
 
 
 def _parts(tree: nodes.Template) -> Iterator[nodes.Node]:
-    """Yield the nodes of a parsed template in order: the nodes that it prints, and all other statements."""
     for node in tree.body:
         if isinstance(node, nodes.Output):
             yield from node.nodes

@@ -21,19 +21,24 @@ class TemplateFault:
 
     Attributes:
         line: The number of the line at fault, from 1, or None if unknown.
-        message: The predicate of a sentence about the template or the line.
+        message: The rest of a sentence that begins with the template or the line, such as "has 9 characters".
     """
 
     line: int | None
     message: str
 
     def text(self, what: str) -> str:
-        """Return the message for users. `what` names the template, such as "the chat template"."""
+        """Return the reason as a sentence for users. `what` names the template, such as "the chat template"."""
         return f"{what} {self.message}" if self.line is None else f"line {self.line} of {what} {self.message}"
 
 
 def template_fault(environment: SandboxedEnvironment, source: str) -> TemplateFault | None:
-    """Compile a template without running it. Return why it cannot be compiled, or None if it can."""
+    """Compile a Jinja template without rendering it. Return why it cannot be compiled, or None if it can.
+
+    Args:
+        environment: Jinja's environment.
+        source: The text of the template.
+    """
     if len(source) > MAX_CHARACTERS:
         return TemplateFault(None, f"has {len(source):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
@@ -52,7 +57,6 @@ def template_fault(environment: SandboxedEnvironment, source: str) -> TemplateFa
 
 
 def _deepest_line(environment: SandboxedEnvironment, source: str) -> int:
-    """Return the number of the line with the deepest nesting, or else of the line with the highest token count."""
     depth, deepest, line = 0, 1, 0
     tokens: Counter[int] = Counter()
     previous = ""

@@ -21,11 +21,11 @@ _ENDS_SOMETHING = re.compile(r"^\s*</[^>]+>\s*$")
 
 @dataclass(frozen=True, slots=True)
 class TemplatePart:
-    """Consecutive lines of a template, such as a paragraph.
+    """Consecutive lines of a template that belong together, such as a paragraph.
 
     Args:
         source: The lines.
-        first_line: The number of the first line, from 1.
+        first_line: The number of the first line in the template, from 1.
         columns: The columns that the lines read. Without any, the lines are the same for all rows.
     """
 
@@ -40,15 +40,20 @@ class TemplatePart:
 
     @property
     def is_label(self) -> bool:
-        """True if the part is a label for the text after it, such as `Answer:` at the end of a template."""
+        """True if the part is fixed text that ends with a label such as `Answer:`.
+
+        The part after it must stay there.
+        """
         return not self.columns and _BEGINS_SOMETHING.search(self.source) is not None
 
 
 def template_parts(source: str) -> list[TemplatePart] | None:
-    """Split a template into parts that could be in another order, and return them in their order.
+    """Split a template into the parts whose order a user could change, and return them in their present order.
+
+    Reordering can make prompts share longer prefixes.
 
     Returns:
-        None if its lines cannot be reordered: it defines names, trims white space, or is invalid.
+        None if the lines cannot be reordered: the template defines names, trims white space, or is invalid.
     """
     try:
         lines = _lines(source)
@@ -61,12 +66,16 @@ def template_parts(source: str) -> list[TemplatePart] | None:
 
 
 def join_parts(parts: list[TemplatePart], source: str) -> str:
-    """Return the text of a template that consists of the parts, separated by blank lines if `source` has them."""
+    """Join parts to the text of a template.
+
+    Args:
+        parts: The parts, in any order.
+        source: The original template. If it has blank lines, blank lines separate the parts.
+    """
     return ("\n\n" if "\n\n" in source else "\n").join(part.source for part in parts)
 
 
 def _lines(source: str) -> list[str] | None:
-    """Split a template at line ends outside of expressions and blocks. Return None if it cannot be reordered."""
     lines, depth, begun = [""], 0, False
     for _, kind, text in row_environment().lex(source):
         if kind.endswith(("_begin", "_end")) and ("-" in text or "+" in text):
@@ -86,10 +95,7 @@ def _lines(source: str) -> list[str] | None:
 
 
 def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, line) for each line of a template.
-
-    A long text after the last field of a line becomes a line of its own.
-    """
+    # A long text after the last field of a line becomes a line of its own
     number = 1
     for line in lines:
         tail = _LONG_TAIL.search(line)
@@ -100,14 +106,6 @@ def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _join_lines(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Join lines of a template to parts: labels with the text after them, and neighbouring lines without columns.
-
-    Args:
-        lines: (number, line) of each line.
-
-    Yields:
-        (number of the first line, part).
-    """
     held: list[str] = []
     first = 1
     for (number, line), (_, following) in zip(lines, [*lines[1:], (0, "")], strict=True):
@@ -123,7 +121,6 @@ def _join_lines(lines: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def _ends(held: list[str], following: str) -> bool:
-    """Return True if a part of a template ends before the line `following`. `held` are the lines of the part so far."""
     last = next((line for line in reversed(held) if line.strip()), "")
     if _BEGINS_SOMETHING.search(last) and not _varies(last):
         return False

@@ -12,11 +12,11 @@ from batchinfer.input.tokenizer.masks import masks_for
 
 
 class Resolved(NamedTuple):
-    """A prompt in which special tokens occur only where the template writes them.
+    """A rendered prompt that distinguishes special tokens of the template from equal texts in the row.
 
     Attributes:
-        text: The text of the prompt. Literals of the row that look like special tokens are replaced by masks.
-        masks: The literal for each mask, or None without any.
+        text: The text of the prompt. Where the row has a text that looks like a special token, it has a placeholder.
+        masks: The text of the row for each placeholder, or None without any.
     """
 
     text: str
@@ -46,7 +46,10 @@ class TemplateSpecials:
                 constant.value = self._mark_text(constant.value)
 
     def resolve(self, text: str) -> Resolved:
-        """Return a rendered text with the template's special tokens. Special-token literals of the row are masked."""
+        """Restore the special tokens that were marked, in a rendered text.
+
+        Equal texts that come from the row are replaced by placeholders first.
+        """
         if self._pattern.search(text) is None:
             return Resolved(self._unmark_text(text), None)
         masks = masks_for(text, self._pattern)

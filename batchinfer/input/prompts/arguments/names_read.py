@@ -15,7 +15,7 @@ _OF_MACROS = frozenset({"caller", "kwargs", "varargs"})
 
 
 def names_read(tree: nodes.Template) -> set[str]:
-    """Return the names that a parsed Jinja template reads from outside: those that it may not have set before.
+    """Return the names that a parsed Jinja template needs from outside: it may read them before it sets them.
 
     Functions that the environment provides are included.
     """

@@ -27,7 +27,7 @@ class ContinuedPrompts:
 
     Args:
         tokenizer: The tokenizer of the checkpoint.
-        segments: Encodes texts in which placeholders stand for special tokens.
+        segments: Encodes texts that have placeholders for special tokens.
         labels: The job's labels, which are the continuations of all prompts; () if each draft has its own
             continuations.
     """
@@ -42,7 +42,7 @@ class ContinuedPrompts:
     def to_encode(self, draft: Draft) -> list[Draft]:
         """Return the texts, as drafts, that the caller must tokenise before it calls `join` for this draft.
 
-        Empty if none is needed, because they are cached or the prompt has only tokens.
+        Empty if their tokens are cached, or if the prompt has no text but only tokens.
         """
         if draft.text is None or not draft.continuations:
             return []

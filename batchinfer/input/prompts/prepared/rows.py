@@ -146,7 +146,7 @@ class Prepared:
     def keys_of_new_work(self) -> bytes:
         """Return the concatenated work keys of prompts that this run has prepared itself, and not an earlier run.
 
-        The keys of further prompts come after those of the rows' first prompts.
+        First come the keys of the rows' first prompts, then the keys of further prompts.
         """
         first = np.frombuffer(self.keys, np.uint8).reshape(-1, 32)[self.tokens_there() > 0].tobytes()
         return first + self.further.keys

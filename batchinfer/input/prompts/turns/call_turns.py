@@ -20,7 +20,9 @@ _EXAMPLE_TEXT = json.dumps(_EXAMPLE)
 
 
 class CallTurns:
-    """Converts the arguments of tool calls in earlier messages to the form that a chat template expects.
+    """Converts tool calls in earlier messages of a chat to the form that its chat template expects.
+
+    Some templates expect the arguments of a call as JSON text, others as an object. An example shows which.
 
     Args:
         render: Renders messages with the template.
@@ -30,7 +32,11 @@ class CallTurns:
         self._render = render
 
     def format(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with the arguments of tool calls in the template's form. Raises RowProblem if invalid."""
+        """Return the messages with the arguments of their tool calls in the form that the template expects.
+
+        Raises:
+            RowProblem: A tool call is invalid.
+        """
         if not any("tool_calls" in message for message in messages):
             return messages
         return [self._format(number, message) for number, message in enumerate(messages)]
@@ -64,20 +70,16 @@ class CallTurns:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """True if the template prints arguments unchanged that are JSON text."""
+        # True if the template prints JSON text as it is, without quoting it again
         return _EXAMPLE_TEXT in self._render_call(_EXAMPLE_TEXT)
 
     @cached_property
     def _takes_object(self) -> bool:
-        """True if the arguments of calls should be passed to the template as objects, not as JSON text.
-
-        It prints objects in another syntax than Python's, or prints neither objects nor texts.
-        """
+        # The template prints objects in another syntax than Python's, or prints neither objects nor texts
         found = self._render_call(_EXAMPLE)
         return (bool(found) and str(_EXAMPLE) not in found) or not self._takes_text
 
     def _render_call(self, arguments: Any) -> str:
-        """Return a rendered conversation with a tool call with these arguments; "" if the template raises an error."""
         try:
             return self._render(_conversation(arguments))
         except MemoryError:
