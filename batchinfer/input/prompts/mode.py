@@ -33,15 +33,18 @@ _COLUMNS: tuple[Mode, ...] = ("messages", "text", "token_ids")
 
 
 def choose_mode(job: Job, tokenizer: Tokenizer, shape: Callable[[], Shape]) -> Mode:
-    """Return the source of the job's prompts: templates, or a column with messages, text, token ids or requests.
+    """Determine the source of the job's prompts: templates, OpenAI requests, or a column with messages, text or tokens.
 
     Args:
         job: The job.
         tokenizer: The tokenizer of the checkpoint.
-        shape: Returns "openai" if the input has OpenAI requests. It is called if the job does not say so.
+        shape: Returns "openai" if the input has OpenAI requests. It is only called if the job leaves this open.
+
+    Returns:
+        "template", "openai", "messages", "text" or "token_ids".
 
     Raises:
-        JobFileError: The job has no prompt, or the checkpoint has no chat template.
+        JobFileError: The job has no prompt, or it needs a chat template and the checkpoint has none.
     """
     if job.input.format == "openai" or (job.requests and shape() == "openai"):
         return "openai"

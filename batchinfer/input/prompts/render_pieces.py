@@ -32,7 +32,7 @@ _ONE = np.zeros(1, np.int32)
 
 
 class RowPieces:
-    """The rows of a chunk, divided into pieces that render workers prepare one after another.
+    """The rows of a chunk, divided into pieces that render workers prepare in order.
 
     At first the chunk is one piece. If a worker process dies or hangs, pieces are split to find the row at fault.
 

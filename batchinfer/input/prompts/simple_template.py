@@ -51,7 +51,7 @@ class SimpleTemplate:
         return cls(tuple(texts), tuple(names))
 
     def render(self, values: Values) -> str | None:
-        """Return the text of a row. None if Jinja must render it: a value is missing, null, or has a complex type."""
+        """Return the text of a row. None if only Jinja can render it: a value is missing, null, a list or an object."""
         parts = [self.texts[0]]
         for name, text in zip(self.names, self.texts[1:], strict=True):
             value = values.get(name)

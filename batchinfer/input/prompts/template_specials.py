@@ -24,9 +24,10 @@ class Resolved(NamedTuple):
 
 
 class TemplateSpecials:
-    """Marks the special tokens that a template writes, to distinguish them from equal texts in rows.
+    """Distinguishes the special tokens that a template writes from equal texts in rows.
 
-    The marks contain a random secret, so no row can contain a mark.
+    Texts in rows are tokenised as plain text. Before rendering, the special tokens of the template are replaced by
+    marks. They contain a random secret, so no row can contain a mark.
 
     Args:
         pattern: Matches the special tokens of the checkpoint.
