@@ -33,15 +33,16 @@ _REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The parts of a LoRA's adapter_config.json that determine the scale of its factors.
+    """The settings of a LoRA's adapter_config.json that determine the scale of its product B A.
 
     The scale is alpha / rank or, if rank-stabilised (Kalajdzievski, 2023), alpha / sqrt(rank).
 
     Args:
-        rank: The rank that the configuration states.
+        rank: The configured rank. `scale` uses the actual rank of a module's A and B.
         alpha: The alpha of modules without an entry in `alphas`.
         rank_stabilised: If True, the scale is alpha / sqrt(rank).
-        alphas: Values of alpha for single modules, by the module's name or the end of it.
+        alphas: Values of alpha for single modules, by the module's name, or by a suffix of the name that follows a dot.
+            None: there are none.
         dora: If True, the adapter is a DoRA: it also rescales rows of weights, and must be merged into the weights.
     """
 
@@ -52,10 +53,10 @@ class LoraConfig:
     dora: bool = False
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the factor by which a module's product B A is multiplied.
+        """Return the scale of an adapter's product B A for one module: (W + scale B A) x is the module's result.
 
         Args:
-            module: The name of the module.
+            module: The name of the module, which may have an alpha of its own in `alphas`.
             rank: The rank of the module's A and B.
         """
         alpha = self.alpha
@@ -67,7 +68,7 @@ class LoraConfig:
 
 
 def read_adapter_config(path: Path) -> tuple[LoraConfig, list[str]]:
-    """Return the configuration in an adapter_config.json, and an error message for each mistake in it.
+    """Return the LoRA configuration in an adapter_config.json, and an error message for each invalid setting in it.
 
     Raises:
         JobFileError: The file is not a JSON object.
@@ -103,7 +104,7 @@ def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_pattern(value: object) -> bool:
-    """Return True if `value` maps plain names to positive numbers. PEFT also allows regular expressions as names."""
+    # PEFT also allows regular expressions as names
     return isinstance(value, dict) and all(
         _PLAIN.fullmatch(name) and type(alpha) in (int, float) and 0 < alpha < 1e30
         for name, alpha in value.items()

@@ -25,14 +25,18 @@ _A, _B = FACTOR_A + "0", FACTOR_B + "0"
 
 
 class ChannelFactors:
-    """The factors by which calibration divided the inputs and multiplied the outputs of a model's products."""
+    """Adapts LoRA adapters of an original model to its calibrated copy, whose channels were scaled.
+
+    Calibration divided the inputs of matrix products by factors, or multiplied their outputs. It stores the factors in
+    channel_factors.safetensors.
+    """
 
     def __init__(self, factors: Mapping[str, Tensor], first: int = 0) -> None:
-        """Create the factors.
+        """Wrap the factors of a calibrated model's channels.
 
         Args:
             factors: The factors, by their names in the file: "LAYER.PRODUCT.inputs" or "LAYER.PRODUCT.outputs".
-            first: The layer in the file that `adapt` counts as layer 0.
+            first: The layer in these names that `adapt` numbers 0.
         """
         self._factors, self._first = factors, first
 
@@ -48,7 +52,7 @@ class ChannelFactors:
         return cls(load_file(path) if path.exists() else {})
 
     def of_layers(self, layers: tuple[int, int] | None) -> ChannelFactors:
-        """Return the factors for a range of layers, which are renumbered from 0.
+        """Return the factors for a range of layers. `adapt` of the result numbers these layers from 0.
 
         Args:
             layers: First layer, and end (exclusive). None: all layers.
@@ -56,11 +60,11 @@ class ChannelFactors:
         return self if layers is None else ChannelFactors(self._factors, self._first + layers[0])
 
     def adapt(self, layer: int, product: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an adapter's A and B, changed so that they have the same effect in the calibrated model.
+        """Return an adapter's A and B, rescaled to have the same effect in the calibrated as in the original model.
 
         Args:
             layer: The number of the layer.
-            product: The name of the matrix product.
+            product: The name of the layer's matrix product, such as "qkv".
             a: (rank, in).
             b: (out, rank).
         """
@@ -72,20 +76,21 @@ class ChannelFactors:
 
 
 class MarkedWeights(Weights):
-    """A source of a model's weights that adds an adapter of ones to each product without experts.
+    """A source of a model's weights that records how calibration scales the channels of matrix products.
 
-    Code that scales channels also scales the factors of adapters, so the ones become the channel factors.
+    It adds an adapter whose A and B are all ones to each product, except products of experts. Code that scales channels
+    also scales A and B of adapters, so these ones become the factors of the channels. `marked_factors` reads them.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
         self._weights, self._spec = weights, spec
 
     def tables(self) -> Tables:
-        """Return the weights before and after the layers, unchanged."""
+        """Return the weights outside of layers, such as embedding and head, unchanged."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, with A (1, in) and B (out, 1) of ones for each product without experts."""
+        """Return the weights of a layer, and A (1, in) and B (out, 1), all ones, for each product without experts."""
         found = dict(self._weights.layer(index))
         for linear in self._spec.layers[index].linears:
             if not linear.experts:  # experts have no adapters
@@ -96,11 +101,13 @@ class MarkedWeights(Weights):
 
 
 def marked_factors(index: int, layer: LayerSpec, weights: LayerWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yield names (in the file) and values of a layer's channel factors. Factors that are all 1 are left out.
+    """Yield the names and values of the factors by which a layer's channels were scaled.
+
+    Factors that are all 1 are skipped. Names are as in channel_factors.safetensors, such as "3.qkv.inputs".
 
     Args:
         index: The number of the layer.
-        layer: The layer.
+        layer: The spec of the layer.
         weights: The layer's weights from MarkedWeights, after its channels were scaled.
     """
     for linear in layer.linears:
@@ -111,5 +118,10 @@ def marked_factors(index: int, layer: LayerSpec, weights: LayerWeights) -> Itera
 
 
 def write_factors(folder: Path, factors: Mapping[str, Tensor]) -> None:
-    """Write channel factors, by name in the file, to channel_factors.safetensors in a folder. Raises OSError."""
+    """Write the factors of a model's channels to channel_factors.safetensors in a folder. Raises OSError.
+
+    Args:
+        folder: The folder.
+        factors: The factors, by names such as "3.qkv.inputs".
+    """
     save_file(dict(factors), folder / FILE)

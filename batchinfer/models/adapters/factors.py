@@ -24,10 +24,10 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PartOfLayers:
-    """The layers of a rank, and how each is sharded.
+    """The layers that a rank computes, and how they are sharded.
 
     Args:
-        layers: The layers that the rank runs, as in the whole model.
+        layers: The specs of these layers as in the whole model, before sharding.
         shard: The rank's shard.
     """
 
@@ -36,7 +36,10 @@ class PartOfLayers:
 
 
 class FactorFiles:
-    """Reads tensors of adapters' safetensors files, which are mapped on first use, within a `with` block."""
+    """Reads tensors of safetensors files with adapters.
+
+    Files are mapped on first use, and closed at the end of `with`.
+    """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -50,7 +53,7 @@ class FactorFiles:
         self._stack.close()
 
     def tensor(self, path: Path, name: str) -> Tensor:
-        """Return the tensor `name` of the file `path` on the CPU, in the dtype of the file."""
+        """Return a tensor of a safetensors file on the CPU, in its stored dtype."""
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         tensor: Tensor = self._open[path].get_tensor(name)
@@ -58,9 +61,9 @@ class FactorFiles:
 
 
 class AdaptedWeights(Weights):
-    """A source of a model's weights that adds the factors of adapters. It must be used in a `with` block.
+    """A source of a model's weights that adds the A and B of LoRA adapters. It must be used in a `with` block.
 
-    A rank gets only the factors of the outputs and inputs in its shard.
+    If the model is sharded, a rank gets only the rows of B and the columns of A that its shard needs.
     """
 
     def __init__(
@@ -78,11 +81,12 @@ class AdaptedWeights(Weights):
         Args:
             weights: The weights of the model, or of a rank's shard.
             spec: The spec of the model or the shard.
-            adapters: The adapters; their numbers in names of factors are their positions here.
-            dtype: The dtype of the factors.
-            device: The device of the factors.
-            part: The layers of the shard. None: the whole model.
-            folder: The model's folder, which may contain channel factors of a calibration.
+            adapters: The adapters. Names of their A and B contain their positions in this sequence.
+            dtype: The dtype of A and B.
+            device: The device of A and B.
+            part: The layers of the rank's shard. None: the whole model.
+            folder: The model's folder. If it has a channel_factors.safetensors, A and B are adapted to the calibrated
+                model.
         """
         self._weights, self._spec, self._adapters, self._part = weights, spec, adapters, part
         self._dtype, self._device = dtype, device
@@ -98,11 +102,11 @@ class AdaptedWeights(Weights):
         self._files.__exit__(*details)
 
     def tables(self) -> Tables:
-        """Return the weights before and after the layers, which adapters do not change."""
+        """Return the weights outside of layers, such as embedding and head, which adapters do not change."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer and the factors of adapters.
+        """Return the weights of a layer, and A and B of each adapter that changes one of its products.
 
         A and B of adapter 0 for the product "qkv" are "qkv.factor_a.0" and "qkv.factor_b.0".
         """
@@ -119,16 +123,16 @@ class AdaptedWeights(Weights):
         return found
 
     def _linears(self, index: int) -> Iterator[tuple[LinearSpec, Mapping[str, ParameterCut]]]:
-        """Yield each product of a layer of the whole model, and the cuts of the layer's parameters on this rank."""
         own, part = self._spec.layers[index], self._part
         whole = own if part is None else part.layers[index]
         cuts = {} if part is None else layer_cuts(whole, own, part.shard)
         yield from ((linear, cuts) for linear in whole.linears)
 
     def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> tuple[Tensor, Tensor]:
-        """Return an adapter's factors of a product: A (rank, in) and B (out, rank), multiplied with the scale.
+        """Return an adapter's A (rank, in) and scaled B (out, rank) for one product.
 
-        The A of all modules are concatenated. The columns of B of a module are zero outside of the module's outputs.
+        The product may join the outputs of several modules. Then the modules' A are concatenated. In the columns of B
+        that belong to a module, rows of other modules' outputs are 0.
         """
         rank = sum(module.rank for module in modules)
         a = torch.empty(rank, linear.inputs, dtype=self._dtype, device=self._device)
@@ -147,9 +151,9 @@ class AdaptedWeights(Weights):
 def cut_factors(
     a: Tensor, b: Tensor, linear: LinearSpec, cuts: Mapping[str, ParameterCut]
 ) -> tuple[Tensor, Tensor]:
-    """Return the parts of an adapter's A and B that a rank needs for its shard of a product.
+    """Return the parts of an adapter's A and B that a rank needs for its shard of a matrix product.
 
-    If ranks hold parts of the inputs, B A x is the sum of the results of all ranks.
+    If the product's inputs are divided among ranks, B A x is the sum of the results of all ranks.
 
     Args:
         a: (rank of the adapter, in).
@@ -167,11 +171,11 @@ def cut_factors(
 
 
 def rows_of(values: Tensor, part: Part | None) -> Tensor:
-    """Return the rows of a tensor that belong to a part of a module.
+    """Return those rows of a tensor that belong to one parameter, if a checkpoint's module contains several parameters.
 
     Args:
-        values: (outputs, …), of the module. Outputs are rows even if the module's weight is stored transposed.
-        part: The part. None: all rows.
+        values: (outputs, …), a tensor with a row per output of the module.
+        part: The location of the parameter in the module. None: all rows.
     """
     if part is None:
         return values

@@ -14,16 +14,17 @@ from batchinfer.models.spec.spec import ModelSpec
 
 
 class MergedWeights(Weights):
-    """A source of a model's weights, with a DoRA adapter (Liu et al., 2024) merged into them.
+    """A source of a model's weights with a DoRA adapter (Liu et al., 2024) merged into them.
 
-    A row of a weight W becomes m (W + scale B A) / ||W + scale B A||, with the row's magnitude m.
+    A DoRA stores a magnitude m for each output of a weight W, in addition to A and B. Each row of the merged weight is
+    the same row of W + scale B A, rescaled to the length m.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec, adapter: StoredAdapter) -> None:
         self._weights, self._spec, self._adapter = weights, spec, adapter
 
     def tables(self) -> Tables:
-        """Return the weights before and after the layers, which the adapter does not change."""
+        """Return the weights outside of layers, such as embedding and head, which the adapter does not change."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
@@ -38,13 +39,6 @@ class MergedWeights(Weights):
 
 
 def _merge(weight: Tensor, modules: Sequence[ChangedModule], files: FactorFiles) -> Tensor:
-    """Return a copy of a weight with the changed modules merged into it.
-
-    Args:
-        weight: (out, in), of a product that may contain the outputs of several modules.
-        modules: The changed modules of the product.
-        files: The open files of the adapter.
-    """
     found = weight.clone()
     for module in modules:
         assert module.magnitude_name is not None, "a DoRA has magnitudes of all modules"

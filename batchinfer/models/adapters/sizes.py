@@ -16,12 +16,12 @@ MIN_SLOTS = 8
 
 @dataclass(frozen=True, slots=True)
 class ChangedProduct:
-    """A matrix product that adapters change.
+    """A matrix product of a layer that a job's adapters change.
 
     Args:
-        inputs: Inputs of the product per token.
-        outputs: Outputs of the product per token.
-        ranks: The rank of each adapter that changes the product.
+        inputs: Number of inputs of the product per token.
+        outputs: Number of outputs of the product per token.
+        ranks: The ranks of the adapters that change the product.
     """
 
     inputs: int
@@ -30,17 +30,17 @@ class ChangedProduct:
 
     @property
     def width(self) -> int:
-        """Return the number of values of A and B for an adapter of rank 1."""
+        """Return the number of values in the LoRA matrices A and B of this product for an adapter of rank 1."""
         return self.inputs + self.outputs
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSizes:
-    """The sizes of a job's adapters that are not merged into the weights.
+    """The sizes of a job's LoRA adapters, to predict their memory and cost. DoRAs, which are merged, are not included.
 
     Args:
         count: The number of adapters.
-        products: The matrix products that the adapters change.
+        products: The matrix products of all layers that at least one adapter changes.
     """
 
     count: int
@@ -48,16 +48,19 @@ class AdapterSizes:
 
     @property
     def values(self) -> int:
-        """Return the number of values in the factors A and B of all adapters."""
+        """Return the number of values in the LoRA matrices A and B of all adapters together."""
         return sum(product.width * sum(product.ranks) for product in self.products)
 
     @property
     def slot_values(self) -> int:
-        """Return the number of values in an adapter slot on a GPU, which is large enough for each of the adapters."""
+        """Return the number of values in an adapter slot on a GPU.
+
+        All slots have one size, which fits each of the adapters.
+        """
         return sum(product.width * max(MIN_RANK, *product.ranks) for product in self.products)
 
     def slots(self, room: int, itemsize: int) -> int | None:
-        """Return how many adapters a GPU holds at a time, at least MIN_SLOTS; None if all of them fit.
+        """Return how many adapters a GPU holds at a time, at least MIN_SLOTS; None if it holds all adapters of the job.
 
         Args:
             room: Bytes of GPU memory for adapters.
@@ -67,12 +70,12 @@ class AdapterSizes:
         return found if found < self.count else None
 
     def mean_cost(self, itemsize: int, tokens: int, adapters: int) -> Cost:
-        """Return the FLOPs and bytes that adapters add to a step, for adapters of mean size.
+        """Return the FLOPs and bytes that LoRA adds to a step, for adapters of mean size.
 
         Args:
             itemsize: Bytes of a value.
-            tokens: Tokens of the step that have an adapter.
-            adapters: Different adapters in the step.
+            tokens: Number of tokens of the step whose rows use an adapter.
+            adapters: Number of different adapters in the step.
         """
         costs = (
             low_rank_cost(tokens, adapters, product.inputs, product.outputs, rank, itemsize)
@@ -83,14 +86,17 @@ class AdapterSizes:
         return Cost(whole.flops // self.count, whole.bytes // self.count)
 
     def with_cost(self, cost: ModelCost) -> ModelCost:
-        """Return a copy of a model's cost with the operator "adapters" added."""
+        """Return a copy of a model's cost with the operator "adapters", which applies LoRA to the tokens of a step."""
         size = cost.itemsize
         own = OperatorCost("adapters", adapted=self.mean_cost(size, 1, 0), adapter=self.mean_cost(size, 0, 1))
         return replace(cost, operators=(*cost.operators, own), adapted=True)
 
 
 def adapter_sizes(spec: ModelSpec, adapters: Sequence[StoredAdapter]) -> AdapterSizes | None:
-    """Return the sizes of the adapters that are not merged into the weights, that is no DoRAs; None without any."""
+    """Return the sizes of a job's LoRA adapters; None if there are none.
+
+    DoRAs are skipped, as they are merged into the weights.
+    """
     separate = [adapter for adapter in adapters if not adapter.config.dora]
     return AdapterSizes(len(separate), tuple(_products(spec, separate))) if separate else None
 

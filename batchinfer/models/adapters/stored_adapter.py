@@ -34,12 +34,12 @@ DIGEST = 32  # hexadecimal digits of a fingerprint
 
 @dataclass(frozen=True, slots=True)
 class PartOutputs:
-    """The contiguous outputs of a matrix product that a module of the checkpoint computes, such as q in qkv.
+    """A contiguous range of a matrix product's outputs that one module of the checkpoint computes: q_proj in qkv.
 
     Args:
-        first: The first of the outputs, counted in the product.
-        count: The number of outputs.
-        part: The position of the outputs in the module. None: the module has no other outputs.
+        first: The first output of the range in the product.
+        count: The number of outputs in the range.
+        part: The location of the outputs in the module, if it also computes others. None: it computes only these.
     """
 
     first: int
@@ -52,12 +52,12 @@ class ChangedModule:
     """An adapter's factors for one module: scale B A x is added to the module's outputs.
 
     Args:
-        a: Where A is stored, (rank, inputs).
-        b: Where B is stored, (outputs, rank).
+        a: The file and header entry of A, (rank, inputs).
+        b: The file and header entry of B, (outputs, rank).
         a_name: The name of the tensor A.
         b_name: The name of the tensor B.
         scale: The factor of B A.
-        outputs: The outputs of the module, by their positions in a matrix product.
+        outputs: Where the outputs of the module are in a matrix product of batchinfer's layers.
         magnitude_name: The name of the tensor with the magnitudes of a DoRA. None: the adapter is no DoRA.
     """
 
@@ -77,13 +77,13 @@ class ChangedModule:
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """The folder of an adapter, checked to fit its model.
+    """An adapter in PEFT's format whose folder was checked to fit the model.
 
     Args:
         path: The folder.
-        config: The scales of the factors.
-        weights: The safetensors file with the factors.
-        changed: The modules that the adapter changes, by number of the layer and name of the matrix product.
+        config: The adapter's configuration, which determines the scale of B A.
+        weights: The safetensors file with A and B of all modules.
+        changed: The modules that the adapter changes, by (number of the layer, name of the matrix product).
     """
 
     path: Path
@@ -93,12 +93,12 @@ class StoredAdapter:
 
     @property
     def values(self) -> int:
-        """Return the number of values in the factors A and B of all modules."""
+        """Return the number of values in the LoRA matrices A and B of all modules together."""
         modules = (module for modules in self.changed.values() for module in modules)
         return sum(module.rank * (module.a.info.shape[1] + module.b.info.shape[0]) for module in modules)
 
     def of_layers(self, layers: tuple[int, int] | None) -> StoredAdapter:
-        """Return the part of the adapter for a range of layers, which are renumbered from 0.
+        """Return a copy with only the changes of a range of layers. The layers are renumbered from 0.
 
         Args:
             layers: First layer, and end (exclusive). None: all layers.
@@ -110,11 +110,11 @@ class StoredAdapter:
         return replace(self, changed=own)
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return a hash of the weights and their scales, which determine what the adapter computes.
+        """Return a hash (in hex) of all that determines the adapter's effect: A, B, and the settings of their scale.
 
         Args:
             cache: Hashes of files from earlier calls; new ones are added.
-            progress: Called with the number of bytes after each piece that is hashed.
+            progress: Called with the number of bytes after each piece of the file that is hashed.
         """
         config = self.config
         scaled = (config.alpha, config.rank_stabilised, sorted((config.alphas or {}).items()))
@@ -124,15 +124,6 @@ class StoredAdapter:
 
 @dataclass(slots=True)
 class _Module:
-    """A module of the model that contains the weight of a matrix product.
-
-    Args:
-        layer: The number of its layer.
-        linear: The product.
-        outputs: The outputs of the product that the module computes.
-        refused: Why adapters cannot change the module; empty if they can.
-    """
-
     layer: int
     linear: LinearSpec
     outputs: list[PartOutputs] = field(default_factory=list)
@@ -140,7 +131,7 @@ class _Module:
 
 
 def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdapter:
-    """Check the folder of an adapter, and return its contents without reading the weights.
+    """Check the folder of an adapter, and return its settings and the modules that it changes. Weights are not read.
 
     Args:
         name: The adapter's name in the job file, for error messages.
@@ -166,7 +157,12 @@ def inspect_adapter(name: str, path: Path, checkpoint: Checkpoint) -> StoredAdap
 
 
 def check_adapter_config(path: Path) -> None:
-    """Check the adapter_config.json in an adapter's folder, without the model. Raises JobFileError, SecurityRefusal."""
+    """Check the adapter_config.json in an adapter's folder, without a model to compare it with.
+
+    Raises:
+        JobFileError: The folder or file is missing, or the configuration is invalid or not supported.
+        SecurityRefusal: A path leaves the folder.
+    """
     _, mistakes = read_adapter_config(_folder(path.name, path).path / CONFIG)
     if mistakes:
         raise _wrong(path.name, path, mistakes)
@@ -205,8 +201,8 @@ def _match_modules(
         checkpoint: The model.
 
     Returns:
-        The modules that the adapter changes, by number of the layer and name of the matrix product; and an error
-        message for each tensor that is unknown, missing, or does not fit.
+        The modules that the adapter changes, by (number of the layer, name of the matrix product); and an error message
+        for each tensor that is unknown, missing, or does not fit.
     """
     modules, mistakes = _modules(checkpoint), list[str]()
     found: dict[tuple[int, str], list[ChangedModule]] = {}
@@ -249,7 +245,6 @@ def _unknown_tensors(names: list[str]) -> str:
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, _Module]:
-    """Return the modules that contain weights of matrix products, by name without the checkpoint's base prefix."""
     found: dict[str, _Module] = {}
     for index, layer in enumerate(checkpoint.spec.layers):
         names = layer_names(checkpoint.spec, index, checkpoint.prefixes)
@@ -310,7 +305,6 @@ def _factor_mistake(stem: str, tensors: Mapping[str, StoredTensor], module: _Mod
 
 
 def _min_outputs(outputs: PartOutputs) -> int:
-    """Return the smallest number of outputs of a module that contains these outputs."""
     part = outputs.part
     if part is None:
         return outputs.count
@@ -320,7 +314,9 @@ def _min_outputs(outputs: PartOutputs) -> int:
 def changed_modules(
     adapters: Iterable[StoredAdapter], layer: int, linear: str
 ) -> Iterator[tuple[ChangedModule, ...]]:
-    """Yield, for each adapter, the modules that it changes in one product of a layer; () if it changes none.
+    """Yield, for each adapter, the modules that it changes in one matrix product of a layer; () if it changes none.
+
+    A product such as qkv may consist of several modules.
 
     Args:
         adapters: The adapters.
