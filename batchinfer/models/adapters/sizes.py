@@ -86,7 +86,7 @@ class AdapterSizes:
         return Cost(whole.flops // self.count, whole.bytes // self.count)
 
     def with_cost(self, cost: ModelCost) -> ModelCost:
-        """Return a copy of a model's cost with the operator "adapters", which applies LoRA to the tokens of a step."""
+        """Return a copy of a model's cost with the operator "adapters" added: the cost of LoRA for a step's tokens."""
         size = cost.itemsize
         own = OperatorCost("adapters", adapted=self.mean_cost(size, 1, 0), adapter=self.mean_cost(size, 0, 1))
         return replace(cost, operators=(*cost.operators, own), adapted=True)

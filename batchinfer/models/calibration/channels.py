@@ -32,14 +32,17 @@ def _clamped(_: Weights, factors: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A norm or weight whose outputs can be divided by factors if its readers' weights are multiplied with them.
+    """Outputs of a norm or weight that can be divided by factors if the weights that read them are multiplied by them.
+
+    Such a scaling of channels does not change the function of the layer.
 
     Args:
         readers: The matrix products that read the outputs.
-        divide: Divides the outputs by factors in the layer's weights. Returns the factors after rounding.
-        spread: Returns the factors of the readers' inputs from the factors of the outputs.
-        merge: Returns the sizes of the outputs from the sizes of the readers' inputs.
-        fit: Returns the nearest factors that are allowed, from the layer's weights and the wanted factors.
+        divide: Divides the outputs by factors, by changing the layer's weights. Returns the factors after rounding.
+        spread: Returns a factor per input of the readers, given a factor per output.
+        merge: Returns a magnitude per output, given a magnitude per input of the readers.
+        fit: Returns the allowed factors that are nearest to the wanted ones. Its arguments are the layer's weights and
+            the wanted factors.
     """
 
     readers: tuple[LinearSpec, ...]
@@ -52,14 +55,15 @@ class Scaled:
 def scale_channels(
     layer: LayerSpec, weights: Weights, products: dict[str, Tensor], group: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Scale the channels of a layer such that rounding its weights to int4 changes its outputs less.
+    """Scale the channels of a layer's activations such that rounding weights to int4 changes the layer's outputs less.
 
     Args:
         layer: The layer.
         weights: Its weights, float32. Changed entries are replaced. Weights of experts change in place, as they may
             take most of the memory. Norms stay representable in `dtype`.
-        products: X^T X of the inputs of its matrix products, by name. Entries with scaled inputs are replaced.
-        group: Inputs per scale.
+        products: X^T X of the inputs X of each matrix product to round, by name of the product. Entries of products
+            whose inputs are scaled are replaced.
+        group: Number of consecutive inputs that share a scale in int4.
         dtype: The dtype of the checkpoint to write.
 
     Returns:
@@ -90,17 +94,6 @@ def scale_channels(
 def _search_factors(
     scaled: Scaled, read: Sequence[LinearSpec], weights: Weights, products: Products, group: int
 ) -> Tensor | None:
-    """Return the factors of the outputs with the smallest rounding error; None if no scaling is best.
-
-    The candidates are powers of the outputs' sizes.
-
-    Args:
-        scaled: The outputs to scale.
-        read: The readers whose weights are rounded.
-        weights: The weights of the layer.
-        products: X^T X of the readers' inputs, by name.
-        group: Inputs per scale.
-    """
     sizes = products[read[0].name].diagonal().sqrt()
     sizes = scaled.merge(sizes / sizes.mean().clamp_min(1e-30)).clamp_min(1e-4)
     best, least = None, torch.inf
@@ -117,13 +110,13 @@ def _search_factors(
 
 
 def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Tensor:
-    """Return the squared error of a product's outputs after rounding its weight, estimated from some of the outputs.
+    """Return the squared error of a product's outputs after rounding its weight, estimated from a subset of them.
 
     Args:
         weight: (out, in).
-        products: (in, in), X^T X of the inputs.
-        columns: (in,), the factors with which columns of the weight are multiplied before rounding.
-        group: Inputs per scale.
+        products: (in, in), X^T X of the inputs X.
+        columns: (in,), factors by which columns of the weight are multiplied before rounding, and divided after it.
+        group: Number of consecutive inputs that share a scale.
     """
     every = -(-len(weight) // OUTPUTS_TRIED)
     weight = weight[::every]
@@ -167,16 +160,7 @@ def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: 
 
 
 def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
-    """Return the scaling of a norm's outputs, if the products that read them include a router of experts.
-
-    The choice of experts must not change. So factors are powers of two, and 1 where a power of two would round a value.
-
-    Args:
-        name: The name of the norm.
-        norm: The norm.
-        readers: The products that read its outputs, the router included.
-        dtype: The dtype of the checkpoint to write.
-    """
+    # A scaled router must choose the same experts, so factors are exact: powers of two, or 1 where these round
     held = [name, *([name + BIAS] if norm.biased else [])]
 
     def divide(weights: Weights, factors: Tensor) -> Tensor:
@@ -195,12 +179,12 @@ def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], 
 
 
 def _holds(weight: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (channels,) bool: True if casting a channel to `dtype` has the same effect before and after scaling.
+    """Return (channels,) bool: True for channels that can be scaled exactly, although weights are rounded to `dtype`.
 
     Args:
         weight: (…, channels).
         times: (channels,), the multipliers of the channels.
-        dtype: The dtype.
+        dtype: The dtype of the checkpoint to write.
     """
     same = (weight * times).to(dtype).float() == weight.to(dtype).float() * times
     return same.view(-1, same.shape[-1]).all(0)
@@ -211,13 +195,6 @@ def _of_up(first: LinearSpec, second: LinearSpec) -> Scaled:
 
 
 def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) -> Scaled:
-    """Return the scaling of v, between the product that computes v and the output projection.
-
-    Args:
-        attention: The attention of the layer. All query heads of a KV head have the same factors.
-        first: The product whose last outputs are v.
-        second: The output projection.
-    """
     heads, width = attention.kv_heads, attention.head_dim
 
     def spread(factors: Tensor) -> Tensor:

@@ -28,14 +28,17 @@ _BYTES_OF_PRODUCT, _BYTES_OF_VALUE = 16, 32
 
 
 class WatchedExperts(Experts):
-    """Experts of a layer that record their inputs and the router's choices, for the tokens that calibration counts."""
+    """Wraps the experts of a layer, and records their inputs and the router's choices.
+
+    Only tokens that calibration counts are recorded: a prefix that several rows share counts once.
+    """
 
     def __init__(self, inner: Experts, counted: Iterator[Tensor]) -> None:
         self.loads, self._inner, self._counted = inner.loads, inner, counted
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted outputs of the experts, (T, hidden), and record x and the router's choice."""
+        """Return the weighted sum of the experts' outputs, (T, hidden), and record x and the router's choice."""
         own = next(self._counted)
         self._seen.append((x[own], choice.experts[own], choice.weights[own]))
         return self._inner(x, choice, counted)
@@ -49,12 +52,12 @@ class WatchedExperts(Experts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenTokens:
-    """The tokens that the experts of a layer have computed, with the router's choices.
+    """The tokens that a layer's experts computed in a calibration, with the router's choices.
 
     Args:
         count: The number of experts of the layer.
         x: (T, hidden), the inputs of the experts.
-        experts: (T, chosen), the numbers of the experts that the router chose for each token.
+        experts: (T, chosen), the indices of the experts that the router chose for each token.
         weights: (T, chosen), the weights by which the outputs of these experts are added up.
     """
 
@@ -65,28 +68,31 @@ class SeenTokens:
 
     @property
     def products(self) -> Tensor:
-        """Return X^T X of the inputs, (hidden, hidden) float32, times the mean squared weight of an expert."""
+        """Return X^T X of the experts' inputs X, (hidden, hidden) float32, as a mean over experts.
+
+        It is multiplied by the mean squared weight that a token gives to an expert. Weights are 0 if it is not chosen.
+        """
         x = self.x.float()
         return x.T @ x * (self.weights.square().sum() / (len(x) * self.count))
 
     def divide(self, columns: Tensor) -> SeenTokens:
-        """Return a copy with the inputs divided by `columns`, (hidden,)."""
+        """Return a copy with the experts' inputs divided by `columns`, a factor per channel, (hidden,)."""
         return replace(self, x=(self.x.float() / columns).to(self.x.dtype))
 
     @property
     def few(self) -> int:
-        """Return the number of experts that the router chose for fewer than MIN_EXPERT_TOKENS tokens."""
+        """Return the number of experts that have too few tokens to calibrate them: fewer than MIN_EXPERT_TOKENS."""
         return int((torch.bincount(self.experts.flatten(), minlength=self.count) < MIN_EXPERT_TOKENS).sum())
 
     def of(self, number: int, preferred: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of an expert, (n, hidden) float32, and the weights of its outputs, (n,).
+        """Return the inputs for calibrating one expert, (n, hidden) float32, and the weights of its outputs, (n,).
 
-        If the router chose the expert for fewer than MIN_EXPERT_TOKENS tokens, the tokens for which it has the highest
-        probability are added, with the probability as weight.
+        These are the tokens for which the router chose the expert. If there are fewer than MIN_EXPERT_TOKENS, the
+        tokens with the next highest probability of the expert are added, and their weights are these probabilities.
 
         Args:
-            number: The number of the expert.
-            preferred: (T, experts), the probabilities of the router.
+            number: The index of the expert.
+            preferred: (T, experts), the router's probabilities.
         """
         weights = self.weights.masked_fill(self.experts != number, 0.0).sum(1)
         chosen = self.experts.eq(number).any(1)
@@ -100,13 +106,6 @@ class SeenTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expert:
-    """An expert that is being calibrated as if it were a dense feed-forward network.
-
-    Args:
-        weights: Its float32 weights and biases, by their names in a dense feed-forward network.
-        products: X^T X of the inputs of each weight, (in, in) float32, by name of the weight.
-    """
-
     weights: dict[str, Tensor]
     products: dict[str, Tensor]
 
@@ -114,14 +113,14 @@ class _Expert:
 def round_experts(
     layer: LayerSpec, weights: dict[str, Tensor], seen: SeenTokens, group: int, dtype: torch.dtype
 ) -> None:
-    """Quantise the weights of a layer's experts, each for the inputs that it computes.
+    """Calibrate and quantise the weights of each expert of a layer, on the inputs that the router assigns to it.
 
     Args:
         layer: The layer.
         weights: All weights of the layer, float32. Those of experts are replaced by quantised values, and scales are
             added. Biases of experts change in place.
-        seen: The tokens that the experts have computed.
-        group: Inputs per scale.
+        seen: The inputs of the experts, and the router's choices.
+        group: Number of consecutive inputs that share a scale.
         dtype: The dtype of the checkpoint to write.
     """
     fed = layer.feed_forward
@@ -149,7 +148,6 @@ def round_experts(
 
 
 def _stacks(layer: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return views of the experts' weights and biases, (experts, …), by their names in a dense feed-forward network."""
     found = {}
     for linear in layer.linears:
         if linear.experts:
@@ -160,7 +158,6 @@ def _stacks(layer: LayerSpec, weights: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _router_probabilities(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Return the probability of each expert, (T, experts), from inputs x, (T, hidden)."""
     logits = x.float() @ weights["router"].T + weights.get("router" + BIAS, 0.0)
     return logits.softmax(-1)
 
@@ -168,13 +165,13 @@ def _router_probabilities(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
 def _products(
     half: FeedForwardSpec, weights: Mapping[str, Tensor], x: Tensor, counts: Tensor
 ) -> dict[str, Tensor]:
-    """Return X^T X of the inputs of an expert's matrix products, (in, in) float32, by name of the product.
+    """Return X^T X of the inputs X of an expert's matrix products, (in, in) float32, by name of the product.
 
     Args:
         half: The expert as a dense feed-forward network.
         weights: The expert's weights and biases.
         x: (n, hidden), the inputs of the expert.
-        counts: (n,), the weights of the expert's outputs, by which the inputs are multiplied.
+        counts: (n,), the router's weights of the expert. Rows of X are multiplied by them.
     """
     both = x @ weights[half.first].T + weights.get(half.first + BIAS, 0.0)
     read = {half.first: x, "down": gated_activation_reference(both, half.activation)}
@@ -183,14 +180,6 @@ def _products(
 
 
 def _round(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return one weight of several experts as quantised values (experts, out, in) and scales (experts, out, groups).
-
-    Args:
-        name: The name of the weight.
-        some: The experts.
-        group: Inputs per scale.
-        dtype: The dtype of the checkpoint to write; scales are rounded to it.
-    """
     weight = torch.stack([expert.weights[name] for expert in some])
     scales = torch.stack([quantize_groups(own, group)[1] for own in weight]).to(dtype)
     products = torch.stack([expert.products[name] for expert in some])
@@ -198,7 +187,11 @@ def _round(name: str, some: Sequence[_Expert], group: int, dtype: torch.dtype) -
 
 
 def _at_once(expert: LayerSpec) -> int:
-    """Return how many experts fit into BYTES_AT_ONCE of memory; `expert` is a layer with a single expert."""
+    """Return how many experts to round at a time, so that they fit into BYTES_AT_ONCE of memory; at least 1.
+
+    Args:
+        expert: A layer with a single expert as its feed-forward network.
+    """
     sizes = (
         linear.inputs * (linear.inputs * _BYTES_OF_PRODUCT + linear.outputs * _BYTES_OF_VALUE)
         for linear in expert.linears

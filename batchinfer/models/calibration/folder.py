@@ -35,7 +35,7 @@ _LEFT = (".safetensors", ".safetensors.index.json", ".gguf", ".py", *PICKLE_SUFF
 
 
 class CalibratedFolder:
-    """Writes a calibrated model to a checkpoint folder, layer by layer."""
+    """Writes a calibrated model to a checkpoint folder: a file per layer once it is calibrated, then the rest."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, group: int, marks: bool = False) -> None:
         """Create a writer; nothing is written yet.
@@ -43,8 +43,9 @@ class CalibratedFolder:
         Args:
             folder: An empty folder to write to.
             checkpoint: The original checkpoint.
-            group: Inputs per scale.
-            marks: If True, the layers come from MarkedWeights, and channel factors are written.
+            group: Number of consecutive inputs that share a scale.
+            marks: If True, the factors by which channels were scaled are written, too. The layers must come from
+                MarkedWeights.
         """
         self._folder, self._checkpoint, self._group = folder, checkpoint, group
         self._factors: dict[str, Tensor] | None = {} if marks else None
@@ -54,7 +55,7 @@ class CalibratedFolder:
         self._bytes, self._count = 0, len(checkpoint.spec.layers) + len(checkpoint.files)
 
     def add(self, index: int, layer: RoundedLayer) -> None:
-        """Write the tensors of a layer that calibration changed, to a file of their own.
+        """Write the tensors of a layer that calibration changed to a safetensors file.
 
         Args:
             index: The number of the layer.
@@ -71,7 +72,6 @@ class CalibratedFolder:
     def _new_tensors(
         self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and contents of a layer's changed tensors, as the new checkpoint stores them."""
         packed = [linear for linear in layer.spec.linears if linear.stored]
         codes, scales = (
             _by_tensor(
@@ -94,7 +94,6 @@ class CalibratedFolder:
             yield f"{module}.weight_shape", torch.tensor(stored.shape)
 
     def _load_stored(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and content of the named tensors of the original checkpoint, opening each file once."""
         files = dict[Path, list[str]]()
         for name in names:
             files.setdefault(self._checkpoint.tensors[name].file, []).append(name)
@@ -103,7 +102,10 @@ class CalibratedFolder:
                 yield from ((name, file.get_tensor(name)) for name in own)
 
     def finish(self) -> None:
-        """Write the unchanged tensors, config.json, and copies of other files. Raises OSError."""
+        """Write the tensors that calibration left unchanged, config.json, and copies of the other files.
+
+        Raises OSError.
+        """
         changed = self._packed | set(self._files)
         spec, prefixes = self._checkpoint.spec, self._checkpoint.prefixes
         # The head is included even if it is tied and not stored, and also by the name that transformers gives it
@@ -137,7 +139,7 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
     """Return the quantization_config for config.json, in compressed-tensors' format: symmetric int4 in groups.
 
     Args:
-        group: Inputs per scale.
+        group: Number of consecutive inputs that share a scale.
         ignored: Names of modules that are not quantised.
     """
     weights = {
@@ -165,13 +167,12 @@ def quantization_config(group: int, ignored: list[str]) -> dict[str, Any]:
 
 
 def _parts(linear: LinearSpec, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and slices of the parts of a linear layer, from a tensor (outputs, …)."""
     names, counts = zip(*linear.parts, strict=True)
     yield from zip(names, torch.split(value, list(counts)), strict=True)
 
 
 def _floats(layer: LayerSpec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of a layer's parameters that calibration may change but does not quantise."""
+    """Yield names and values of a layer's parameters that stay floats: norms, biases, and unquantised weights."""
     for name, norm in layer.norms.items():
         yield from ((parameter, weights[parameter]) for parameter in norm_parameters(name, norm))
     for linear in layer.linears:
@@ -189,7 +190,6 @@ Values = list[tuple[StoredParameter, Tensor]]  # parts of stored tensors, and th
 def _by_tensor(
     names: Mapping[str, StoredParameter], values: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Values]:
-    """Group parameter values by the name of the stored tensor that contains them."""
     found: dict[str, Values] = {}
     for parameter, value in values:
         stored = names[parameter]
@@ -200,7 +200,6 @@ def _by_tensor(
 
 
 def _fill(whole: Tensor, values: Values) -> Tensor:
-    """Write the values of parameters into their parts of the tensor `whole`, and return it."""
     for stored, value in values:
         into = segments_of(whole, stored)
         into.copy_(value.view(into.shape))

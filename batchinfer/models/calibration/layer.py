@@ -23,7 +23,10 @@ GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
 
 
 class WatchedLinear(Linear):
-    """A linear layer that adds up X^T X of its inputs, over the tokens that calibration counts."""
+    """Wraps a linear layer, and sums X^T X of its inputs X, (tokens, in).
+
+    Only tokens that calibration counts are included.
+    """
 
     def __init__(self, inner: Linear, counted: Iterator[Tensor], device: torch.device) -> None:
         self.in_features, self.out_features = inner.in_features, inner.out_features
@@ -31,7 +34,7 @@ class WatchedLinear(Linear):
         self._lower = torch.zeros(inner.in_features, inner.in_features, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs of the layer, and add X^T X of the inputs to the sum."""
+        """Return the outputs of the linear layer, and add X^T X of the inputs to the sum."""
         seen, stripe = x[next(self._counted)].float(), -(-self.in_features // STRIPES)
         for first in range(0, self.in_features, stripe):
             end = first + stripe
@@ -40,7 +43,7 @@ class WatchedLinear(Linear):
 
     @property
     def products(self) -> Tensor:
-        """Return X^T X of all inputs so far, (in, in) float32."""
+        """Return X^T X of the inputs X of all calls so far, (in, in) float32."""
         lower = self._lower.tril()
         return lower + lower.tril(-1).T
 
@@ -50,8 +53,8 @@ class LayerInputs:
     """The recorded inputs of the matrix products of a layer whose weights are rounded.
 
     Args:
-        products: X^T X of the inputs, (in, in) float32, by name of the product, without products of experts.
-        seen: The tokens that experts have computed. None: no experts are rounded.
+        products: X^T X of the inputs X, (in, in) float32, by name of the product. Products of experts are left out.
+        seen: The inputs of the layer's experts, and the router's choices. None: no experts are rounded.
     """
 
     products: Mapping[str, Tensor]
@@ -60,12 +63,12 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class RoundedLayer:
-    """A calibrated layer.
+    """A layer after calibration.
 
     Args:
-        spec: The layer, with the forms of the quantised weights.
-        weights: Its weights. Those that are not quantised are float32 with values that the dtype of the checkpoint to
-            write can represent.
+        spec: The spec of the layer, with the storage forms of quantised weights.
+        weights: The weights of the layer. Those that are not quantised are float32, rounded to the dtype of the
+            checkpoint to write.
     """
 
     spec: LayerSpec
@@ -75,13 +78,13 @@ class RoundedLayer:
 def round_layer(
     layer: LayerSpec, weights: LayerWeights, read: LayerInputs, group: int, dtype: torch.dtype
 ) -> RoundedLayer:
-    """Return a copy of a layer with scaled channels and weights rounded to int4.
+    """Return a copy of a layer whose channels are scaled, and whose weights are rounded to int4 with little error.
 
     Args:
         layer: The layer.
         weights: Its weights, float32. Weights of experts change in place.
-        read: The recorded inputs of the products to round.
-        group: Inputs per scale.
+        read: The recorded inputs of the matrix products to round.
+        group: Number of consecutive inputs that share a scale.
         dtype: The dtype of the checkpoint to write.
     """
     changed, products, seen = dict(weights), dict(read.products), read.seen

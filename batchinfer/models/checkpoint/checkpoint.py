@@ -57,7 +57,7 @@ OWN = "batchinfer"  # `modelling` of models of the supported families
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(WeightFiles):
-    """A checkpoint of a supported family that passed every check: its weights fit its configuration.
+    """A checkpoint folder of a supported family that passed every check. Its tensors fit its configuration.
 
     Args:
         spec: The model that the checkpoint contains.
@@ -77,12 +77,13 @@ class Checkpoint(WeightFiles):
     modelling: ClassVar[str] = OWN
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return a hash (in hex) of the weights and the configuration.
+        """Return a hash (in hex) of the weights and the configuration, which enters work keys.
 
-        It differs from the hash of earlier versions if these read wrong zero points, so their answers are not reused.
+        If earlier versions of batchinfer read wrong zero points, the hash differs from theirs, so their answers are not
+        reused.
 
         Args:
-            cache: Results of earlier calls, by files; new results are added.
+            cache: Hashes of files from earlier calls; new ones are added.
             progress: Called with the number of bytes hashed since the last call.
         """
         found = WeightFiles.fingerprint(self, cache, progress)
@@ -91,7 +92,14 @@ class Checkpoint(WeightFiles):
         return hashlib.sha256(f"{found} with the zero points that are stored".encode()).hexdigest()
 
     def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
-        """Return True if earlier versions read wrong zero points from a GPTQ checkpoint; see WeightFiles."""
+        """Return True if earlier versions of batchinfer read wrong zero points from this (GPTQ) checkpoint.
+
+        Args:
+            cache: Results of earlier calls, by files and format. A new result is added.
+
+        Raises:
+            JobFileError: The checkpoint states that it is symmetric, but its zero points are not.
+        """
         return misread_before(self.path, self.packed, self.tensors, cache)
 
     @property
@@ -101,7 +109,7 @@ class Checkpoint(WeightFiles):
 
     @property
     def stored_quantization(self) -> Quantization:
-        """Return the value of model.quantization that uses stored weights without dequantising them.
+        """Return the value of model.quantization with which a run uses stored weights without dequantising them.
 
         "none" if there is no such value, or more than one. 8-bit formats take precedence over 4-bit formats.
         """
@@ -110,16 +118,20 @@ class Checkpoint(WeightFiles):
         return STORED[codes.pop()] if len(codes) == 1 else "none"
 
     def for_quantization(self, quantization: Quantization) -> Checkpoint:
-        """Return a copy whose stored weights stay quantised if they match a run's model.quantization."""
+        """Return a copy that keeps stored weights quantised where their format fits model.quantization.
+
+        Args:
+            quantization: The job's value of model.quantization.
+        """
         kept = {codes for codes, held in STORED.items() if held == quantization}
         kept |= {"int4"} if quantization == "int4" else set()
         return self.keep_quantized(frozenset(kept)) if kept else self
 
     def keep_quantized(self, among: frozenset[WeightCodes] = frozenset({"fp8", "int8"})) -> Checkpoint:
-        """Return a copy whose spec keeps stored weights quantised, where matrix products support that.
+        """Return a copy whose spec keeps stored weights quantised in memory, if operators can compute with them.
 
         Args:
-            among: The types of quantised values to keep. Weights of other types are dequantised.
+            among: The types of quantised values to keep. Weights of other types are dequantised on loading.
         """
         layers = tuple(
             replace(layer, forms=tuple(self._forms(index, layer, among)))
@@ -133,7 +145,7 @@ class Checkpoint(WeightFiles):
     def _forms(
         self, index: int, layer: LayerSpec, among: frozenset[WeightCodes]
     ) -> Iterator[tuple[str, WeightForm]]:
-        """Yield name and form of each product of a layer whose weight can stay as stored.
+        """Yield the name of each matrix product of a layer whose weight can stay as stored, and the form of the weight.
 
         Args:
             index: The number of the layer.
@@ -152,11 +164,11 @@ class Checkpoint(WeightFiles):
                 yield linear.name, form
 
     def _form(self, stored: StoredParameter, whole: bool) -> WeightForm | None:
-        """Return the form in which a stored parameter can stay; None if it must be dequantised.
+        """Return the form in which a stored parameter can stay in memory; None if it must be dequantised.
 
         Args:
             stored: Where the parameter is stored.
-            whole: If True, only a parameter that is a whole tensor can stay.
+            whole: If True, a parameter that is only a part of a tensor must be dequantised.
         """
         packed, part = self.packed.get(stored.tensor), stored.part
         if packed is None or stored.rows:
@@ -174,19 +186,16 @@ class Checkpoint(WeightFiles):
 
     @property
     def parameters(self) -> int:
-        """Return the number of values of all weights after dequantisation."""
+        """Return the number of parameters of the model, counting each weight as if it were stored as floats."""
         return sum(map(math.prod, self.shapes.values()))
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """Return settings of a job that this model does not support on any device.
+        """Return each key of the job file whose value this model does not support on any device, and the reason.
 
         Args:
             quantized: True if the job quantises weights. Not used.
             deterministic: True if the job is deterministic. Not used.
             coded_cache: True if the job quantises the KV cache.
-
-        Returns:
-            Pairs of a key of the job file and the reason.
         """
         if not (coded_cache and self.spec.attention.cache.latent):
             return []
@@ -201,11 +210,11 @@ class Checkpoint(WeightFiles):
         device: Device = "cpu",
         deterministic: bool = False,
     ) -> ModelCost:
-        """Return the cost of the model's steps.
+        """Return the FLOPs and memory traffic of the model's steps.
 
         Args:
             itemsize: Bytes of an activation, and of weights and cached values that are not quantised.
-            quantization: The job's quantisation of weights.
+            quantization: The job's value of model.quantization.
             kv_cache: The job's dtype of the KV cache.
             device: The device whose operators run.
             deterministic: True if the job is deterministic.
@@ -217,11 +226,11 @@ class Checkpoint(WeightFiles):
 def inspect_checkpoint(path: Path) -> Checkpoint:
     """Check a Hugging Face checkpoint folder of a supported family without loading it.
 
-    An auto_map in config.json is ignored: batchinfer computes the model, and no code of the checkpoint is run.
+    Code of the checkpoint, which an auto_map in config.json names, is never run: batchinfer computes the model.
 
     Raises:
-        SecurityRefusal: Weights are pickled, the class is unsupported and has an auto_map, the tokenizer exists only as
-            Python code, a path leaves the folder, or a safetensors header is malformed.
+        SecurityRefusal: Weights are pickled, the model is not supported and has an auto_map, the tokenizer exists only
+            as Python code, a path leaves the folder, or a safetensors header is malformed.
         JobFileError: Something is missing or not supported, or weights do not fit the configuration.
     """
     folder = config_folder(path)
@@ -261,11 +270,11 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
 def dequantisation_notices(
     forms: Mapping[str, WeightForm | None], shapes: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """Yield a notice for the user about each format whose weights are dequantised on loading.
+    """Yield a notice for the user about each storage format whose weights are dequantised on loading.
 
     Args:
-        forms: The form in which weights of a format could stay in memory, by name of the format. None: in no form.
-        shapes: The shapes of all weights after dequantisation.
+        forms: Per name of a format, the form in which its weights could stay in memory instead. None: in no form.
+        shapes: The shapes of all weights after dequantisation, for their size in memory.
     """
     for name, form in sorted(forms.items(), key=lambda found: found[0]):
         text = f"weights stored as {name} are dequantised when they are loaded: {_all_take(shapes)}"
@@ -283,7 +292,6 @@ def _all_take(shapes: Mapping[str, Shape]) -> str:
 
 
 def _kept_notices(spec: ModelSpec) -> Iterator[str]:
-    """Yield a notice for the user about weights that stay in memory as stored, if there are any."""
     weights = [(linear.values, linear.stored) for linear in spec.linears()]
     kept, all_values = sum(values for values, coded in weights if coded), sum(values for values, _ in weights)
     codes = " and ".join(sorted({form.codes if form.coded else "2:4 sparse" for form in spec.forms}))
@@ -299,7 +307,12 @@ def _text_only(whole: Multimodal, tensors: Iterable[str]) -> str:
 
 
 def config_folder(path: Path) -> CheckpointFolder:
-    """Open a checkpoint folder that must have a config.json. Raises JobFileError and SecurityRefusal."""
+    """Open a checkpoint folder, and check that it has a config.json.
+
+    Raises:
+        JobFileError: The folder has no config.json.
+        SecurityRefusal: A path leaves the folder.
+    """
     folder = CheckpointFolder(path)
     if folder.file("config.json") is None:
         raise checkpoint_error(path, f"{path} has no config.json; a Hugging Face checkpoint folder is needed")
@@ -321,8 +334,8 @@ def check_tensors(
         spec: The model.
         tensors: The stored tensors by name.
         packed: The quantised or sparse weights among them.
-        prefixes: The prefixes of their names.
-        hint: Advice for the user in the error message.
+        prefixes: The prefixes of the names of stored tensors.
+        hint: Advice at the end of the error message.
 
     Raises:
         JobFileError: Tensors are missing, unexpected, of a wrong shape, or not float.
@@ -351,7 +364,9 @@ def check_tensors(
 def _missing(
     spec: ModelSpec, expected: Mapping[str, Shape], found: Collection[str], prefixes: NamePrefixes
 ) -> list[str]:
-    """Return the names of tensors that a checkpoint lacks, except a tied head or embedding.
+    """Return the expected tensors that a checkpoint lacks.
+
+    A head or embedding that is tied to a stored tensor may be missing.
 
     Args:
         spec: The model.

@@ -27,7 +27,7 @@ def load_config(folder: Path) -> ModelSpec:
     """Read config.json and generation_config.json in a checkpoint folder, and return the spec of the model.
 
     Raises:
-        JobFileError: The configuration is invalid or not supported. It lists all mistakes.
+        JobFileError: The configuration is invalid or not supported. The message lists all errors.
     """
     return parse_config(
         read_config_json(folder),
@@ -37,15 +37,17 @@ def load_config(folder: Path) -> ModelSpec:
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelSpec:
-    """Return the spec of the model, or of a multimodal model's decoder, that configuration files describe.
+    """Return the spec of the model that configuration files describe.
+
+    Of a multimodal model, it is the spec of its decoder.
 
     Args:
         raw: The content of config.json.
-        generation: The content of generation_config.json, or {}.
+        generation: The content of generation_config.json, or {} if the file is missing.
         path: The path of config.json, for messages.
 
     Raises:
-        JobFileError: The configuration is invalid or not supported. It lists all mistakes.
+        JobFileError: The configuration is invalid or not supported. The message lists all errors.
     """
     mistakes: list[str] = []
     family, raw, name = _decoder(raw, mistakes)
@@ -62,19 +64,26 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Pa
 
 
 def is_supported(raw: Mapping[str, Any]) -> bool:
-    """Return True if the content of config.json names a supported model_type, and a supported class or none."""
+    """Return True if config.json has a supported model_type, and names no class in `architectures` or a supported one.
+
+    Args:
+        raw: The content of config.json.
+    """
     return _family(raw, [], known_types()) is not None
 
 
 def known_types() -> dict[str, Family | Multimodal]:
-    """Return the supported families and multimodal models by `model_type`."""
+    """Return the supported model families and multimodal models by `model_type`, the key in config.json."""
     return {**FAMILIES, **MULTIMODAL}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the decoder from the content of config.json.
+    """Return the part of config.json that describes the decoder.
 
-    For a multimodal model, this is text_config with defaults and the keys that the models share.
+    For a multimodal model, this is text_config with its default values and the keys that are stored outside of it.
+
+    Args:
+        raw: The content of config.json.
     """
     whole = multimodal_of(raw)
     return raw if whole is None else whole.text_config(raw) or {}
@@ -91,7 +100,7 @@ def _decoder(raw: Mapping[str, Any], mistakes: list[str]) -> tuple[Family | None
 
     Args:
         raw: The content of config.json.
-        mistakes: Receives a message if the model is not supported. Then the family is None.
+        mistakes: A message is appended if the model is not supported. Then the family is None.
     """
     known = _family(raw, mistakes, known_types())
     if not isinstance(known, Multimodal):
@@ -121,7 +130,7 @@ def _family(
 
 
 def _contradictions(spec: ModelSpec) -> list[str]:
-    """Return error messages about values of config.json that are valid alone but contradict each other."""
+    """Return error messages about pairs of settings in config.json that contradict each other."""
     found = [f"config.json: {wrong}" for wrong in cache_mistakes(spec.caches)]
     if found:
         return found

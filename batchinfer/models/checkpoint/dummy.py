@@ -33,11 +33,11 @@ _TABLES = -1  # the number of the tables among the layers, for seeds
 
 
 class DummyWeights(Weights):
-    """A source of random weights for a spec: matrices are normally distributed, norms are 1, biases and vectors 0.
+    """A source of random weights of a model: matrices are normally distributed, norms are 1, biases and vectors 0.
 
-    The standard deviation is 1 / √hidden. Outputs of layers are then of about 1, which all dtypes can represent, and
-    answers depend on the whole prompt. A layer depends only on the seed and its number, so repeated calls return equal
-    tensors on devices of the same kind.
+    The standard deviation is 1 / √hidden. Outputs of layers then have a magnitude of about 1, which all dtypes can
+    represent, and answers depend on the whole prompt. The weights of a layer depend only on the seed and its number, so
+    repeated calls return equal tensors on devices of the same kind.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class DummyWeights(Weights):
         self._deviation = spec.hidden**-0.5
 
     def tables(self) -> Tables:
-        """Return the weights before and after the layers."""
+        """Return the weights outside of layers, such as embedding and head."""
         return Tables.of(self._draw(_TABLES, table_parameters(self._spec)))
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, with the parts of each product concatenated."""
+        """Return the weights of a layer. The parts of a joined matrix product, such as qkv, are concatenated."""
         drawn = self.layer_tensors(index)
 
         def joined(parameters: Sequence[str]) -> Tensor:
@@ -61,13 +61,16 @@ class DummyWeights(Weights):
         return dict(fused_parameters(self._spec.layers[index], joined))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
-        """Return the weights of a layer by parameter name, with one tensor per part of a product."""
+        """Return the weights of a layer by parameter name.
+
+        The parts of a joined product, such as q, k and v, are separate.
+        """
         layer = self._spec.layers[index]
         drawn = self._draw(index, layer_parameters(layer))
         return drawn | {name: drawn[name].float().zero_() for name in layer.vectors}
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of every tensor that a checkpoint of the model stores, without a tied head."""
+        """Yield name and value of every tensor that a checkpoint of the model stores. A tied head is left out."""
         spec = self._spec
         prefixes = NamePrefixes(FAMILIES[spec.family].names.base)
         shapes = expected_shapes(spec, prefixes)
@@ -93,13 +96,6 @@ class DummyWeights(Weights):
 def _by_tensor(
     parameters: Mapping[str, Tensor], names: Mapping[str, StoredParameter], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of tensors as a checkpoint stores them; a tensor may contain several parameters.
-
-    Args:
-        parameters: The values of parameters by name.
-        names: Where a checkpoint stores each parameter.
-        shapes: The shapes of stored tensors by name.
-    """
     whole: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         place = names[name]
@@ -114,11 +110,11 @@ def _by_tensor(
 
 
 def write_checkpoint(folder: Path, config_json: Mapping[str, Any], weights: DummyWeights) -> None:
-    """Write dummy weights as a Hugging Face checkpoint, which other engines can load.
+    """Write dummy weights as a Hugging Face checkpoint without a tokenizer, for comparisons with other engines.
 
     Args:
         folder: The folder, which is created if it is missing.
-        config_json: The content of config.json; `dtype` is replaced by the dtype of the weights.
+        config_json: The content of config.json. `dtype` is replaced by the dtype of the weights.
         weights: The weights.
 
     Raises:

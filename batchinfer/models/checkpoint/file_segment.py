@@ -27,11 +27,11 @@ PIECE_BYTES = 8 << 20  # bytes of a read if values are converted, which then are
 
 @dataclass(frozen=True, slots=True)
 class FileSegment:
-    """A contiguous range of bytes of a safetensors file that is the content of a tensor.
+    """A contiguous range of bytes of a safetensors file that contains exactly the values of a tensor.
 
     Args:
         file: The file.
-        start: The first byte, counted from the start of the file.
+        start: The offset of the first byte from the start of the file.
         shape: The shape of the tensor.
         dtype: The dtype of the tensor.
     """
@@ -43,15 +43,15 @@ class FileSegment:
 
     @property
     def line_bytes(self) -> int:
-        """Return the number of bytes per index of the tensor's first dimension."""
+        """Return the number of bytes of one index of the tensor's first dimension, such as a row of a matrix."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def read(self, to: Tensor, pages: ReusedPages) -> None:
-        """Read the tensor, and copy it to another one.
+        """Read the tensor from the file into another tensor.
 
         Args:
             to: A tensor of the same shape, of any dtype and on any device.
-            pages: Memory for conversions between dtypes or devices.
+            pages: Memory for reads whose dtype or device is converted.
 
         Raises:
             OSError: Reading failed, or the file has become shorter.
@@ -68,7 +68,6 @@ class FileSegment:
                 into.copy_(piece)
 
     def _fill(self, file: int, line: int, to: Tensor) -> None:
-        """Fill a CPU tensor from an open file, starting at index `line` of the segment's first dimension."""
         room = to.flatten().view(torch.uint8).numpy().data
         at, done = self.start + line * self.line_bytes, 0
         while done < len(room):
@@ -79,14 +78,15 @@ class FileSegment:
 
 
 def segment_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> FileSegment | None:
-    """Return the range of a file that is exactly a parameter.
+    """Return the range of a file that contains exactly a parameter, so that it can be read without mapping the file.
 
     Args:
         tensors: The stored tensors of the checkpoint by name.
         part: The part of a stored tensor that is the parameter.
 
     Returns:
-        None if the values are quantised, sparse, transposed, not contiguous, in a GGUF file, or not read by this rank.
+        None if there is no such range: the values are quantised, sparse, transposed, not contiguous, in a GGUF file, or
+        not read by this rank.
     """
     stored = part.stored
     if stored.rows or part.packed is not None or part.elsewhere:

@@ -24,12 +24,12 @@ WATCHED_NORMS = {"input_norm": "input norm", "post_norm": "post-attention norm"}
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """The largest channel of an input of linear layers.
+    """The input channel of a model's linear layers that most exceeds the median channel, which makes int8 inaccurate.
 
     Args:
         where: The norm or projection whose outputs are the input, such as "input norm of layer 3".
         channel: The number of the channel.
-        ratio: How many times it is as large as the median channel.
+        ratio: The scale of the channel, divided by the scale of the median channel.
     """
 
     where: str
@@ -43,21 +43,21 @@ class Outlier:
 
 
 class WatchedWeights(Weights):
-    """Passes on a model's weights unchanged, and records the outlier with the largest ratio in `worst`."""
+    """Passes on a model's weights unchanged, and keeps the outlier channel with the largest ratio in `worst`."""
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
         self._weights, self._spec = weights, spec
         self.worst: Outlier | None = None
 
     def tables(self) -> Tables:
-        """Return the weights before and after the layers, and look for outliers in the final norm."""
+        """Return the weights outside of layers, such as the head, and look for outlier channels in the final norm."""
         tables = self._weights.tables()
         if FINAL_NORM in tables.norms:
             self._record("final norm", tables.norms[FINAL_NORM])
         return tables
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, and look for outliers in its norms and up projections."""
+        """Return the weights of a layer, and look for outlier channels in its norms and up projections."""
         layer = self._weights.layer(index)
         for name, words in WATCHED_NORMS.items():
             if name in layer:
@@ -71,7 +71,6 @@ class WatchedWeights(Weights):
         return layer
 
     def _record(self, where: str, scales: Tensor) -> None:
-        """Record the largest channel of `scales`, (channels,), if its ratio is larger than that of `worst`."""
         sizes = scales.float().abs()
         channel = int(sizes.argmax())
         ratio = float(sizes[channel] / sizes.median()) if bool(sizes.median() > 0) else 0.0
@@ -80,7 +79,11 @@ class WatchedWeights(Weights):
 
 
 def warning_of(worst: Outlier | None) -> str | None:
-    """Return a warning for the user that int8 may change answers; None if `worst` is None or below OUTLIER_RATIO."""
+    """Return a warning for the user that int8 may change answers; None if it is not needed.
+
+    Args:
+        worst: The outlier channel with the largest ratio. No warning is needed for None or a ratio below OUTLIER_RATIO.
+    """
     if worst is None or worst.ratio < OUTLIER_RATIO:
         return None
     return (

@@ -35,14 +35,14 @@ class ByteRange:
 
 
 class ReadAhead:
-    """A thread that reads a checkpoint's bytes into the page cache before the loader needs them.
+    """A thread that reads a checkpoint's bytes into the page cache before the loader needs them, and discards them.
 
-    It discards the bytes. Reading takes a third of the CPU time of posix_fadvise, which allocates pages of 4 KiB and
-    does not reach the full speed of the disk.
+    Reading takes a third of the CPU time of posix_fadvise, which allocates pages of 4 KiB and does not reach the full
+    speed of the disk.
     """
 
     def __init__(self, checkpoint: Checkpoint, parts: StoredParts | None = None) -> None:
-        """Create the thread's state; `tables` starts it.
+        """Prepare to read a checkpoint. The thread starts with the call of `tables`.
 
         Args:
             checkpoint: The checkpoint.
@@ -57,7 +57,7 @@ class ReadAhead:
         self._thread: Thread | None = None
 
     def close(self) -> None:
-        """Stop the thread after the piece that it is reading."""
+        """Stop the thread. A read of up to PIECE_BYTES that is in progress is completed first."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -66,18 +66,18 @@ class ReadAhead:
             self._thread = None
 
     def tables(self) -> None:
-        """Start the thread, which reads the weights before and after the layers, and then layer by layer."""
+        """Start the thread. It reads the weights outside of layers, such as the embedding, and then layer by layer."""
         self._thread = Thread(target=self._read, name=THREAD, daemon=True)
         self._thread.start()
 
     def layer(self, index: int) -> None:
-        """Let the thread read further ahead, as the loader now reads the layer with number `index`."""
+        """Note that the loader now reads the layer with number `index`, so the thread may read further layers."""
         with self._changed:
             self._wanted = index
             self._changed.notify_all()
 
     def ranges(self, index: int) -> Sequence[ByteRange]:
-        """Return the byte ranges of files with the tensors of a layer, sorted; adjacent ranges are merged."""
+        """Return the byte ranges of files in which a layer is stored, sorted. Adjacent ranges are merged."""
         return self._ranges(self._parts.layer(index).values())
 
     def _ranges(self, parts: Iterable[StoredPart]) -> Sequence[ByteRange]:
@@ -92,10 +92,7 @@ class ReadAhead:
         return joined
 
     def _stored_ranges(self, part: StoredPart) -> Iterator[ByteRange]:
-        """Yield the byte ranges of files that contain the stored tensors of a parameter.
-
-        Parts of each row of a tensor are left out: the kernel's readahead would read the whole tensor for them.
-        """
+        # The kernel's readahead would read a whole tensor for parts of each of its rows, so these are left out
         for name in part.names:
             if name not in self._checkpoint.tensors:
                 continue
@@ -106,7 +103,6 @@ class ReadAhead:
                 yield ByteRange(tensor.file, start + within[0], start + within[1])
 
     def _data_start(self, path: Path) -> int:
-        """Return the byte of a file from which its tensors' offsets are counted."""
         if path.suffix == GGUF:
             return 0
         if path not in self._starts:
@@ -114,7 +110,7 @@ class ReadAhead:
         return self._starts[path]
 
     def _read(self) -> None:
-        """Read all tensors, at most AHEAD_BYTES or one layer ahead of the loader: the page cache may be small."""
+        # The page cache may be small, so only AHEAD_BYTES, or at least one layer, are read ahead of the loader
         sizes: list[int] = []  # bytes of the tables and of each layer so far
         for index in range(TABLES, len(self._parts.spec.layers)):
             of_tables = index == TABLES
@@ -135,7 +131,6 @@ class ReadAhead:
         return not ahead or sum(ahead) < AHEAD_BYTES
 
     def _read_range(self, wanted: ByteRange, index: int) -> None:
-        """Read a byte range of the layer `index`, unless the loader has passed that layer."""
         piece = memoryview(bytearray(PIECE_BYTES))
         with wanted.file.open("rb", buffering=0) as file:
             file.seek(wanted.start)

@@ -90,7 +90,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> ModelSpec:
-    """Return the spec of a well-known model, such as "llama-3.1-8b", from SHAPES. Raises UsageError for other names."""
+    """Return the spec of a well-known model, such as "llama-3.1-8b", for runs with random weights.
+
+    Raises:
+        UsageError: SHAPES has no model of this name.
+    """
     # Imported here because it takes 28 ms, which `bench --help` does not need
     from batchinfer.models.checkpoint.config import parse_config
 

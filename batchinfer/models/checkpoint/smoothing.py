@@ -29,7 +29,9 @@ OUTLIER_RATIO = 4.0
 
 
 class SmoothedWeights(Weights):
-    """A source of a model's weights with smaller outlier channels, for products that are quantised on loading.
+    """A source of a model's weights with smaller outlier channels, for matrix products that are quantised on loading.
+
+    Outliers are divided in the weights of norms and up projections, and the weights that read them are multiplied.
 
     Args:
         weights: The source of the unchanged weights.
@@ -42,7 +44,10 @@ class SmoothedWeights(Weights):
         self._weights, self._spec, self._ranks = weights, spec, ranks or SingleRankGroup()
 
     def tables(self) -> Tables:
-        """Return the weights before and after the layers, with outliers moved from the final norm to the head."""
+        """Return the weights outside of layers.
+
+        Outlier channels are divided in the final norm, and multiplied in the head.
+        """
         tables, norm = self._weights.tables(), self._spec.final_norm
         if norm is None or not self._spec.has_head or not _is_rounded(self._spec.head):
             return tables
@@ -54,7 +59,10 @@ class SmoothedWeights(Weights):
         return replace(tables, head=_multiply(tables.head, factors), norms=norms)
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, with outliers moved from norms and up projections to their readers."""
+        """Return a layer's weights.
+
+        Outlier channels are divided in norms and up projections, and multiplied in their readers.
+        """
         layer, weights = self._spec.layers[index], dict(self._weights.layer(index))
         linears = {linear.name: linear for linear in layer.linears}
         for name, readers in norm_readers(layer):
@@ -68,7 +76,10 @@ class SmoothedWeights(Weights):
 
 
 def _is_rounded(linear: LinearSpec) -> bool:
-    """Return True if the weight is quantised to int8 or int4 on loading. Its inputs are then quantised to int8."""
+    """Return True if the weight is quantised to int8 or int4 on loading.
+
+    The product then also rounds its inputs to int8.
+    """
     form = linear.form
     return form is not None and form.codes in ("int4", "int8") and not form.stored
 
@@ -76,7 +87,7 @@ def _is_rounded(linear: LinearSpec) -> bool:
 def _smooth_norm(
     weights: dict[str, Tensor], name: str, norm: NormSpec, readers: list[LinearSpec], ranks: Group
 ) -> None:
-    """Divide the weight of a norm, and multiply the columns of all products that read its outputs.
+    """Divide the outlier channels in the weight of a norm, and multiply them in all matrix products that read the norm.
 
     Args:
         weights: The weights of the layer. Changed entries are replaced.
@@ -100,12 +111,14 @@ def _smooth_norm(
 
 
 def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSpec) -> None:
-    """Divide the outputs of up projections, and multiply the inputs of down projections, expert by expert.
+    """Divide outlier channels in the outputs of up projections, and multiply them in the inputs of down projections.
+
+    Each expert has its own factors.
 
     Args:
         weights: The weights of the layer. Changed entries are replaced.
-        first: The product of gate and up projection.
-        second: The product of the down projection.
+        first: The matrix product of gate and up projection.
+        second: The matrix product of the down projection.
     """
     if not _is_rounded(second) or first.stored:
         return
@@ -134,11 +147,11 @@ def _smooth_half(weights: dict[str, Tensor], first: LinearSpec, second: LinearSp
 
 
 def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> None:
-    """Multiply the A or B of all adapters of a product by the factors that its weight was multiplied by.
+    """Multiply A or B of all LoRA adapters of a matrix product by the factors by which its weight was multiplied.
 
     Args:
-        weights: The tensors of a layer. Entries of adapters are replaced.
-        start: Prefix of the names of the adapters' A or B, such as "qkv.factor_a.".
+        weights: The tensors of a layer. Changed entries are replaced.
+        start: Prefix of the names of these A or B, such as "qkv.factor_a.".
         factors: The multipliers, which broadcast with A (rank, in) or B (out, rank).
     """
     for name in [name for name in weights if name.startswith(start)]:
@@ -148,21 +161,23 @@ def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> No
 def has_outliers(sizes: Tensor) -> bool:
     """Return True if any channel is at least OUTLIER_RATIO times as large as the median channel.
 
+    False if the median is 0.
+
     Args:
-        sizes: (K,), the sizes of the channels.
+        sizes: (K,), the magnitudes of the channels.
     """
     median = sizes.median()
     return bool(median > 0) and bool((sizes / median >= OUTLIER_RATIO).any())
 
 
 def factors_of(sizes: Tensor, columns: Tensor) -> Tensor | None:
-    """Return the powers of two by which channels are divided, (K,); None if no channel is an outlier.
+    """Return the powers of two by which to divide channels, (K,), 1 for most; None if no channel is an outlier.
 
-    A factor is chosen such that afterwards the channel and its weights have about equal ratios to their medians.
+    After scaling, an outlier channel and the weights that read it exceed their medians by about the same ratio.
 
     Args:
-        sizes: (K,), the sizes of the channels.
-        columns: (K,), the largest magnitudes of the weights that each channel is multiplied with.
+        sizes: (K,), the magnitudes of the channels.
+        columns: (K,), the largest magnitudes of the weights that read each channel.
     """
     median, usual = sizes.median(), columns.median()
     if not bool(median > 0) or not bool(usual > 0):
@@ -181,7 +196,6 @@ def _channel_sizes(weight: Tensor, norm: NormSpec) -> Tensor:
 
 
 def _column_maxima(weights: Iterable[Tensor]) -> Tensor:
-    """Return the largest magnitude in each column of several matrices (out, in): (in,) float32."""
     return torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
 
 
@@ -192,7 +206,6 @@ def _multiply(weight: Tensor, factors: Tensor) -> Tensor:
 def _divide_norm(
     weights: Mapping[str, Tensor], name: str, norm: NormSpec, factors: Tensor
 ) -> dict[str, Tensor]:
-    """Return the weight and bias of a norm, by parameter name, for outputs that are divided by factors."""
     weight = weights[name]
     found = {name: ((weight.float() + norm.offset) / factors - norm.offset).to(weight.dtype)}
     if norm.biased:

@@ -22,12 +22,12 @@ NO_SLICES: Slices = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """The stored tensors, or slices of them, from which a rank reads a parameter or its part of one.
+    """Where a rank reads a parameter, or its part of a parameter: stored tensors of a checkpoint, or slices of them.
 
     Args:
-        stored: The tensor, and which part of the values that are read from it is the parameter.
+        stored: The tensor that contains the parameter. Its `part` selects the parameter from the values that are read.
         packed: The quantised or sparse format of the tensor. None: it is stored as floats.
-        slices: The slices of each stored tensor that are read, by name. Tensors without an entry are read completely.
+        slices: The slices to read of each stored tensor, by name. Tensors without an entry are read completely.
         elsewhere: If True, another rank has the values, and this rank uses zeros.
     """
 
@@ -38,7 +38,7 @@ class StoredPart:
 
     @property
     def key(self) -> object:
-        """Return a value that is equal for parameters that are read from the same slices of the same matrix."""
+        """Return a value that is equal for parameters of the same matrix and slices, so that it is read only once."""
         return (
             self.stored.tensor,
             self.stored.index,
@@ -47,22 +47,29 @@ class StoredPart:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the stored tensors that are read."""
+        """Return the names of the stored tensors to read, such as quantised values and scales."""
         if self.stored.rows:
             return self.stored.rows
         return (self.stored.tensor,) if self.packed is None else self.packed.stored
 
 
 class StoredParts:
-    """Finds the stored tensors, or slices of them, from which a rank reads the parameters of its shard."""
+    """Finds out which stored tensors, or slices of them, a rank reads for the parameters of its shard."""
 
     def __init__(self, checkpoint: Checkpoint, shard: ModelShard) -> None:
-        """Create the spec of the shard. Raises CannotSplit if the model cannot be sharded like this."""
+        """Create the spec of the rank's shard.
+
+        Raises:
+            CannotSplit: The model cannot be sharded like this.
+        """
         self._checkpoint, self._shard = checkpoint, shard
         self.spec = shard_spec(checkpoint.spec, shard)
 
     def tables(self) -> dict[str, StoredPart]:
-        """Return how each stored parameter before and after the layers is read, by name. Raises CannotSplit."""
+        """Return where the rank reads each parameter outside of layers, such as the embedding, by name.
+
+        Raises CannotSplit.
+        """
         whole = self._checkpoint
         names = table_names(whole.spec, whole.prefixes)
         there = {name: stored for name, stored in names.items() if stored.tensor in whole.shapes}
@@ -78,7 +85,11 @@ class StoredParts:
         return {name: self._part(stored, table_cut(spec, name)) for name, stored in found.items()}
 
     def layer(self, index: int) -> dict[str, StoredPart]:
-        """Return how each parameter of a layer is read, by name; layer 0 is the shard's first. Raises CannotSplit."""
+        """Return where the rank reads each parameter of a layer, by name. Raises CannotSplit.
+
+        Args:
+            index: The number of the layer in the shard, from 0.
+        """
         whole, shard = self._checkpoint, self._shard
         first = 0 if shard.layers is None else shard.layers[0]
         names = layer_names(whole.spec, first + index, whole.prefixes)
@@ -91,7 +102,11 @@ class StoredParts:
 
 
 def check_parts(checkpoint: Checkpoint, shard: ModelShard) -> None:
-    """Raise CannotSplit if the stored tensors of a checkpoint cannot be divided into such shards. Reads no weights."""
+    """Check that the stored tensors of a checkpoint can be divided into shards like this one. Reads no weights.
+
+    Raises:
+        CannotSplit: They cannot be divided.
+    """
     parts = StoredParts(checkpoint, shard)
     parts.tables()
     for index in range(len(parts.spec.layers)):
@@ -99,11 +114,11 @@ def check_parts(checkpoint: Checkpoint, shard: ModelShard) -> None:
 
 
 def stored_part(checkpoint: Checkpoint, stored: StoredParameter, cut: ParameterCut | None) -> StoredPart:
-    """Return how a rank reads a parameter.
+    """Return where a rank reads a parameter.
 
     Args:
         checkpoint: The checkpoint.
-        stored: Where the parameter is stored.
+        stored: The location of the whole parameter.
         cut: The part of the parameter that the rank needs. None: all of it.
 
     Raises:
@@ -145,14 +160,14 @@ def _cut(
 def _spans(
     shape: Shape, transposed: bool, turned: bool, outputs: Span | None, inputs: Span | None
 ) -> tuple[Span, Span]:
-    """Return the ranges of a packed matrix to read, in the order of the arguments of PackedTensor.cut.
+    """Return the two ranges of a quantised matrix that a rank reads, in the order of the arguments of PackedTensor.cut.
 
     Args:
         shape: The shape of the dequantised matrix.
         transposed: True if its quantised values are transposed.
-        turned: True if the dequantised matrix is transposed, (inputs, outputs).
-        outputs: The wanted outputs. None: all.
-        inputs: The wanted inputs. None: all.
+        turned: True if the dequantised matrix is (inputs, outputs).
+        outputs: The outputs that the rank needs. None: all.
+        inputs: The inputs that the rank needs. None: all.
     """
     sizes = shape[::-1] if transposed or turned else shape
     spans = outputs or (0, sizes[0]), inputs or (0, sizes[1])
@@ -160,16 +175,16 @@ def _spans(
 
 
 def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
-    """Return which outputs of a module to read for a rank, and which part of the read outputs is the parameter.
+    """Return where a rank's part of a parameter is among the outputs that the rank reads, and which outputs it reads.
 
-    The part has index 0 if the tensor has several matrices, as only one is read.
+    The first result has index 0 if the tensor stores several matrices, as only one of them is read.
 
     Args:
-        part: The part of the module's outputs that is the whole parameter. None: all of them.
-        outputs: The outputs of the parameter that the rank needs. None: all.
+        part: The location of the whole parameter in the module's outputs. None: it has all of them.
+        outputs: The range of the parameter's outputs that the rank needs. None: all.
 
     Returns:
-        The part of the read outputs, and the outputs of the module to read. None means all of them.
+        The location of the parameter in the outputs that are read, and the range of outputs to read. None means all.
     """
     if part is None:
         return None, outputs
@@ -187,10 +202,10 @@ def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, 
 
 
 def slices_of(slices: Slices, name: str, shape: Shape) -> tuple[slice, ...]:
-    """Return the slices of a stored tensor that are read; () for all of it.
+    """Return the slices of a stored tensor to read; () for all of it.
 
     Args:
-        slices: The slices of each tensor, by name.
+        slices: The slices of each tensor, by name. Tensors without an entry are read completely.
         name: The name of the tensor.
         shape: Its shape. A tensor with a single value is always read completely.
     """
@@ -198,7 +213,12 @@ def slices_of(slices: Slices, name: str, shape: Shape) -> tuple[slice, ...]:
 
 
 def bytes_of(info: TensorInfo, slices: tuple[slice, ...]) -> Span | None:
-    """Return the byte range of slices of a tensor, from the tensor's first byte; None if it is not contiguous."""
+    """Return the range of bytes that slices of a tensor occupy, from the tensor's first byte; None if it has gaps.
+
+    Args:
+        info: The dtype, shape and size of the tensor.
+        slices: The slices, one for each of the first dimensions.
+    """
     first, held, step = 0, 1, info.nbytes
     for size, part in zip(info.shape, slices, strict=False):
         span = range(size)[part]

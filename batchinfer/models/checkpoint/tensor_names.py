@@ -32,12 +32,12 @@ MAX_MTP_LAYERS = 64  # published checkpoints have one
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """The location of a parameter in a checkpoint: a tensor, a part of one, or several tensors.
+    """The location of a parameter in a checkpoint: a tensor, a part of a tensor, or several tensors.
 
     Args:
-        tensor: The name of the tensor; with `rows`, of the first one.
+        tensor: The name of the tensor. With `rows`, the name of the first one.
         part: The part of the tensor that is the parameter. None: all of it.
-        rows: If set, each row of the parameter is a tensor of its own, with these names.
+        rows: If not empty, each row of the parameter is a tensor of its own, with these names.
     """
 
     tensor: str
@@ -46,11 +46,15 @@ class StoredParameter:
 
     @property
     def index(self) -> int | None:
-        """Return the index of the parameter's matrix, if the tensor stores several; None if it does not."""
+        """Return the index of the parameter's matrix, if the tensor stores several matrices; None if it does not."""
         return None if self.part is None else self.part.index
 
     def shape(self, parameter: Shape) -> Shape:
-        """Return the smallest shape of the stored tensor, if the parameter has this shape."""
+        """Return the smallest shape that the stored tensor can have.
+
+        Args:
+            parameter: The shape of the parameter, which may be only a part of the tensor.
+        """
         if self.part is None:
             return parameter
         rows, width = parameter[0], self.part.stop - self.part.start
@@ -61,7 +65,7 @@ class StoredParameter:
 
 
 def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixes] = ()) -> NamePrefixes:
-    """Return the prefixes of the names of a checkpoint's tensors.
+    """Return the prefixes that the names of a checkpoint's tensors have, which depend on the class that was saved.
 
     Args:
         family: The model_type of the family.
@@ -69,7 +73,8 @@ def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixe
         among: Prefixes to try first.
 
     Returns:
-        The first of `among` that occurs, or else the family's usual prefix, or none if only the base model was saved.
+        The first of `among` that occurs in the names. Otherwise, the family's usual prefix. Without it, only the base
+        model was saved, and the prefixes are empty.
     """
     known = (*among, NamePrefixes(FAMILIES[family].names.base))
     found = (each for each in known if any(name.startswith(each.base) for name in names))
@@ -77,18 +82,18 @@ def prefixes_of(family: str, names: Collection[str], among: Iterable[NamePrefixe
 
 
 def ignores(family: str, name: str) -> bool:
-    """Return True if a tensor needs not be read: it is computed instead, or belongs to a head on top of an encoder.
+    """Return True if a tensor is not read, as it can be computed, or belongs to a head on top of an encoder.
 
     Args:
         family: The model_type of the family.
-        name: The name of the tensor.
+        name: The name of the tensor in the checkpoint.
     """
     names = FAMILIES[family].names
     return name.endswith(names.ignored) or name.removeprefix(names.base).startswith(names.unread)
 
 
 def stored_classifier(spec: ModelSpec, names: Collection[str], prefixes: NamePrefixes) -> ModelSpec:
-    """Return the spec of a model, without a classification head if the checkpoint has no tensors of it.
+    """Return the spec of a model, without its classification head if the checkpoint does not store the head.
 
     Some base models were saved with the configuration of a class that has a head.
 
@@ -103,7 +108,9 @@ def stored_classifier(spec: ModelSpec, names: Collection[str], prefixes: NamePre
 
 
 def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes) -> tuple[str, ...]:
-    """Return the prefix of the tensors of each MTP layer. MTP layers follow the last layer of the model.
+    """Return the prefix of the names of each MTP layer's tensors.
+
+    A checkpoint stores MTP layers after the model's layers.
 
     Args:
         spec: The model.
@@ -117,7 +124,7 @@ def mtp_prefixes(spec: ModelSpec, raw: Mapping[str, Any], prefixes: NamePrefixes
 
 
 def table_names(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, StoredParameter]:
-    """Return where a checkpoint stores each parameter before and after the layers, by name of the parameter.
+    """Return where a checkpoint stores each parameter outside of layers, by name of the parameter.
 
     Args:
         spec: The model. A tied head is included.
@@ -174,7 +181,7 @@ def _locate(
 
 
 def expected_shapes(spec: ModelSpec, prefixes: NamePrefixes) -> dict[str, Shape]:
-    """Return the shape of each tensor that a checkpoint of a model should have, by name of the tensor.
+    """Return the shape of each tensor that a checkpoint of a model is expected to have, by name of the tensor.
 
     Args:
         spec: The model. A tied head is included.
@@ -205,13 +212,6 @@ def layer_shapes(spec: ModelSpec, index: int, prefixes: NamePrefixes) -> dict[st
 def _add(
     shapes: dict[str, Shape], names: Mapping[str, StoredParameter], parameters: Mapping[str, Shape]
 ) -> None:
-    """Add stored tensors to `shapes`. A tensor with several parameters is large enough for all of them.
-
-    Args:
-        shapes: The shapes of stored tensors by name.
-        names: Where each parameter is stored.
-        parameters: The shapes of parameters by name.
-    """
     for parameter, stored in names.items():
         if stored.rows:
             shapes |= dict.fromkeys(stored.rows, parameters[parameter][1:])

@@ -57,7 +57,7 @@ LayerWeights = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The weights before and after the layers.
+    """The weights of a model outside of its layers: embeddings, final norm and head.
 
     Args:
         embedding: (vocab, hidden), the token embedding.
@@ -79,7 +79,12 @@ class Tables:
 
     @classmethod
     def of(cls, found: Mapping[str, Tensor]) -> Tables:
-        """Sort tensors by parameter name into fields. A missing head is the embedding, and vice versa."""
+        """Assign tensors to fields.
+
+        Args:
+            found: The tensors by parameter name. If either head or embedding is missing, both fields get the other
+                tensor.
+        """
         embedding, head = found.get(EMBEDDING), found.get(HEAD)
         table = embedding if embedding is not None else found[HEAD]
         return cls(
@@ -94,9 +99,9 @@ class Tables:
 
 
 class Weights(ABC):
-    """A source of a model's weights, layer by layer, which avoids holding all of them twice.
+    """A source of a model's weights, layer by layer, so that not all stored weights are in memory at the same time.
 
-    Within a `with` block it may read ahead: call `tables`, and then `layer` in ascending order.
+    Within a `with` block it may read ahead. Then `tables` must be called first, and `layer` in ascending order.
     """
 
     def __enter__(self) -> Self:
@@ -107,32 +112,32 @@ class Weights(ABC):
 
     @abstractmethod
     def tables(self) -> Tables:
-        """Return the weights before and after the layers."""
+        """Return the weights outside of layers: embeddings, final norm and head."""
 
     @abstractmethod
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of the layer with number `index`, by name, in tensors that share no memory with others."""
+        """Return the weights of the layer with number `index`, by name. Their memory is not used by other layers."""
 
 
 class ReadCount:
-    """Counts the bytes of tensors that are read from files or from the page cache.
+    """Counts the bytes of tensors that a loader reads from files or from the page cache.
 
-    Bytes that are read ahead count once, when the loader reads them.
+    Bytes that were read ahead into the page cache count only when the loader reads them.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
 
     def add(self, count: int) -> None:
-        """Add `count` bytes."""
+        """Count `count` bytes as read."""
         self.bytes += count
 
 
 class CheckpointWeights(Weights):
     """A source of the weights of a checkpoint with safetensors or GGUF files.
 
-    Safetensors files are mapped only while a layer is copied. A rank reads only its shard; layer 0 is the first of the
-    shard.
+    Safetensors files are mapped only while a layer is copied. A rank reads only its shard, whose layers are numbered
+    from 0.
     """
 
     def __init__(
@@ -174,7 +179,10 @@ class CheckpointWeights(Weights):
         self._pages.close()
 
     def tables(self) -> Tables:
-        """Read the weights before and after the layers. Within a `with` block, reading ahead starts."""
+        """Read the weights outside of layers: embeddings, final norm and head.
+
+        Within a `with` block, reading ahead starts.
+        """
         if self._ahead is not None:
             self._ahead.tables()
         parts = self._parts.tables()
@@ -195,7 +203,10 @@ class CheckpointWeights(Weights):
         return Tables.of(found)
 
     def layer(self, index: int) -> LayerWeights:
-        """Read the weights of a layer of the shard, by name. Weights that stay quantised also have ".scales" etc."""
+        """Read the weights of a layer of the shard, by name, such as "qkv".
+
+        Weights that stay quantised have further tensors, such as "qkv.scales" and "qkv.zeros".
+        """
         if self._ahead is not None:
             self._ahead.layer(index)
         self._pages.forget()
@@ -214,13 +225,12 @@ class CheckpointWeights(Weights):
             return found
 
     def tensor(self, name: str) -> Tensor:
-        """Read the stored tensor `name`, which need not be a parameter of the model, dequantised if necessary."""
+        """Read any stored tensor by name, also if it is no parameter of the model. It is dequantised if necessary."""
         part = stored_part(self._checkpoint, StoredParameter(name), None)
         with _OpenFiles(self._checkpoint, self._count) as files:
             return self._join([files.found(part)], self._dtype)
 
     def _join_coded(self, linear: LinearSpec, parts: Sequence[StoredCodes]) -> dict[str, Tensor]:
-        """Return the concatenated quantised values, scales, zero points and lines of a product's parts, by name."""
         copied = {
             linear.name: self._join([part.codes for part in parts], parts[0].codes.dtype),
             linear.name + SCALES: self._join([part.scales for part in parts], parts[0].scales.dtype),
@@ -237,7 +247,6 @@ class CheckpointWeights(Weights):
         return copied
 
     def _join(self, parts: Sequence[Tensor | FileSegment], dtype: torch.dtype) -> Tensor:
-        """Return the concatenation of tensors and file segments along the first dimension, in `dtype`."""
         rows = sum(part.shape[0] for part in parts)
         whole = self._empty((rows, *parts[0].shape[1:]), dtype)
         start = 0
@@ -260,12 +269,13 @@ class CheckpointWeights(Weights):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCodes:
-    """A parameter (out, in) that stays quantised.
+    """The values of a parameter (out, in) that stays quantised when it is loaded.
 
     Args:
         codes: The quantised values, (out, in), or packed as in `Codes` for MXFP4.
-        scales: (out,) or (out, groups). Block scales are (blocks, groups).
-        lines: (out,) int32, the row of the block scales for each output.
+        scales: (out,), a scale per output; (out, groups), a scale per group of inputs; or (blocks, groups), a scale per
+            block of outputs and group of inputs.
+        lines: (out,) int32, the row of `scales` for each output. Only used for scales per block.
         zeros: (out, groups), the zero points. None: they are 0.
     """
 
@@ -276,17 +286,18 @@ class StoredCodes:
 
 
 def segments_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
-    """Return a view of a stored tensor that is the parameter: (segments, outputs per segment, …).
+    """Return the view of a stored tensor that contains only a parameter: (segments, outputs per segment, …).
+
+    It has one segment if the outputs of the parameter are contiguous.
 
     Args:
         tensor: The stored tensor.
-        stored: Where the parameter is in it.
+        stored: The location of the parameter in it.
     """
     return _segments(tensor if stored.index is None else tensor[stored.index], stored.part)
 
 
 def _segments(tensor: Tensor, part: Part | None) -> Tensor:
-    """Return a view of a part of a matrix or vector: (segments, outputs per segment, …). None: one segment with all."""
     if part is None:
         return tensor[None]
     outputs = tensor.t() if part.transposed and tensor.dim() > 1 else tensor
@@ -295,7 +306,10 @@ def _segments(tensor: Tensor, part: Part | None) -> Tensor:
 
 
 class _OpenFiles:
-    """Reads parameters from the files of a checkpoint, which are mapped on first use, within a `with` block."""
+    """Reads parameters from the files of a checkpoint.
+
+    Files are mapped on first use, and closed at the end of `with`.
+    """
 
     def __init__(self, checkpoint: Checkpoint, count: ReadCount) -> None:
         self._checkpoint, self._count = checkpoint, count
@@ -313,11 +327,14 @@ class _OpenFiles:
         self._stack.close()
 
     def found(self, part: StoredPart) -> Tensor | FileSegment:
-        """Return the segment of a file that is the parameter, unread, or else its tensor."""
+        """Return where a parameter is in a file, without reading it.
+
+        If it is not contiguous there, read and return its tensor.
+        """
         return segment_of(self._checkpoint.tensors, part) or self.parameter(part)
 
     def parameter(self, part: StoredPart) -> Tensor:
-        """Read a parameter in its stored dtype, or dequantised to float32."""
+        """Read a parameter in its stored dtype. Quantised values are dequantised to float32."""
         stored = part.stored
         if stored.rows:
             found = torch.stack([self._read(row, None, part.slices) for row in stored.rows])
@@ -326,7 +343,7 @@ class _OpenFiles:
         return torch.zeros_like(found) if part.elsewhere else found
 
     def coded(self, part: StoredPart) -> StoredCodes:
-        """Read a parameter that stays quantised, without dequantising it."""
+        """Read a parameter that stays quantised: its quantised values, scales and zero points."""
         stored, packed = part.stored, part.packed
         assert packed is not None, "keep_quantized names packed tensors"
         if self._last_codes is None or self._last_codes[0] != part.key:
@@ -345,11 +362,7 @@ class _OpenFiles:
         return StoredCodes(own(codes.values), scales, lines, zeros)
 
     def _matrix(self, part: StoredPart) -> Tensor:
-        """Return the tensor or matrix that contains a parameter, dequantised if necessary.
-
-        Matrices are read one at a time, as a tensor may have one for each of hundreds of experts. The last matrix is
-        cached, as it may contain several parameters.
-        """
+        # A tensor may have a matrix per expert, so one is read at a time. The last is kept for its other parameters
         key = part.key
         if self._last is None or self._last[0] != key:
             self._last = key, self._unpack(part)
@@ -365,7 +378,7 @@ class _OpenFiles:
         return packed.dequantize(read)[index]
 
     def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
-        """Return a stored tensor, as a view of its mapped file, or read from a GGUF file.
+        """Return a stored tensor: a view of a mapped safetensors file, or the tensor read from a GGUF file.
 
         Args:
             name: The name of the tensor.

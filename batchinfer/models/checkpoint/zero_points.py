@@ -20,16 +20,16 @@ def misread_before(
 ) -> bool:
     """Return True if earlier versions of batchinfer read wrong zero points from a GPTQ checkpoint.
 
-    Stored answers of these versions are wrong.
+    Answers that these versions stored are then wrong.
 
     Args:
         path: The checkpoint, for messages.
-        packed: Its quantised tensors by name. Only GPTQ tensors are scanned.
+        packed: Its quantised or sparse weights by name. Only GPTQ tensors are scanned.
         tensors: Its stored tensors by name.
         cache: Results of earlier scans, by files and format. A new result is added.
 
     Raises:
-        JobFileError: The checkpoint states that it is symmetric, and its zero points fit no layout.
+        JobFileError: The checkpoint states that it is symmetric, but its zero points are not.
     """
     scanned = [each for each in packed.values() if isinstance(each, GptqTensor)]
     if not scanned:
