@@ -126,7 +126,6 @@ def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Ten
 
 
 def _divisible(layer: LayerSpec, dtype: torch.dtype) -> Iterator[Scaled]:
-    """Yield the norms and weights of a layer whose outputs can be scaled without changing the layer's function."""
     linears = {linear.name: linear for linear in layer.linears}
     for name, readers in norm_readers(layer):
         norm, reading = layer.norms[name], tuple(linears[reader] for reader in readers)

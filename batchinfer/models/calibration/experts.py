@@ -68,9 +68,9 @@ class SeenTokens:
 
     @property
     def products(self) -> Tensor:
-        """Return X^T X of the experts' inputs X, (hidden, hidden) float32, as a mean over experts.
+        """Return X^T X of the experts' inputs X, scaled to the mean effect on one expert: (hidden, hidden) float32.
 
-        It is multiplied by the mean squared weight that a token gives to an expert. Weights are 0 if it is not chosen.
+        The scaling factor is the mean squared weight that a token gives to an expert, which is 0 if it is not chosen.
         """
         x = self.x.float()
         return x.T @ x * (self.weights.square().sum() / (len(x) * self.count))
@@ -81,7 +81,7 @@ class SeenTokens:
 
     @property
     def few(self) -> int:
-        """Return the number of experts that have too few tokens to calibrate them: fewer than MIN_EXPERT_TOKENS."""
+        """Return how many experts were chosen for fewer than MIN_EXPERT_TOKENS tokens, too few to calibrate them."""
         return int((torch.bincount(self.experts.flatten(), minlength=self.count) < MIN_EXPERT_TOKENS).sum())
 
     def of(self, number: int, preferred: Tensor) -> tuple[Tensor, Tensor]:

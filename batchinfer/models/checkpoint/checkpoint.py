@@ -186,7 +186,7 @@ class Checkpoint(WeightFiles):
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model, counting each weight as if it were stored as floats."""
+        """Return the number of parameters of the model, however they are stored: quantised or as floats."""
         return sum(map(math.prod, self.shapes.values()))
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:

@@ -16,15 +16,15 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 
 class AttentionHalf(ABC):
-    """The attention half of a layer, in three steps: `queries`, `attend` and `result`.
+    """The attention of a layer without its norms and residual addition, in three steps: `queries`, `attend`, `result`.
 
     The kernels that `queries` and `result` launch depend only on the number of tokens, so they can be captured in CUDA
-    graphs.
+    graphs. Those of `attend` also depend on the lengths of the sequences.
     """
 
     @abstractmethod
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the rotated queries, (T, heads, dim), and write K and V of the step's tokens to the cache.
+        """Return the rotated queries of a step's T tokens, (T, heads, dim), and write their K and V to the cache.
 
         Args:
             x: (T, hidden), the normed input of the layer.
@@ -41,44 +41,41 @@ class AttentionHalf(ABC):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention, and return its result, (T, heads, v_dim).
+        """Compute attention over the KV cache, and return its result, (T, heads, v_dim).
 
         Args:
             queries: (T, heads, dim), from `queries`.
-            inputs: The inputs of the step, which name the partial blocks to copy first.
+            inputs: The inputs of the step. If they name partial blocks of the cache, these are copied first.
             cache: The KV cache of the layer.
-            plan: The attention plan of the cache's group.
+            plan: What `ops.plan_attention` returned for the step and the cache's group.
             out: (T, heads, v_dim), receives the result. None: the result is a new tensor.
         """
 
     @abstractmethod
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the output projection of the result of attention.
+        """Return the output projection of the result of attention, (T, hidden).
 
         Args:
             attended: (T, heads, v_dim), from `attend`.
-            inputs: The inputs of the step.
-
-        Returns:
-            (T, hidden).
+            inputs: The inputs of the step, such as the adapter of each token.
         """
 
     @property
     @abstractmethod
     def widths(self) -> tuple[int, int]:
-        """Return the number of values per token of the queries, and of the result of attention."""
+        """Return the number of values per token of the queries, and of the result of attention, over all heads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadsAttention(AttentionHalf):
-    """Multi-head or grouped-query attention.
+    """The attention half of a layer with multi-head or grouped-query attention.
 
     Args:
         ops: The operators.
         spec: The attention of the layer.
         parts: The packed weights of the layer.
-        turn: The rotation of q and k, and the norms of single heads before it.
-        rules: Scale, mask and bias of scores.
+        turn: The rotary embedding of q and k, and their norms per head, which are computed before the rotation.
+        rules: Scale, window, soft cap, sinks and bias of attention scores.
     """
 
     ops: Ops
@@ -88,9 +85,14 @@ class HeadsAttention(AttentionHalf):
     rules: ScoreRules
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the rotated queries, (T, heads, dim), of the normed input x, (T, hidden).
+        """Return the rotated queries of the step's tokens, (T, heads, dim), and write K (rotated) and V to the cache.
 
-        K and V are written to the cache, unless the layer reads another layer's. See AttentionHalf for the arguments.
+        Nothing is written if the layer uses the K and V of an earlier layer.
+
+        Args:
+            x: (T, hidden), the normed input of the layer.
+            inputs: Positions and cache slots of the step's tokens.
+            cache: The KV cache of the layer.
         """
         spec = self.spec
         qkv = self.parts.product(spec.first, x, inputs)
@@ -111,36 +113,43 @@ class HeadsAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention, (T, heads, dim), after copying partial blocks if the step needs it.
+        """Return the result of attention, (T, heads, dim), after copying the step's partial blocks in the cache.
 
-        See AttentionHalf for the arguments.
+        Args:
+            queries: (T, heads, dim), from `queries`.
+            inputs: The inputs of the step.
+            cache: The KV cache of the layer.
+            plan: What `ops.plan_attention` returned for the step and the cache's group.
+            out: (T, heads, dim), receives the result. None: the result is a new tensor.
         """
         if inputs.parts is not None and self.spec.kv_layer is None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.attention(queries, cache, plan, self.rules, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the output projection, (T, hidden), of the result of attention, (T, heads, dim)."""
+        """Return the output projection of the result of attention, (T, hidden).
+
+        Args:
+            attended: (T, heads, dim), from `attend`.
+            inputs: The inputs of the step, such as the adapter of each token.
+        """
         return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the number of values per token of the queries, and of the result of attention."""
+        """Return the number of values per token of the queries, and of the result of attention, over all heads."""
         return self.spec.q_width, self.spec.q_width
 
     def _rotate_and_store(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the rotated q, (T, q_heads, dim), and write rotated k and v to the cache; `heads` is q, k and v."""
         spec = self.spec
         q_end, k_end = spec.q_heads, spec.q_heads + spec.kv_heads
         q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
         return self.ops.rope_store(q, k, v, self.turn, inputs, cache)
 
     def _rotate(self, q: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the rotated q, for a layer that reads the K and V of an earlier layer."""
         return self.ops.rope(q, self.turn, inputs)
 
     def _norm_in_place(self, qkv: Tensor) -> None:
-        """Norm q and k in (T, values of q, k and v), in place, before they are rotated."""
         widths = {"q_norm": self.spec.q_width, "k_norm": self.spec.kv_width}
         start = 0
         for name, norm in self.spec.norms.items():
@@ -154,16 +163,16 @@ class HeadsAttention(AttentionHalf):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentAttention(AttentionHalf):
-    """Multi-head latent attention (MLA), whose cache stores one latent vector per token.
+    """The attention half of a layer with multi-head latent attention (MLA), which caches a latent vector per token.
 
-    Whether K and V are computed from latents depends on the step's sequences, not only on the number of tokens. So
-    `attend` does it, which is not captured.
+    `attend` decides per step whether K and V are computed from latents. This depends on the step's sequences, so only
+    `queries` and `result` can be captured in CUDA graphs.
 
     Args:
         ops: The operators.
         spec: The attention of the layer.
         parts: The packed weights of the layer.
-        rope: The rotary table.
+        rope: Cosines and sines of the rotary embedding.
         heads: The weights that map queries into the latent space, and results out of it, head by head.
     """
 
@@ -174,9 +183,12 @@ class LatentAttention(AttentionHalf):
     heads: LatentHeads
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the queries, (T, heads, q_dim), of the normed input x, (T, hidden), and write latents to the cache.
+        """Return the partly rotated queries of a step's tokens, (T, heads, q_dim), and cache the tokens' latents.
 
-        The rotary part of queries is rotated. See AttentionHalf for the arguments.
+        Args:
+            x: (T, hidden), the normed input of the layer.
+            inputs: Positions and cache slots of the step's tokens.
+            cache: The cache of the layer.
         """
         spec = self.spec
         q = self._queries(x, inputs).view(-1, spec.q_heads, spec.q_dim)
@@ -194,21 +206,31 @@ class LatentAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention, (T, heads, v_dim), after copying partial blocks if the step needs it.
+        """Return the result of attention, (T, heads, v_dim), after copying the step's partial blocks in the cache.
 
-        See AttentionHalf for the arguments.
+        Args:
+            queries: (T, heads, q_dim), from `queries`.
+            inputs: The inputs of the step.
+            cache: The cache of the layer.
+            plan: What `ops.plan_attention` returned for the step and the cache's group.
+            out: (T, heads, v_dim), receives the result. None: the result is a new tensor.
         """
         if inputs.parts is not None:
             self.ops.copy_parts(cache, inputs.parts)
         return self.ops.latent_attention(queries, cache, plan, self.heads, self.spec.scale, out)
 
     def result(self, attended: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the output projection, (T, hidden), of the result of attention, (T, heads, v_dim)."""
+        """Return the output projection of the result of attention, (T, hidden).
+
+        Args:
+            attended: (T, heads, v_dim), from `attend`.
+            inputs: The inputs of the step, such as the adapter of each token.
+        """
         return self.parts.product("o", attended.flatten(1), inputs)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the number of values per token of the queries, and of the result of attention."""
+        """Return the number of values per token of the queries, and of the result of attention, over all heads."""
         spec = self.spec
         return spec.q_heads * spec.q_dim, spec.q_heads * spec.v_dim
 
@@ -254,12 +276,15 @@ def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadT
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
-    """Pack the weight that computes K and V from latents, head by head; None if the layer has no latent attention.
+    """Pack the weight that computes K and V from latents, one matrix per head and for each of K and V.
 
     Args:
         ops: The operators.
         spec: The layer.
         weights: The weights of the layer, with "kv_b".
+
+    Returns:
+        None if the layer has no latent attention.
     """
     attention = spec.attention
     if not isinstance(attention, LatentAttentionSpec):
@@ -277,10 +302,10 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBoundary:
-    """The point in a step at which the caller must compute the attention of a layer.
+    """What the caller of a split step needs in order to compute the attention of one layer.
 
     Args:
-        queries: (T, heads, dim).
+        queries: (T, heads, dim), from the attention half's `queries`.
         attention: The attention half of the layer, whose `attend` must be called.
         cache: The KV cache of the layer. It contains K and V of the step's tokens already.
     """
@@ -292,13 +317,13 @@ class AttentionBoundary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticBuffers:
-    """The tensors that captured steps read and write at fixed addresses.
+    """The tensors through which captured CUDA graphs exchange values with attention. Their addresses are fixed.
 
     Args:
         tokens: The maximum number of tokens of a step.
-        queries: (tokens × values of the widest queries,), the queries of each layer.
-        attended: (tokens × values of the widest result,), the result of each layer's attention.
-        hidden: (tokens, hidden), the result of the step.
+        queries: (tokens × values of the widest queries,), which receives the queries of each layer in turn.
+        attended: (tokens × values of the widest result,), which receives the attention result of each layer in turn.
+        hidden: (tokens, hidden), which receives the result of the step.
     """
 
     tokens: int

@@ -29,7 +29,10 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 
 class Block(DecoderLayer):
-    """A decoder layer that calls its operators one by one, in contrast to a fused layer."""
+    """A decoder layer that calls its operators one by one.
+
+    The alternative is a fused layer, which is a single operator.
+    """
 
     def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
         self._ops, self._spec, self._parts = ops, spec, parts
@@ -44,17 +47,18 @@ class Block(DecoderLayer):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer. Its input is x + residual.
+        """Compute the layer for a step's T tokens. Its input is x + residual.
 
         Args:
             x: (T, hidden).
             residual: (T, hidden). None: x is the whole input.
             inputs: Positions and cache slots of the step's tokens.
             cache: The KV cache of the layer. None: the layer has no attention.
-            plan: The attention plan of the cache's group. None: the layer has no attention.
+            plan: What `ops.plan_attention` returned for the step. None: the layer has no attention.
 
         Returns:
-            The next layer's x and residual, (T, hidden) each; the sum is the layer's output. None: x is the output.
+            The next layer's x and residual, (T, hidden) each, whose sum is the layer's output. If the residual is None,
+            x is the output.
         """
         if self._attention is None:
             x, residual = self._before("post_norm", x, residual)
@@ -68,19 +72,22 @@ class Block(DecoderLayer):
 
     @property
     def attends(self) -> bool:
-        """Return True if the layer has attention. Otherwise use `__call__` instead of `begin` and `end`."""
+        """Return True if the layer has attention.
+
+        Only then can it be computed by `begin` and `end` instead of a call.
+        """
         return self._attention is not None
 
     @property
     def attention(self) -> AttentionHalf:
-        """Return the attention half of the layer, which must have one."""
+        """Return the attention half of the layer, which must have one (see `attends`)."""
         assert self._attention is not None, "a layer without attention is called"
         return self._attention
 
     def begin(
         self, x: Tensor, residual: Tensor | None, inputs: AttentionInputs, cache: LayerCache
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Run the part of the layer before attention, and write K and V of the step's tokens to the cache.
+        """Compute the part of the layer before attention for a step's T tokens, and write their K and V to the cache.
 
         Args:
             x: (T, hidden).
@@ -89,7 +96,8 @@ class Block(DecoderLayer):
             cache: The KV cache of the layer.
 
         Returns:
-            The queries (T, heads, dim), the normed input (T, hidden) if `end` needs it or else None, and x + residual.
+            The queries, (T, heads, dim); the normed input, (T, hidden), or None if `end` does not need it; and x +
+            residual.
         """
         normed, residual = self._before("input_norm", x, residual)
         queries = self.attention.queries(normed, inputs, cache)
@@ -98,16 +106,17 @@ class Block(DecoderLayer):
     def end(
         self, attended: Tensor, normed: Tensor | None, residual: Tensor, inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the part of the layer after attention.
+        """Compute the part of the layer after attention.
 
         Args:
             attended: The result of attention, (T, heads, dim).
-            normed: The normed input from `begin`.
-            residual: The residual from `begin`.
+            normed: The second result of `begin`.
+            residual: The third result of `begin`.
             inputs: The inputs of the step.
 
         Returns:
-            The next layer's x and residual, (T, hidden) each; the sum is the layer's output. None: x is the output.
+            The next layer's x and residual, (T, hidden) each, whose sum is the layer's output. If the residual is None,
+            x is the output.
         """
         if self._spec.norms_sums:
             return self._end_of_sums(self.attention.result(attended, inputs), residual, inputs), None
@@ -128,21 +137,19 @@ class Block(DecoderLayer):
         return self._after("feed_forward_norm", x)
 
     def _before(self, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x + residual after the norm `name` (if the layer has it), and x + residual itself."""
         if name in self._norms:
             return self._ops.norm(self._norms[name], self._parts.norms, name, x, residual)
         total = x if residual is None else x + residual
         return total, total
 
     def _after(self, name: str, x: Tensor) -> Tensor:
-        """Return the output x of a half after the norm `name` (if the layer has it) and the residual multiplier."""
         if name in self._norms:
             x, _ = self._ops.norm(self._norms[name], self._parts.norms, name, x)
         return x if self._spec.residual_multiplier == 1 else x * self._spec.residual_multiplier
 
 
 def build_layer(ops: Ops, spec: LayerSpec, parts: LayerParts) -> DecoderLayer:
-    """Build a layer from its packed weights. It is one fused call if the operators support that, else a `Block`.
+    """Build a layer from its packed weights: one fused operator if the operators offer it for this layer, or a `Block`.
 
     Args:
         ops: The operators.
@@ -161,15 +168,15 @@ def pack_layer(
     room: AdapterRoom | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> LayerParts:
-    """Pack the weights of a layer for its operators.
+    """Pack the weights of a layer into the form that its operators read.
 
     Args:
         ops: The operators.
         spec: The layer.
-        weights: Its weights, which may include factors of adapters.
-        rope: The rotary table. None: the layer has no attention, or the table is not known yet.
-        adapters: The number of adapters.
-        room: The number of adapters on the device at a time. None: all adapters are loaded.
+        weights: Its weights. They may include A and B of LoRA adapters.
+        rope: The rotary table. None: the layer has no attention, or the table is added later.
+        adapters: The number of adapters of the job.
+        room: The number of adapters that the device holds at a time. None: all adapters.
         ranks: The ranks that compute the layer together.
     """
     linears = {
@@ -196,14 +203,14 @@ def pack_layer(
 def _adapters(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int, room: AdapterRoom | None
 ) -> Iterator[tuple[str, Adapters]]:
-    """Yield the name of each product of a layer that any adapter changes, and the packed factors of all adapters.
+    """Yield the name of each matrix product of a layer that an adapter changes, and the packed A and B of all adapters.
 
     Args:
         ops: The operators.
         spec: The layer.
-        weights: The weights of the layer, with the factors of adapters.
-        count: The number of adapters.
-        room: The number of adapters on the device at a time. None: all.
+        weights: The weights of the layer, with A and B of adapters.
+        count: The number of adapters of the job.
+        room: The number of adapters that the device holds at a time. None: all adapters.
     """
     for linear in spec.linears:
         found = [

@@ -25,10 +25,11 @@ from batchinfer_kernels.low_rank import AdaptedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taps:
-    """Records the inputs of some layers in one step, (T, hidden) each.
+    """Records the inputs of some layers in one step of T tokens, (T, hidden) each, for draft heads.
 
     Args:
-        layers: The numbers of the layers, ascending. The number of all layers means the output of the last one.
+        layers: The numbers of the layers, ascending. A number that equals the number of layers means the output of the
+            last layer.
         states: The recorded inputs.
     """
 
@@ -36,30 +37,30 @@ class Taps:
     states: list[Tensor] = field(default_factory=list)
 
     def record(self, layer: int, x: Tensor, residual: Tensor | None) -> None:
-        """Append the input of a layer to `states` if the layer is in `layers`.
+        """Append x + residual, the input of a layer, to `states` if `layers` contains the layer.
 
         Args:
             layer: The number of the layer.
             x: (T, hidden).
-            residual: (T, hidden), which is added to x. None: x is the input.
+            residual: (T, hidden). None: x is the whole input.
         """
         if layer in self.layers:  # layers may overwrite their inputs
             self.states.append(x.clone() if residual is None else x + residual)
 
 
 class Decoder:
-    """Computes hidden states from token ids and positions, and logits of selected rows.
+    """A model that computes hidden states from token ids and positions, and logits from hidden states.
 
     It has no state of sequences: the caller owns the KV cache. Call it under `torch.inference_mode()`.
     """
 
     def __init__(self, packed: PackedWeights, ops: Ops, max_positions: int) -> None:
-        """Build the layers.
+        """Build the layers from packed weights.
 
         Args:
             packed: The packed weights.
-            ops: The operators for which the weights were packed, or ones that differ only in how they compute the
-                attention of prompts.
+            ops: The operators for which the weights were packed. They may differ in how they compute the attention of
+                prompts.
             max_positions: The maximum length of a sequence, which sets the size of the rotary tables.
         """
         spec = packed.spec
@@ -86,7 +87,7 @@ class Decoder:
 
     @property
     def embedding(self) -> Tensor:
-        """Return the embedding table, (rows of the shard, hidden); the whole table has a row per token."""
+        """Return the embedding table, (vocab, hidden). A rank of a sharded model has only some of its rows."""
         return self._tables.embedding
 
     @property
@@ -97,16 +98,16 @@ class Decoder:
 
     @property
     def expert_loads(self) -> ExpertLoads:
-        """Return the counters of tokens per expert, of the layers that have experts."""
+        """Return the counters of the tokens that each expert of each layer has computed."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}
         return ExpertLoads({index: loads for index, loads in found.items() if loads is not None})
 
     def place_adapter(self, number: int, slot: int) -> None:
-        """Copy an adapter to a slot on the device. Steps that are launched later use it for tokens with that slot.
+        """Copy a LoRA adapter to a slot on the device. Steps that are launched later use it for tokens with that slot.
 
         Args:
             number: The number of the adapter, from 1.
-            slot: The slot, from 1.
+            slot: The number of the slot, from 1.
         """
         for adapters in self._changed:
             adapters.place(number, slot)
@@ -120,7 +121,7 @@ class Decoder:
         before: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """Run one step, and write K and V of its tokens to the caches.
+        """Compute the layers for one step of T tokens, and write K and V of the tokens to the caches.
 
         Args:
             token_ids: (T,) int64.
@@ -135,7 +136,7 @@ class Decoder:
             layer; stages together compute the same bits as the whole model.
 
         Raises:
-            ValueError: A position is beyond the rotary table; compiled operators would read out of bounds.
+            ValueError: A sequence has more tokens than `max_positions`. Compiled operators would read out of bounds.
         """
         longest = max(inputs[0].context_lens)
         if longest > self.max_positions:
@@ -164,11 +165,11 @@ class Decoder:
         before: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run one step as a generator that leaves the attention of each layer to the caller.
+        """Compute the layers for one step as a generator that leaves the attention of each layer to the caller.
 
-        It yields before the attention of each layer, and the caller sends the result of attention. Only positions,
-        slots and the padding slot of `inputs` are read, so the kernels between two yields depend only on the number of
-        tokens. Operators that fuse layers do not support this.
+        It yields before the attention of each layer, and the caller sends the result of attention to it. The kernels
+        between two yields depend only on the number of tokens, so they can be captured in CUDA graphs. Fused layers do
+        not support this.
 
         Args:
             token_ids: (T,) int64.
@@ -203,7 +204,11 @@ class Decoder:
         return x if residual is None else x + residual
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the tensors that pass the boundaries of attention, for captured steps of up to `tokens` tokens."""
+        """Allocate the tensors through which captured CUDA graphs exchange values with attention.
+
+        Args:
+            tokens: The maximum number of tokens of a captured step.
+        """
         embedding, hidden = self._tables.embedding, self.spec.hidden
         halves = [
             layer.attention.widths for layer in self._layers if isinstance(layer, Block) and layer.attends
@@ -213,7 +218,6 @@ class Decoder:
         return StaticBuffers(tokens, queries, attended, embedding.new_zeros(tokens, hidden))
 
     def _sort_by_adapter(self, inputs: Sequence[AttentionInputs]) -> Sequence[AttentionInputs]:
-        """Add the order of the step's tokens by adapter to the inputs, for all layers, if any token has an adapter."""
         adapters = inputs[0].adapters
         if adapters is None:
             return inputs
@@ -234,18 +238,15 @@ class Decoder:
         return x if norm is None else self._ops.norm(norm, self._tables.norms, EMBEDDING_NORM, x)[0]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm to hidden states, which yields transformers' last_hidden_state.
+        """Apply the final norm to hidden states, which yields transformers' last_hidden_state, (n, hidden).
 
         Args:
             hidden: (n, hidden), rows of the result of `forward`.
-
-        Returns:
-            (n, hidden).
         """
         return self._apply_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of tokens, (n, vocab) float32.
+        """Return the logits of n positions, (n, vocab) float32.
 
         Args:
             hidden: (n, hidden), rows of the result of `forward`.
@@ -278,8 +279,5 @@ def _round_to(value: float, dtype: torch.dtype) -> float:
 
 
 def _keeps_order(spec: ModelSpec) -> bool:
-    """Return True if the greatest output of the head is always the greatest logit.
-
-    A cap, or a factor that is not a power of two, may round different logits to the same value.
-    """
+    # A cap, or a factor that is not a power of two, may round different logits to the same value
     return spec.logit_cap is None and math.frexp(spec.logit_multiplier)[0] == 0.5

@@ -20,14 +20,14 @@ from batchinfer_kernels.experts import sigmoid
 
 
 def feed_forward(ops: Ops, spec: LayerSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Run the feed-forward half of a layer, without its norms, and return (T, hidden).
+    """Return the result of a layer's feed-forward half, without its norms, for a step's T tokens: (T, hidden).
 
     Args:
         ops: The operators.
         spec: The layer.
         parts: The packed layer.
         x: (T, hidden), the normed input.
-        inputs: The step's tokens: their adapters and cache slots.
+        inputs: Adapters and cache slots of the step's tokens.
     """
     if isinstance(spec.feed_forward, ExpertsSpec):
         return _expert_half(ops, spec.feed_forward, parts, x, inputs)
@@ -43,7 +43,6 @@ def _dense_half(
 def _expert_half(
     ops: Ops, spec: ExpertsSpec, parts: LayerParts, x: Tensor, inputs: AttentionInputs
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, plus the output of the shared expert, (T, hidden), from x."""
     assert parts.experts is not None
     logits = parts.linears["router"](x)
     choice = ops.choose_experts(logits, spec.routing, parts.vectors.get("correction"))
@@ -61,14 +60,14 @@ def _expert_half(
 def pack_experts(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, ranks: Ranks = SINGLE_RANK
 ) -> Experts | None:
-    """Pack the experts of a layer for its operators. Returns None if the layer has no experts.
+    """Pack the experts of a layer into the form that its operators read. Returns None if the layer has no experts.
 
     Args:
         ops: The operators.
         spec: The layer, or a rank's part of it.
         weights: The weights of the layer.
-        ranks: The ranks that hold the other experts, or other columns of each expert. The returned experts sum their
-            outputs over these ranks.
+        ranks: The ranks among which experts, or the columns of each expert, are divided. The returned experts sum their
+            outputs over all ranks.
     """
     fed = spec.feed_forward
     if not isinstance(fed, ExpertsSpec):
@@ -101,21 +100,18 @@ def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWe
 
 
 class ExpertLoads:
-    """Counts the tokens that each expert of each layer computes.
-
-    The device counts, so steps do not wait for the host.
-    """
+    """Counts the tokens that each expert of each layer computes. Kernels increase the counters, without the host."""
 
     def __init__(self, layers: Mapping[int, Tensor]) -> None:
-        """Create the counters.
+        """Wrap counters on the device.
 
         Args:
-            layers: A counter per expert, (experts,) int64, by number of the layer. Kernels increase the counters.
+            layers: A counter per expert, (experts,) int64, by number of the layer.
         """
         self._layers = layers
 
     def numbered_from(self, first: int) -> ExpertLoads:
-        """Return the counters of a pipeline stage by the layer numbers of the whole model.
+        """Return the same counters, numbered by the layers of the whole model instead of those of a pipeline stage.
 
         Args:
             first: The number of the stage's first layer in the whole model.
@@ -123,7 +119,10 @@ class ExpertLoads:
         return ExpertLoads({first + index: loads for index, loads in self._layers.items()})
 
     def read(self) -> ExpertTokens:
-        """Return the tokens of each expert since `restart`, by layer. Waits for the device."""
+        """Return the number of tokens per expert since the last `restart`, by number of the layer.
+
+        Waits for the device.
+        """
         return {index: loads.tolist() for index, loads in self._layers.items()}
 
     def restart(self) -> None:
@@ -133,7 +132,7 @@ class ExpertLoads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager that sets all counters back to their earlier values on exit."""
+        """Return a context manager that resets the counters to their earlier values on exit, for test steps."""
         kept = {index: loads.clone() for index, loads in self._layers.items()}
         try:
             yield

@@ -19,15 +19,15 @@ from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, ModelSpe
 
 
 class Classifier:
-    """A classification head, which computes logits of labels from pooled states, in float32 for every dtype."""
+    """A classification head, which computes logits of labels from pooled hidden states, in float32 for every dtype."""
 
     def __init__(self, ops: Ops, spec: ClassifierSpec, weights: Mapping[str, Tensor]) -> None:
-        """Pack the weights.
+        """Pack the weights of the head.
 
         Args:
             ops: The operators.
             spec: The classification head.
-            weights: Its weights (out, in), biases and norms by parameter name.
+            weights: The weights (out, in), biases and norms of the head, by parameter name.
         """
         self._ops, self._spec = ops, spec
         found = {name: tensor.float() for name, tensor in weights.items()}
@@ -37,7 +37,11 @@ class Classifier:
         )
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """Return the logits of labels, (n, labels) float32, from pooled states, (n, hidden)."""
+        """Return the logits of labels, (n, labels) float32.
+
+        Args:
+            pooled: (n, hidden), the pooled hidden states of n texts.
+        """
         x = _activate(self._ops, self._dense(pooled.float()), self._spec.activation)
         norm = self._spec.norm
         x = x if norm is None else self._ops.norm(norm, self._norms, CLASSIFIER_NORM, x)[0]
@@ -56,13 +60,14 @@ class PackedWeights:
 
     Args:
         spec: The model, or a rank's shard.
-        tables: The weights before and after the layers.
+        tables: The weights outside of layers, such as the embedding.
         head: The output layer (lm_head). None for an encoder, and for a stage that is not the last.
         layers: The packed layers, without their rotary tables.
         device: The device.
         classifier: The classification head. None: there is none.
-        adapters: The number of adapters that are on the device at a time.
-        adapter_slots: The same number if the job has more adapters than slots. None: all adapters are loaded.
+        adapters: The number of LoRA adapters that the device holds at a time.
+        adapter_slots: Equal to `adapters` if the job has more adapters than the device holds. None: all of them are
+            loaded.
         ranks: The ranks that compute the model together.
     """
 
@@ -90,11 +95,11 @@ def pack_weights(
 
     Args:
         spec: The model, or a rank's shard.
-        weights: Its weights, with the factors of adapters.
+        weights: Its weights, with A and B of LoRA adapters.
         ops: The operators.
         device: The device of the weights.
-        adapters: The number of adapters.
-        room: The number of adapters on the device at a time. None: all adapters are loaded.
+        adapters: The number of adapters of the job.
+        room: The number of adapters that the device holds at a time. None: all adapters.
         ranks: The ranks that compute the model together.
     """
     tables = weights.tables()

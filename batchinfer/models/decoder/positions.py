@@ -20,11 +20,11 @@ FARTHEST = 128  # all keys at this distance or farther share a bucket
 
 
 def rope_table(rotation: Rotation, max_positions: int, device: torch.device | str) -> RopeTable:
-    """Return cos and sin of a rotary embedding by position, (max_positions, rotated values / 2) float32 each.
+    """Return cosines and sines of a rotary embedding by position, (max_positions, rotated values / 2) float32 each.
 
-    They are computed on the CPU, so all devices use equal numbers. YaRN's attention factor is included. A layer without
-    rotation rotates one pair by an angle of 0. LongRoPE's table has max_positions further rows, for sequences that may
-    exceed the original length.
+    They are computed on the CPU, so they are equal on all devices. YaRN's attention factor is included. For a layer
+    without rotation, the table has one pair of values, and its angles are 0. LongRoPE's table has max_positions further
+    rows, for sequences that may exceed the original length.
 
     Args:
         rotation: The rotary embedding.
@@ -45,7 +45,7 @@ def rope_table(rotation: Rotation, max_positions: int, device: torch.device | st
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return the angle per position of each rotated pair, (head_dim / 2,) float32 on the CPU.
 
-    For LongRoPE it is (2, head_dim / 2): angles of short sequences, and of long ones.
+    For LongRoPE it is (2, head_dim / 2): the angles for short sequences, and those for long sequences.
 
     Args:
         rope: The variant of RoPE.
@@ -110,7 +110,7 @@ def position_table(spec: ModelSpec, tables: Tables) -> Tensor | None:
 
     Args:
         spec: The model.
-        tables: Its weights before and after the layers.
+        tables: Its weights outside of layers.
     """
     if tables.positions is None or spec.encoder is None:
         return tables.positions
@@ -134,10 +134,13 @@ def distance_table(learned: Tensor, max_positions: int) -> Tensor:
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of each distance between query and key, int64 (Raffel et al., 2020, "T5").
+    """Return the bucket of each distance between query and key, int64, with whose learned bias T5 and MPNet score.
 
-    Near distances have a bucket each. Farther ones share buckets, in logarithmic steps. Keys after the query use the
-    upper half of the buckets.
+    Near distances have a bucket each. Farther ones share buckets, in logarithmic steps (Raffel et al., 2020, "T5").
+    Keys after the query use the upper half of the buckets.
+
+    Args:
+        distances: The position of the key minus the position of the query, int64.
     """
     side, exact = BUCKETS // 2, BUCKETS // 4
     far = distances.abs()

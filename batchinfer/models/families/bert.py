@@ -48,25 +48,25 @@ IGNORED = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
 def parse_bert(files: ConfigFiles) -> ModelSpec:
-    """Read a BertConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a BertConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     types = files.config.integer("type_vocab_size", 2)
     return _encoder("bert", files, EncoderSpec(token_types=types))
 
 
 def parse_roberta(files: ConfigFiles) -> ModelSpec:
-    """Read a RobertaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a RobertaConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     return _roberta("roberta", files)
 
 
 def parse_xlm_roberta(files: ConfigFiles) -> ModelSpec:
-    """Read an XLMRobertaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert an XLMRobertaConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     return _roberta("xlm-roberta", files)
 
 
 def parse_mpnet(files: ConfigFiles) -> ModelSpec:
-    """Read an MPNetConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+    """Convert an MPNetConfig to the model's spec. Error messages are appended to `files.mistakes`.
 
-    Learned positions start with row 2 of their table.
+    Token positions start at row 2 of the table of learned positions.
     """
     buckets = files.config.integer("relative_attention_num_buckets", BUCKETS)
     if buckets != BUCKETS:
@@ -77,7 +77,7 @@ def parse_mpnet(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_distilbert(files: ConfigFiles) -> ModelSpec:
-    """Read a DistilBertConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a DistilBertConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     files = replace(files, config=files.config.rename_keys(DISTILBERT_FIELDS))
     return _encoder("distilbert", files, EncoderSpec(), head_activation="relu")
 
@@ -132,7 +132,6 @@ def _encoder(
 
 
 def _check(fields: Fields) -> None:
-    """Append a mistake for each unsupported feature that config.json states."""
     only: Mapping[str, object] = {
         "position_embedding_type": "absolute",
         "is_decoder": False,
@@ -147,7 +146,7 @@ def _check(fields: Fields) -> None:
 
 
 def bert_modules(_: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer, by BERT's names."""
+    """Return the module that stores each parameter of a layer in BERT's checkpoints, by parameter name."""
     return {
         "q": "attention.self.query",
         "k": "attention.self.key",
@@ -161,13 +160,13 @@ def bert_modules(_: LayerSpec) -> Modules:
 
 
 def mpnet_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: BERT's, except for attention."""
+    """Return the module that stores each parameter of a layer in MPNet's checkpoints, by parameter name."""
     parts = {name: f"attention.attn.{name}" for name in "qkvo"}
     return {**bert_modules(layer), **parts, "attention_norm": "attention.LayerNorm"}
 
 
 def distilbert_modules(_: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer, by DistilBERT's names."""
+    """Return the module that stores each parameter of a layer in DistilBERT's checkpoints, by parameter name."""
     parts = {name: f"attention.{name}_lin" for name in "qkv"}
     return {
         **parts,
@@ -197,7 +196,6 @@ def _names(base: str, head: ClassifierNames, layers: str = "encoder.layer") -> T
 
 
 def _classes(start: str) -> tuple[str, ...]:
-    """Return the names of a family's classes in transformers: the base model, and one per kind of head."""
     tops = ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
     return (f"{start}Model", *(f"{start}For{top}" for top in tops))
 

@@ -15,20 +15,20 @@ _USUAL_LABELS = 2  # if the configuration states no number
 
 
 def classifier(fields: Fields, after_dense: HeadActivation) -> ClassifierSpec | None:
-    """Read the classification head of an encoder that pools the first token; None if its class has no head.
+    """Return the spec of an encoder's classification head that pools the first token; None if its class has no head.
 
     Args:
-        fields: config.json.
+        fields: The fields of config.json.
         after_dense: The activation between the head's two linear layers.
     """
     return ClassifierSpec(_labels(fields), after_dense) if _classifies(fields.raw) else None
 
 
 def normed_classifier(fields: Fields, norm: NormSpec) -> ClassifierSpec | None:
-    """Read ModernBERT's classification head, whose pooling is configurable; None if the class has no head.
+    """Return the spec of ModernBERT's classification head, with configurable pooling; None if its class has no head.
 
     Args:
-        fields: config.json.
+        fields: The fields of config.json.
         norm: The norm between the head's two linear layers.
     """
     if not _classifies(fields.raw):
@@ -52,7 +52,6 @@ def _classifies(raw: Mapping[str, Any]) -> bool:
 
 
 def _labels(fields: Fields) -> int:
-    """Return the number of labels in config.json: the length of `id2label`, or else `num_labels`, or else 2."""
     named = fields.raw.get("id2label")
     if isinstance(named, dict) and named:
         return len(named)

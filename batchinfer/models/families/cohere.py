@@ -30,7 +30,7 @@ ABSENT_THETA = {"cohere": 500_000.0, "cohere2": 10_000.0}
 
 
 def parse_cohere(files: ConfigFiles) -> ModelSpec:
-    """Read a CohereConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a CohereConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     attended = _attention(fields, "cohere")
     if fields.boolean("use_qk_norm", False):
@@ -44,7 +44,7 @@ def parse_cohere(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_cohere2(files: ConfigFiles) -> ModelSpec:
-    """Read a Cohere2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a Cohere2Config to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     attended = _attention(fields, "cohere2")
     still = replace(attended, rotation=replace(attended.rotation, rope=None))

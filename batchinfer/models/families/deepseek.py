@@ -52,7 +52,7 @@ V2_METHODS = ("greedy", "group_limited_greedy")
 
 
 def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
-    """Read a DeepseekV2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a DeepseekV2Config to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     method = fields.text("topk_method", "greedy")
     if method not in V2_METHODS:
@@ -71,7 +71,7 @@ def parse_deepseek_v2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_deepseek_v3(files: ConfigFiles) -> ModelSpec:
-    """Read a DeepseekV3Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a DeepseekV3Config to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     scale = fields.number("routed_scaling_factor", 2.5)
     normalised = fields.boolean("norm_topk_prob", True)
@@ -109,11 +109,11 @@ def _model(
     Args:
         family: The model_type.
         files: The configuration.
-        rule: The routing of the experts.
+        rule: How the router chooses experts.
         dense: The feed-forward half of layers without experts.
-        absent: Keys and default values of config.json: an expert's intermediate size, the number of shared experts, and
-            the first layer with experts. The order matters.
-        eos: The EOS ids if none are stated.
+        absent: Three keys of config.json and their default values, in this order: the intermediate size of an expert,
+            the number of shared experts, and the first layer with experts.
+        eos: The default EOS ids.
         interleaved: If True, the rotary embedding rotates pairs (2i, 2i + 1) of values.
     """
     fields = files.config
@@ -143,7 +143,7 @@ def _attention(fields: Fields, interleaved: bool) -> LatentAttentionSpec:
 
 
 def deepseek_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer, experts included."""
+    """Return the module that stores each parameter of a layer in DeepSeek's checkpoints, by parameter name."""
     experts = expert_modules(layer, "mlp.experts", PROJECTIONS)
     if not isinstance(layer.feed_forward, ExpertsSpec):
         return MODULES

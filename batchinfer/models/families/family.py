@@ -46,7 +46,8 @@ class Part:
         module: The name of the module.
         start: The first output of the range.
         stop: The end of the range (exclusive).
-        every: If set, the outputs of the module repeat in groups of this size, and the range applies to each group.
+        every: If set, the module's outputs consist of groups of this size, and `start` and `stop` select outputs in
+            each group.
         transposed: If True, the module's weight is stored as (inputs, outputs).
         index: The index of the matrix, if the module's tensor stores several, such as one per expert.
         weight: Suffix of the name of the module's weight.
@@ -65,7 +66,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The location of a parameter whose rows are the weights of separate modules of a checkpoint."""
+    """The location of a parameter whose rows are the weights of separate modules of a checkpoint.
+
+    Args:
+        modules: The name of the module of each row, in order.
+    """
 
     modules: tuple[str, ...]
 
@@ -88,7 +93,7 @@ LLAMA_MODULES: Modules = {
 
 
 def llama_modules(_: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer, by Llama's names."""
+    """Return the module that stores each parameter of a layer in Llama's checkpoints, by parameter name."""
     return LLAMA_MODULES
 
 
@@ -99,7 +104,7 @@ class ClassifierNames:
     Args:
         dense: The first linear layer.
         out: The last linear layer, which computes logits.
-        norm: The norm between both. Empty if there is none.
+        norm: The norm between the two linear layers. Empty if there is none.
         dense_in_base: If True, the name of `dense` has the prefix of the base model. No other name has it.
     """
 
@@ -111,17 +116,17 @@ class ClassifierNames:
 
 @dataclass(frozen=True, slots=True)
 class TableNames:
-    """The names of the modules before and after the layers in checkpoints of a family.
+    """The names of the modules outside of layers, such as the embedding, in checkpoints of a family.
 
     Args:
-        base: Prefix of all names except the head's. Checkpoints of the base model only do not have it.
+        base: Prefix of all names except the head's. Checkpoints that contain only the base model do not have it.
         embedding: The token embedding.
         positions: The embedding of learned positions.
-        layers: The list of layers.
+        layers: The module list of all layers.
         final_norm: The norm after the last layer.
         head: The output layer (lm_head).
-        ignored: Suffixes of tensors that are computed instead of read.
-        unread: Prefixes (after `base`) of tensors of heads on top of an encoder, which are not read unless they belong
+        ignored: Suffixes of the names of tensors that are not read, as they can be computed.
+        unread: Prefixes, after `base`, of the names of heads on top of an encoder. They are not read unless they belong
             to `classifier`.
         embedding_norm: The norm of the sum of an encoder's embeddings.
         token_types: The embedding of an encoder's token types.
@@ -158,7 +163,7 @@ class NamePrefixes:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFiles:
-    """A checkpoint's configuration files. Reading invalid values appends messages to a common list of mistakes.
+    """A checkpoint's configuration files. A message about each invalid value that is read is appended to `mistakes`.
 
     Args:
         config: The fields of config.json.
@@ -170,7 +175,7 @@ class ConfigFiles:
 
     @property
     def mistakes(self) -> list[str]:
-        """Return the messages about invalid values in both files, so far. Appending adds a message."""
+        """Return the common list of messages about invalid values in both files. Callers may append to it."""
         return self.config.mistakes
 
 
@@ -180,10 +185,11 @@ class Family:
 
     Args:
         model_type: The `model_type` in config.json.
-        architectures: The supported classes of transformers, the causal model first.
-        parse: Returns the spec of a model from its configuration. Appends mistakes to the configuration's list.
-        modules: Returns the checkpoint module of each parameter of a layer.
-        names: The names of the modules before and after the layers.
+        architectures: The supported classes of transformers. The first one is the language model.
+        parse: Returns the spec of a model from its configuration, and appends messages about invalid values to its
+            `mistakes`.
+        modules: Returns the module that stores each parameter of a layer in checkpoints, by parameter name.
+        names: The names of the modules outside of layers.
         mtp_layers_key: The key of config.json with the number of MTP layers, which follow the last layer and are not
             run. Empty if the family has none.
     """
@@ -206,17 +212,17 @@ def attention(
     qk_norm: NormSpec | None = None,
     rotation: RotationOf | None = None,
 ) -> AttentionSpec:
-    """Return the spec of grouped-query attention, from keys of config.json with Llama's names.
+    """Return the spec of grouped-query attention that keys of config.json describe. The keys have Llama's names.
 
     Args:
-        fields: config.json.
-        absent_kv_heads: The number of KV heads if num_key_value_heads is missing. None: the number of query heads.
-            A null in the file always means that number.
+        fields: The fields of config.json.
+        absent_kv_heads: The number of KV heads if num_key_value_heads is missing. None: the number of query heads. If
+            the value is null, it is always the number of query heads.
         absent_head_dim: The head size if head_dim is missing. None: hidden_size / query heads.
         qkv_bias: True if q, k and v have biases.
         o_bias: True if the output projection has a bias.
         qk_norm: The norm of each head of q and k; its width is replaced by the head size. None: no norm.
-        rotation: Returns the rotary embedding. None: whole heads are rotated.
+        rotation: Reads the rotary embedding from config.json. None: whole heads are rotated.
     """
     q_heads = fields.integer("num_attention_heads")
     stated = "num_key_value_heads" in fields.raw or absent_kv_heads is None
@@ -237,12 +243,17 @@ def attention(
 
 
 def full_rotation(fields: Fields, head_dim: int) -> Rotation:
-    """Return the rotary embedding in config.json, for all `head_dim` values of a head."""
+    """Return the rotary embedding in config.json, for models that rotate all values of a head.
+
+    Args:
+        fields: The fields of config.json.
+        head_dim: The number of values of a head.
+    """
     return Rotation(parse_rope(fields.raw, max_positions(fields), fields.mistakes), head_dim)
 
 
 def partial_rotation(absent: float = 1.0) -> RotationOf:
-    """Return a function that reads a rotary embedding of a part of each head from config.json.
+    """Return a function that reads a rotary embedding for only a part of each head from config.json.
 
     Args:
         absent: The rotated share of a head if config.json has no `partial_rotary_factor`.
@@ -256,7 +267,7 @@ def partial_rotation(absent: float = 1.0) -> RotationOf:
 
 
 def no_rotation(_: Fields, head_dim: int) -> Rotation:
-    """Return a Rotation that rotates nothing, for models with learned positions or layers without positions."""
+    """Return a rotation by an angle of 0, for models with learned positions and for layers without positions."""
     return Rotation(None, head_dim)
 
 
@@ -271,10 +282,10 @@ def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
 
 
 def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
-    """Return the spec of a gated feed-forward half, from keys of config.json (`fields`) with Llama's names.
+    """Return the spec of a gated feed-forward half that keys of config.json describe. The keys have Llama's names.
 
     Args:
-        fields: config.json.
+        fields: The fields of config.json.
         biased: True if all its products have biases.
     """
     return FeedForwardSpec(fields.integer("intermediate_size"), activation(fields), biased)
@@ -283,10 +294,10 @@ def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
 def routing(
     fields: Fields, key: str, absent: int, absent_chosen: int, *, normalised: bool, **more: Any
 ) -> Routing:
-    """Return the routing of a mixture of experts, from config.json.
+    """Return how the router of a mixture of experts chooses them, as config.json describes.
 
     Args:
-        fields: config.json.
+        fields: The fields of config.json.
         key: The key with the number of experts.
         absent: The default number of experts.
         absent_chosen: The default of num_experts_per_tok.
@@ -301,7 +312,7 @@ def routing(
 
 
 def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the checkpoint module of each expert parameter, such as "expert.3.gate"; no module has two.
+    """Return the name of the module that stores each weight of each expert of a layer, such as "expert.3.gate".
 
     Args:
         layer: The layer. The result is {} if it has no experts.
@@ -316,7 +327,13 @@ def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> di
 
 
 def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") -> Activation:
-    """Return the activation that `key` of config.json names; `absent` names the default."""
+    """Return the activation that a key of config.json names.
+
+    Args:
+        fields: The fields of config.json.
+        key: The key.
+        absent: Its default value.
+    """
     name = fields.text(key, absent)
     if name not in ACTIVATIONS:
         fields.mistakes.append(
@@ -326,7 +343,12 @@ def activation(fields: Fields, key: str = "hidden_act", absent: str = "silu") ->
 
 
 def rms_eps(fields: Fields, absent: float = 1e-6) -> float:
-    """Return `rms_norm_eps` of config.json, the epsilon of all RMSNorms; `absent` is the default."""
+    """Return `rms_norm_eps` of config.json, the epsilon of all RMSNorms.
+
+    Args:
+        fields: The fields of config.json.
+        absent: The default.
+    """
     return fields.number("rms_norm_eps", absent)
 
 
@@ -346,10 +368,10 @@ def hidden_size(fields: Fields) -> int:
 
 
 def kinds_of_layers(fields: Fields, layers: int, pattern: int) -> list[LayerKind]:
-    """Return the kind of attention of each layer: `layer_types`, or else full attention in every n-th layer.
+    """Return whether each layer has full or sliding-window attention: `layer_types`, or else every n-th layer is full.
 
     Args:
-        fields: config.json.
+        fields: The fields of config.json.
         layers: The number of layers.
         pattern: The default of `sliding_window_pattern`, which is n.
     """
@@ -364,7 +386,12 @@ def sliding_window(fields: Fields, absent: int = 4096) -> int | None:
 
 
 def layer_kinds(fields: Fields, layers: int) -> list[LayerKind] | None:
-    """Return `layer_types` of config.json; None if it is missing or invalid, or has not `layers` elements."""
+    """Return `layer_types` of config.json; None if it is missing or invalid.
+
+    Args:
+        fields: The fields of config.json.
+        layers: The number of layers, which a valid list has as its length.
+    """
     kinds = fields.raw.get("layer_types")
     if kinds is None:
         return None
@@ -387,14 +414,14 @@ def model(
     absent_tied: bool = False,
     **special: Any,
 ) -> ModelSpec:
-    """Return the spec of a model from its layers and from keys of config.json with Llama's names.
+    """Return the spec of a model from its layers and from keys of config.json, which have Llama's names.
 
     Args:
         family: The model_type.
         files: The configuration.
         layers: The layers.
         norm: The final norm. None: an RMSNorm.
-        absent_eos: The EOS ids if none are stated.
+        absent_eos: The default EOS ids.
         absent_tied: The default of tie_word_embeddings.
         special: Further fields of ModelSpec.
     """
@@ -416,7 +443,12 @@ def model(
 
 
 def eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the distinct EOS ids of generation_config.json, or else of config.json, or else `absent`."""
+    """Return the distinct EOS ids of generation_config.json, or else of config.json.
+
+    Args:
+        files: The configuration files.
+        absent: The default if neither file has the key.
+    """
     found = files.generation.token_ids("eos_token_id")
     if found is None:
         found = files.config.token_ids("eos_token_id")
@@ -426,7 +458,7 @@ def eos_token_ids(files: ConfigFiles, absent: tuple[int, ...]) -> tuple[int, ...
 
 
 def stated_dtype(fields: Fields) -> Dtype | None:
-    """Return `dtype` (or `torch_dtype`) of config.json; None if it is missing or no supported dtype."""
+    """Return `dtype` (or `torch_dtype`) of config.json; None if it is missing or not supported."""
     stated = fields.raw.get("dtype") or fields.raw.get("torch_dtype")
     name = stated.removeprefix("torch.") if isinstance(stated, str) else None
     return cast(Dtype, name) if name in get_args(Dtype) else None

@@ -60,9 +60,9 @@ MODULES: Modules = {
 
 
 def parse_gemma(files: ConfigFiles) -> ModelSpec:
-    """Read a GemmaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+    """Convert a GemmaConfig to the model's spec. Error messages are appended to `files.mistakes`.
 
-    "gelu" means the tanh approximation, with which Gemma was trained.
+    Gemma was trained with the tanh approximation of GELU, so the activation "gelu" is read as this approximation.
     """
     fields = files.config
     bias, named = fields.boolean("attention_bias", False), fields.raw.get("hidden_act") == "gelu"
@@ -75,7 +75,7 @@ def parse_gemma(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma2(files: ConfigFiles) -> ModelSpec:
-    """Read a Gemma2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a Gemma2Config to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     attended = replace(
         _attention(fields, None, full_rotation), soft_cap=_cap(fields, "attn_logit_softcapping", 50.0)
@@ -85,7 +85,7 @@ def parse_gemma2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gemma3(files: ConfigFiles) -> ModelSpec:
-    """Read a Gemma3TextConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a Gemma3TextConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     attended = _attention(fields, _norm(fields), no_rotation)
     turned = {
@@ -104,7 +104,6 @@ def _is_encoder(fields: Fields) -> bool:
 
 
 def _on_both_sides(layer: LayerSpec) -> LayerSpec:
-    """Return a copy of a layer for an encoder: its window is a distance to both sides, half as large."""
     attended = layer.attention
     assert isinstance(attended, AttentionSpec), "a Gemma's"
     window = None if attended.window is None else attended.window // 2 + 1
@@ -137,11 +136,7 @@ def _layer(fields: Fields, attended: AttentionSpec, kind: LayerKind) -> LayerSpe
 
 
 def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
-    """Return the rotary embedding of layers with this kind of attention.
-
-    transformers 5 writes `rope_parameters` by kind. Older files state one theta per kind, and `rope_scaling` for layers
-    with full attention.
-    """
+    # transformers 5 writes rope_parameters per kind; older files one theta per kind, and rope_scaling for FULL
     key, absent = THETA[kind]
     stated = fields.raw.get("rope_parameters")
     each = stated.get(kind) if isinstance(stated, dict) else None
@@ -156,7 +151,6 @@ def _norm(fields: Fields) -> NormSpec:
 
 
 def _cap(fields: Fields, key: str, absent: float | None = None) -> float | None:
-    """Return the soft cap in a key of config.json; None if it is null or 0, `absent` if it is missing."""
     return absent if key not in fields.raw else fields.optional_number(key) or None
 
 
@@ -171,7 +165,10 @@ def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **spe
 
 
 def gemma_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: Llama's, with more norms in Gemma 2 and 3."""
+    """Return the module that stores each parameter of a layer in Gemma's checkpoints, by parameter name.
+
+    The names are Llama's. Gemma 2 and 3 have more norms.
+    """
     return LLAMA_MODULES if layer.attention_norm is None else MODULES
 
 

@@ -53,7 +53,7 @@ NEOX_NAMES = TableNames(
 
 
 def parse_gpt2(files: ConfigFiles) -> ModelSpec:
-    """Read a GPT2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a GPT2Config to the model's spec. Error messages are appended to `files.mistakes`."""
     files = replace(files, config=files.config.rename_keys(GPT2_FIELDS))
     fields = files.config
     if fields.boolean("add_cross_attention", False):
@@ -80,7 +80,7 @@ def parse_gpt2(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_gpt_neox(files: ConfigFiles) -> ModelSpec:
-    """Read a GPTNeoXConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a GPTNeoXConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     bias, norm = fields.boolean("attention_bias", True), _norm(fields, "layer_norm_eps")
     attended = attention(fields, qkv_bias=bias, o_bias=bias, rotation=_neox_rotation)
@@ -107,7 +107,10 @@ def _norm(fields: Fields, key: str) -> NormSpec:
 
 
 def gpt2_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: q, k, v share one; weights are transposed."""
+    """Return the module that stores each parameter of a layer in GPT-2's checkpoints, by parameter name.
+
+    q, k and v share a module, and weights are transposed.
+    """
     assert isinstance(layer.attention, AttentionSpec)
     width = layer.attention.q_width
     parts = {
@@ -124,7 +127,10 @@ def gpt2_modules(layer: LayerSpec) -> Modules:
 
 
 def gpt_neox_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: one has q, k and v of each head in turn."""
+    """Return the module that stores each parameter of a layer in GPT-NeoX' checkpoints, by parameter name.
+
+    q, k and v share a module, in which the outputs of q, k and v alternate head by head.
+    """
     assert isinstance(layer.attention, AttentionSpec)
     dim = layer.attention.head_dim
     parts = {

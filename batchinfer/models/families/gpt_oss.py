@@ -39,7 +39,7 @@ ABSENT_ROPE = {
 
 
 def parse_gpt_oss(files: ConfigFiles) -> ModelSpec:
-    """Read a GptOssConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a GptOssConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     bias = fields.boolean("attention_bias", True)
     attended = attention(
@@ -76,9 +76,10 @@ def _check_activation(fields: Fields) -> None:
 
 
 def gpt_oss_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer.
+    """Return the module that stores each parameter of a layer in gpt-oss' checkpoints, by parameter name.
 
-    The weights of all experts are in one tensor per product, transposed, with alternating outputs of gate and up.
+    The weights of all experts are in one tensor per matrix product. They are transposed, and the outputs of gate and up
+    alternate.
     """
     fed = layer.feed_forward
     if not isinstance(fed, ExpertsSpec):

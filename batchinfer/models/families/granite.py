@@ -17,7 +17,7 @@ from batchinfer.models.spec.spec import ModelSpec
 
 
 def parse_granite(files: ConfigFiles) -> ModelSpec:
-    """Read a GraniteConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a GraniteConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     scale = fields.number("attention_multiplier", 1.0)

@@ -37,20 +37,20 @@ def llama_layer(
     feed_forward: FeedForwardSpec | ExpertsSpec,
     norm: NormSpec | None = None,
 ) -> LayerSpec:
-    """Return the spec of a layer with a norm before each half, as in Llama.
+    """Return the spec of a layer as in Llama: a norm precedes attention, and a norm precedes the feed-forward half.
 
     Args:
-        fields: config.json.
+        fields: The fields of config.json.
         attended: The attention.
         feed_forward: The feed-forward half.
-        norm: The norm before each half. None: an RMSNorm.
+        norm: The spec of each of these norms. None: an RMSNorm.
     """
     norm = norm or NormSpec(hidden_size(fields), rms_eps(fields))
     return LayerSpec(norm.width, norm, attended, norm, feed_forward)
 
 
 def parse_llama(files: ConfigFiles) -> ModelSpec:
-    """Read a LlamaConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a LlamaConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     bias = fields.boolean("attention_bias", False)
     attended = attention(fields, qkv_bias=bias, o_bias=bias)
@@ -60,7 +60,7 @@ def parse_llama(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_mistral(files: ConfigFiles) -> ModelSpec:
-    """Read a MistralConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a MistralConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     layers = layer_count(fields)
     attended = replace(attention(fields, absent_kv_heads=8), window=_window(fields, layers))

@@ -25,7 +25,7 @@ ABSENT_EPS = 1e-5
 
 
 def parse_mixtral(files: ConfigFiles) -> ModelSpec:
-    """Read a MixtralConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a MixtralConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     attended = replace(attention(fields, absent_kv_heads=8), window=fields.optional_integer("sliding_window"))
     rule = routing(fields, "num_local_experts", 8, 2, normalised=True)
@@ -36,7 +36,7 @@ def parse_mixtral(files: ConfigFiles) -> ModelSpec:
 
 
 def mixtral_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: Llama's, with Mixtral's names for experts."""
+    """Return the module that stores each parameter of a layer in Mixtral's checkpoints, by parameter name."""
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     experts = expert_modules(layer, "block_sparse_moe.experts", names)
     return {**LLAMA_MODULES, "router": "block_sparse_moe.gate", **experts}

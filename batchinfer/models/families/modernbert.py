@@ -44,7 +44,7 @@ THETA: dict[LayerKind, tuple[str, float]] = {
 
 
 def parse_modernbert(files: ConfigFiles) -> ModelSpec:
-    """Read a ModernBertConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a ModernBertConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     hidden, bias = hidden_size(fields), fields.boolean("attention_bias", False)
     norm = NormSpec(
@@ -70,19 +70,12 @@ def parse_modernbert(files: ConfigFiles) -> ModelSpec:
 
 
 def _kinds(fields: Fields) -> list[LayerKind]:
-    """Return the kind of attention of each layer: `layer_types`, or else full attention in every n-th layer.
-
-    The first layer has full attention. n is `global_attn_every_n_layers`.
-    """
     count, every = layer_count(fields), fields.integer("global_attn_every_n_layers", 3)
     return layer_kinds(fields, count) or [LOCAL if index % every else FULL for index in range(count)]
 
 
 def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
-    """Return the rotary embedding of layers with this kind of attention.
-
-    transformers 5 writes `rope_parameters` by kind. Older files state one theta per kind.
-    """
+    # transformers 5 writes rope_parameters per kind of attention; older files one theta per kind
     key, absent = THETA[kind]
     stated = fields.raw.get("rope_parameters")
     each = stated.get(kind) if isinstance(stated, dict) else None
@@ -91,7 +84,10 @@ def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
 
 
 def modernbert_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: q, k, v share a module, and gate, up another."""
+    """Return the module that stores each parameter of a layer in ModernBERT's checkpoints, by parameter name.
+
+    q, k and v share a module, and so do gate and up.
+    """
     inner, width = layer.feed_forward.inner, layer.hidden
     return {
         **{name: Part("attn.Wqkv", i * width, (i + 1) * width) for i, name in enumerate("qkv")},

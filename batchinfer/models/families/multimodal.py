@@ -37,16 +37,18 @@ _LLAVA_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Multimodal:
-    """A multimodal `model_type`, whose config.json has the decoder's configuration in `text_config`.
+    """A type of multimodal model of which only the text decoder is run.
+
+    Its configuration is `text_config` in config.json.
 
     Args:
         model_type: The `model_type` in config.json.
         architecture: The supported class of transformers.
         absent_text: The decoder's model_type if text_config has none.
         absent_tied: The default of tie_word_embeddings, if neither configuration has it.
-        prefixes: The possible prefixes of the decoder's tensors.
-        others: Prefixes of the tensors that do not belong to the decoder, such as "vision_tower", after an optional
-            "model.".
+        prefixes: The possible prefixes of the names of the decoder's tensors.
+        others: Prefixes of the names of tensors that do not belong to the decoder, such as "vision_tower". An optional
+            "model." may precede them.
     """
 
     model_type: str
@@ -62,10 +64,10 @@ class Multimodal:
         return (self.architecture,)
 
     def text_config(self, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the decoder's configuration: text_config with defaults, and with keys that the models share.
+        """Return the decoder's configuration: text_config with defaults and with some keys that are outside of it.
 
         Args:
-            raw: config.json of the multimodal model. The result is None if its text_config is not an object.
+            raw: The content of config.json. The result is None if its text_config is not an object.
         """
         stated = raw.get("text_config")
         if not isinstance(stated, Mapping):
@@ -83,7 +85,11 @@ class Multimodal:
         }
 
     def part_of(self, tensor: str) -> str | None:
-        """Return the part, such as "vision_tower", that a tensor belongs to by its name; None for the decoder."""
+        """Return the part of the model to which a tensor belongs, such as "vision_tower"; None for the decoder.
+
+        Args:
+            tensor: The name of the tensor.
+        """
         name = tensor.removeprefix("model.")
         return next((part for part in self.others if name == part or name.startswith(f"{part}.")), None)
 

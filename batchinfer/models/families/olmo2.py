@@ -28,7 +28,7 @@ MODULES: Modules = {
 
 
 def parse_olmo2(files: ConfigFiles) -> ModelSpec:
-    """Read an Olmo2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert an Olmo2Config to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     bias, norm = (
         fields.boolean("attention_bias", False),
@@ -43,7 +43,10 @@ def parse_olmo2(files: ConfigFiles) -> ModelSpec:
 
 
 def olmo2_modules(_: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: Llama's, but with norms after each half."""
+    """Return the module that stores each parameter of a layer in OLMo 2's checkpoints, by parameter name.
+
+    The names are Llama's, but norms follow each half of a layer.
+    """
     return MODULES
 
 

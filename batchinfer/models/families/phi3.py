@@ -32,7 +32,7 @@ ABSENT_ORIGINAL = 4096
 
 
 def parse_phi3(files: ConfigFiles) -> ModelSpec:
-    """Read a Phi3Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a Phi3Config to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     window = fields.optional_integer("sliding_window")
     attended = replace(attention(fields, rotation=_rotation), window=window)
@@ -53,7 +53,10 @@ def _rotation(fields: Fields, head_dim: int) -> Rotation:
 
 
 def phi3_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: Llama's, but q, k, v and gate, up are fused."""
+    """Return the module that stores each parameter of a layer in Phi-3's checkpoints, by parameter name.
+
+    q, k and v share a module, and so do gate and up.
+    """
     fused = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
     parts = dict(LLAMA_MODULES)
     for linear in layer.linears:

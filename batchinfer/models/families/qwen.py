@@ -20,15 +20,15 @@ from batchinfer.models.spec.spec import AttentionSpec, LayerSpec, ModelSpec, Nor
 
 
 def parse_qwen2(files: ConfigFiles) -> ModelSpec:
-    """Read a Qwen2Config, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a Qwen2Config to the model's spec. Error messages are appended to `files.mistakes`."""
     attended = attention(files.config, absent_kv_heads=32, qkv_bias=True)
     return model("qwen2", files, _layers(files.config, attended))
 
 
 def parse_qwen3(files: ConfigFiles) -> ModelSpec:
-    """Read a Qwen3Config, and return the model's spec. Mistakes are appended to `files.mistakes`.
+    """Convert a Qwen3Config to the model's spec. Error messages are appended to `files.mistakes`.
 
-    The default head size is 128, for any hidden size.
+    The default head size is 128, regardless of the hidden size.
     """
     bias = files.config.boolean("attention_bias", False)
     attended = attention(

@@ -40,9 +40,9 @@ MODULES: Modules = {
 
 
 def parse_qwen2_moe(files: ConfigFiles) -> ModelSpec:
-    """Read a Qwen2MoeConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+    """Convert a Qwen2MoeConfig to the model's spec. Error messages are appended to `files.mistakes`.
 
-    The models have a gated shared expert that all tokens use.
+    In addition to the chosen experts, all tokens use a gated shared expert.
     """
     fields = files.config
     attended = attention(fields, absent_kv_heads=16, qkv_bias=fields.boolean("qkv_bias", True))
@@ -58,7 +58,7 @@ def parse_qwen2_moe(files: ConfigFiles) -> ModelSpec:
 
 
 def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
-    """Read a Qwen3MoeConfig, and return the model's spec. Mistakes are appended to `files.mistakes`.
+    """Convert a Qwen3MoeConfig to the model's spec. Error messages are appended to `files.mistakes`.
 
     transformers 5 saves the number of experts as `num_local_experts`.
     """
@@ -77,14 +77,6 @@ def parse_qwen3_moe(files: ConfigFiles) -> ModelSpec:
 def _layers(
     fields: Fields, attended: AttentionSpec, experts: ExpertsSpec, windows: list[int | None]
 ) -> tuple[LayerSpec, ...]:
-    """Return the spec of each layer.
-
-    Args:
-        fields: config.json, which determines the layers with experts.
-        attended: The attention of each layer, whose window is replaced.
-        experts: The feed-forward half of layers with experts.
-        windows: The window of each layer.
-    """
     dense, plain = gated_feed_forward(fields), _layers_without_experts(fields)
     every = fields.integer("decoder_sparse_step", 1)
     halves = [dense if i in plain or (i + 1) % every else experts for i in range(len(windows))]
@@ -105,14 +97,12 @@ def _layers_without_experts(fields: Fields) -> list[int]:
 
 
 def _window(fields: Fields) -> int | None:
-    """Return the window of the layers with sliding-window attention; None if it is off or 0."""
     if not fields.boolean("use_sliding_window", False):
         return None
     return fields.optional_integer("sliding_window") or (None if "sliding_window" in fields.raw else 4096)
 
 
 def _alternating_windows(fields: Fields) -> list[int | None]:
-    """Return the window of each layer, by `layer_types` or else for every other layer below `max_window_layers`."""
     layers, window = layer_count(fields), _window(fields)
     kinds = layer_kinds(fields, layers)
     if kinds is None:
@@ -126,7 +116,7 @@ def _alternating_windows(fields: Fields) -> list[int | None]:
 
 
 def qwen_moe_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer, experts included."""
+    """Return the module that stores each parameter of a layer in Qwen-MoE's checkpoints, by parameter name."""
     return {**MODULES, **expert_modules(layer, "mlp.experts", PROJECTIONS)}
 
 

@@ -27,7 +27,7 @@ ABSENT_EOS = (0,)
 
 
 def parse_stablelm(files: ConfigFiles) -> ModelSpec:
-    """Read a StableLmConfig, and return the model's spec. Mistakes are appended to `files.mistakes`."""
+    """Convert a StableLmConfig to the model's spec. Error messages are appended to `files.mistakes`."""
     fields = files.config
     biased, parallel = fields.boolean("use_qkv_bias", False), fields.boolean("use_parallel_residual", False)
     attended = attention(
@@ -45,7 +45,10 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
 
 
 def stablelm_modules(layer: LayerSpec) -> Modules:
-    """Return the checkpoint module of each parameter of a layer: Llama's, and a module per head for norms of heads."""
+    """Return the module that stores each parameter of a layer in StableLM's checkpoints, by parameter name.
+
+    The names are Llama's. The norms of q and k have a module per head.
+    """
     norms = {name: norm for name, norm in layer.norms.items() if norm.heads}
     rows = {
         name: Rows(tuple(f"self_attn.{name[0]}_layernorm.norms.{head}" for head in range(norm.heads or 0)))

@@ -21,18 +21,18 @@ STATED_IN = "stated_in"  # added to a quantization_config: its file, if that is 
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value, shortened to SHOWN characters, for a message."""
+    """Return the repr of a value for an error message. Beyond SHOWN characters, it is cut off."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def checkpoint_error(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
-    """Return the error of a checkpoint that cannot be run; its messages refer to model.path of the job file.
+    """Return the error for a checkpoint that cannot be run. Its messages refer to the key model.path of the job file.
 
     Args:
-        path: The file or folder with the mistakes.
-        messages: The mistakes.
-        hint: Advice for the user about each mistake.
+        path: The file or folder that is invalid.
+        messages: What is wrong with it, one message per error.
+        hint: Advice for the user, added to each message.
     """
     return JobFileError(str(path), [Mistake(WHERE, message, hint=hint) for message in messages])
 
@@ -70,10 +70,10 @@ def load_if_there(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """Reads typed values from a JSON object, and appends a message about each invalid value to `mistakes`.
+    """Reads typed values from a JSON object, and appends an error message to `mistakes` for each invalid value.
 
-    For an invalid value, methods return the default, or the lower bound. Callers must check `mistakes` before they use
-    any value.
+    The value that is returned instead of an invalid one is the default, or the lower bound. Callers must check
+    `mistakes` before they use any value.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Fields:
         mistakes: list[str],
         theirs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Create a reader.
+        """Wrap a JSON object.
 
         Args:
             raw: The JSON object.
             name: The name of the file, for messages.
-            mistakes: Receives a message for each invalid value.
-            theirs: The names of keys in the file, for messages, by the names under which the keys are read.
+            mistakes: A list to which messages about invalid values are appended.
+            theirs: Per key that callers read, its name in the file, for messages. Other keys have one name.
         """
         self.raw = raw
         self.name = name
@@ -97,10 +97,10 @@ class Fields:
         self._theirs = theirs
 
     def rename_keys(self, theirs: Mapping[str, str]) -> Fields:
-        """Return a reader of the same object that finds keys under other names. Messages quote the names in the file.
+        """Return a reader of the same object for a family that names some keys differently.
 
         Args:
-            theirs: The names of keys in the file, by the names under which they will be found.
+            theirs: Per key that callers will read, its name in the file. Messages quote the name in the file.
         """
         usual = {key: self.raw[own] for key, own in theirs.items() if own in self.raw}
         return Fields({**self.raw, **usual}, self.name, self.mistakes, theirs)
@@ -110,7 +110,14 @@ class Fields:
         self.mistakes.append(f"{self.name}: {self._theirs.get(key, key)} {found}; wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
-        """Return the integer at a key, in [low, high]; `default` if missing or null (a mistake if that is None)."""
+        """Return the integer at a key, in [low, high].
+
+        Args:
+            key: The key.
+            default: The result if the key is missing or null. None: this is an error.
+            low: The smallest valid value.
+            high: The largest valid value.
+        """
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -124,7 +131,14 @@ class Fields:
         return None if self.raw.get(key) is None else self.integer(key, low=low, high=high)
 
     def number(self, key: str, default: float | None = None, above: float = 0.0, high: float = 1e30) -> float:
-        """Return the number at a key, in (above, high]; `default` if missing or null (a mistake if that is None)."""
+        """Return the number at a key, in (above, high].
+
+        Args:
+            key: The key.
+            default: The result if the key is missing or null. None: this is an error.
+            above: The exclusive lower bound.
+            high: The largest valid value.
+        """
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -140,7 +154,7 @@ class Fields:
         return self.number(key, above=math.nextafter(0.0, -1.0), high=high)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Return the list of finite numbers above 0 at a key. A missing key is a mistake."""
+        """Return the list of numbers at a key, each of them above 0 and finite. A missing key is an error."""
         value = self.raw.get(key)
         if isinstance(value, list) and all(type(v) in (int, float) and 0 < v < 1e30 for v in value):
             return tuple(map(float, value))
@@ -195,7 +209,6 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def _of_autogptq(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config for the content of AutoGPTQ's quantize_config.json."""
     marlin = {"checkpoint_format": "marlin"} if found.get("is_marlin_format") else {}
     return {"quant_method": "gptq", **found, **marlin}
 

@@ -21,11 +21,11 @@ _MOST_OUTPUTS = 1 << 16
 
 
 def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
-    """Read a linear layer that sentence-transformers applies after pooling, from a subfolder of a checkpoint.
+    """Check a linear layer that sentence-transformers applies after pooling, and return its sizes and place.
 
     Args:
         folder: The checkpoint.
-        name: The name of the subfolder.
+        name: The subfolder of the checkpoint that contains the layer.
         named_by: The file that contains this name, for messages.
 
     Raises:
@@ -63,7 +63,6 @@ def _refusal(folder: CheckpointFolder, name: str, wrong: str) -> JobFileError:
 
 
 def _activation(stated: Mapping[str, Any]) -> str:
-    """Return the class name of the activation, without its module; Tanh by default as in sentence-transformers."""
     return str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
 
 

@@ -15,9 +15,9 @@ Progress = Callable[[int], None]  # called with the number of bytes since the la
 
 
 def file_identity(path: Path) -> str:
-    """Return path, size, mtime, ctime and inode of a file as one string, which is a key for cached hashes.
+    """Return a string that changes whenever the content of a file may have changed, as a key for its cached hash.
 
-    The string changes when the content of the file may have changed.
+    It consists of path, size, mtime, ctime and inode.
     """
     real = path.resolve()
     status = real.stat()

@@ -16,9 +16,9 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 class CheckpointFolder:
-    """A checkpoint folder that is safe to read: it has only regular files and folders.
+    """A checkpoint folder that is safe to read: it has only regular files and folders, and reading never leaves it.
 
-    Files are inside the folder, or where `model_roots` allows links to point to.
+    Links may point outside of the folder only to places that `model_roots` allows, such as the Hugging Face cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,7 +26,8 @@ class CheckpointFolder:
 
         Raises:
             JobFileError: `path` is not a folder.
-            SecurityRefusal: An entry points outside, or is neither a regular file nor a folder.
+            SecurityRefusal: A link points to a place that is not allowed, or an entry is neither a regular file nor a
+                folder.
         """
         if not path.is_dir():
             what = "a file" if path.is_file() else "missing"
@@ -49,10 +50,11 @@ class CheckpointFolder:
 
         Args:
             name: The file's path relative to the folder.
-            named_by: The file of the checkpoint that contains this name, for messages. Empty: the name is fixed.
+            named_by: The file of the checkpoint that states this name, for messages. Empty: no file does.
 
         Raises:
-            SecurityRefusal: The name or a link points outside, or names no regular file (opening a pipe would hang).
+            SecurityRefusal: The name or a link points outside of the folder, or the entry is not a regular file.
+                Opening a pipe would hang.
         """
         if not _is_plain(name):
             raise SecurityRefusal(
@@ -72,9 +74,9 @@ class CheckpointFolder:
         return sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(suffixes))
 
     def refuse_model_code(self) -> None:
-        """Raise SecurityRefusal if config.json names a Python class in the checkpoint.
+        """Raise SecurityRefusal if config.json names a Python class in the checkpoint, which the model would need.
 
-        Call it for unsupported models only; supported ones do not need the class.
+        Call it only for unsupported models. batchinfer computes supported models without such code.
         """
         if self._asks_for_code(CONFIG):
             raise SecurityRefusal(
@@ -93,19 +95,17 @@ class CheckpointFolder:
 
     @property
     def unused_code(self) -> tuple[str, ...]:
-        """Return a notice for the user if the checkpoint has its own Python tokenizer, which is not run; () if not."""
+        """Return a notice that the checkpoint's own Python class for its tokenizer is never run; () if it has none."""
         name = self._names_tokenizer_class()
         if name is None:
             return ()
         return (f"{name} names the tokenizer's own Python class, which is not run: {TOKENIZER} is used",)
 
     def _names_tokenizer_class(self) -> str | None:
-        """Return the name of the JSON file whose auto_map names a tokenizer class; None if no file does."""
         named = (name for name in (TOKENIZER_CONFIG, CONFIG) if self._asks_for_code(name, "AutoTokenizer"))
         return next(named, None)
 
     def _asks_for_code(self, name: str, of: str | None = None) -> bool:
-        """Return True if the auto_map of the JSON file `name` has an entry for the class `of`, or any if it is None."""
         path = self.file(name)
         stated = load_json_object(path).get("auto_map") if path is not None else None
         return of in stated if of is not None and isinstance(stated, dict) else bool(stated)
@@ -116,7 +116,7 @@ def _not_regular(path: Path) -> SecurityRefusal:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if a path is relative, printable, not too long, and has no ".."."""
+    """Return True if a path is relative and printable, and has no ".." and no part of more than 255 bytes."""
     pure = PurePosixPath(name)
     harmless = name.isprintable() and "\\" not in name and not pure.is_absolute()
     return (

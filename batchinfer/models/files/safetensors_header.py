@@ -38,7 +38,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor in the header of a file.
+    """The entry of a tensor in the header of a safetensors or GGUF file.
 
     Args:
         dtype: The dtype as safetensors spells it, such as "BF16".
@@ -59,7 +59,7 @@ class TensorInfo:
 
 
 class _Malformed(ValueError):
-    """A header is malformed. Callers raise a SecurityRefusal with the name of the file instead."""
+    """The header of a file is malformed. Callers raise a SecurityRefusal with the name of the file instead."""
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -84,7 +84,11 @@ def data_start(path: Path) -> int:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return `__metadata__` of a safetensors header, {} without any. Raises SecurityRefusal if it is malformed."""
+    """Return `__metadata__` of a safetensors header; {} if it has none.
+
+    Raises:
+        SecurityRefusal: The header is malformed.
+    """
     try:
         return _parse(_header(path))[1]
     except _Malformed as error:
@@ -129,7 +133,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the JSON entry of each tensor by name, and `__metadata__`."""
     try:
         raw = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
     except _Malformed:
@@ -173,7 +176,6 @@ def _tensor(name: str, entry: Any) -> TensorInfo:
 
 
 def _check_layout(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
-    """Raise _Malformed if the tensors do not fill the data section, or overlap."""
     end = 0
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start != end:

@@ -35,13 +35,13 @@ _OLD_KEY = "sbert_ce_default_activation_function"  # before version 4
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """The modules of sentence-transformers after a checkpoint's model, and the prompts of its training.
+    """How sentence-transformers makes a vector from a checkpoint's hidden states, and the prompts of its training.
 
     Args:
         normalizes: True if vectors are scaled to length 1.
-        mode: The pooling, as the checkpoint names it.
-        prompts: Texts to put before inputs, by name.
-        default_prompt: The name of the prompt for inputs without one. None: no prompt.
+        mode: The pooling of hidden states, as the checkpoint names it.
+        prompts: Texts to put before an input, such as "query: ", by name.
+        default_prompt: The name of the prompt for inputs that name none. None: no prompt.
         pools_prompt: True if the tokens of the prompt are pooled, too.
         dense: The linear layers after the pooling, in order.
     """
@@ -55,12 +55,12 @@ class SentenceModules:
 
     @property
     def pooling(self) -> Pooling | None:
-        """Return the pooling by the name that jobs use; None if it is not supported."""
+        """Return the pooling by the name that job files use; None if it is not supported."""
         return _POOLINGS.get(self.mode)
 
 
 def sentence_modules(path: Path) -> SentenceModules | None:
-    """Read the sentence-transformers files of a checkpoint; None if it has no modules.json.
+    """Read the sentence-transformers files of a checkpoint. Returns None if it has no modules.json.
 
     Args:
         path: The folder of the checkpoint, or a GGUF file.
@@ -136,7 +136,6 @@ def _check_texts(folder: CheckpointFolder) -> None:
 
 
 def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
-    """Return the pooling that a module's config.json names. Raises JobFileError unless it is exactly one."""
     named = pooling.get("pooling_mode")
     found = [named] if isinstance(named, str) else [*named] if isinstance(named, list) else []
     found = found or [
@@ -151,7 +150,7 @@ def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
 def stated_activation(path: Path) -> str | None:
     """Return the class name of the activation that a reranker applies to its scores; None if no file names one.
 
-    The file that the newest version of sentence-transformers writes takes precedence.
+    If several files name one, the file that the newest version of sentence-transformers writes takes precedence.
 
     Args:
         path: The folder of the checkpoint, or a GGUF file.

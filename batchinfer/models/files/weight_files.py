@@ -42,19 +42,19 @@ class StoredTensor:
     info: TensorInfo
 
     def content(self) -> bytes:
-        """Read the bytes of the tensor. Use it for small tensors only, such as offsets."""
+        """Return the bytes of the tensor, read from the file. Use it for small tensors only, such as offsets."""
         with self.file.open("rb") as file:
             file.seek(data_start(self.file) + self.info.start)
             return file.read(self.info.nbytes)
 
     def integers(self) -> NDArray[np.int64]:
-        """Read a tensor with dtype I32 or I64, flattened, as int64."""
+        """Return the values of a tensor with dtype I32 or I64, read from the file and flattened, as int64."""
         return np.frombuffer(self.content(), f"<i{DTYPE_BYTES[self.info.dtype]}").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weight files of a checkpoint folder, or a GGUF file. Links do not leave the folder.
+    """The weight files of a checkpoint folder, or a GGUF file. Links were checked to stay within the allowed folders.
 
     Args:
         path: The folder, or the GGUF file.
@@ -81,18 +81,18 @@ class WeightFiles:
         return max(sorted(sizes), key=lambda name: sizes[name], default="float32")
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return a hash (sha256, in hex) of the weights and of config.json, or of a GGUF file, which contains both.
+        """Return a hash (sha256, in hex) of weights and configuration.
 
         Args:
-            cache: Hashes of files by `file_identity`, which includes size and mtime; missing hashes are added.
-            progress: Called with the number of bytes hashed since the last call; the sum is the size of all files.
+            cache: Hashes of files by `file_identity`. Missing hashes are added.
+            progress: Called with the number of bytes hashed since the last call. They add up to the size of all files.
         """
         whole = self.files[0].suffix == GGUF
         config = {} if whole else read_config_json(self.path)
         return model_fingerprint(config, self.files, cache, progress)
 
     def check_zero_points(self, cache: MutableMapping[str, str]) -> bool:
-        """Return True if earlier versions of batchinfer read wrong zero points from these files.
+        """Return True if earlier versions of batchinfer read wrong zero points from these files, so answers were wrong.
 
         Args:
             cache: Results of earlier calls, by files; a new result is added.
@@ -108,7 +108,7 @@ def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
 
     Raises:
         SecurityRefusal: Weights are pickled, a path leaves the folder, or a header is malformed.
-        JobFileError: Files are missing, or the index does not match them.
+        JobFileError: Files are missing, or model.safetensors.index.json does not match them.
     """
     files, index = _weight_files(folder)
     tensors = _stored_tensors(files)
@@ -117,9 +117,9 @@ def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
 
 
 def _weight_files(folder: CheckpointFolder) -> tuple[list[Path], dict[str, str]]:
-    """Return the safetensors files to read, and the index: the file name of each tensor.
+    """Return the safetensors files to read, and the file name of each tensor if an index states it.
 
-    As in transformers, model.safetensors takes precedence over an index; then the returned index is empty.
+    As in transformers, model.safetensors takes precedence over an index. Then the second result is empty.
     """
     single = folder.file(SINGLE)
     if single is not None:
@@ -195,6 +195,6 @@ def _check_index(folder: CheckpointFolder, index: dict[str, str], tensors: dict[
 
 
 def listed(names: list[str]) -> str:
-    """Join up to NAMED names, and the number of further ones, for a message."""
+    """Join names for an error message. After NAMED names, only the number of further ones is stated."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(repr(name)[1:-1][:200] for name in names[:NAMED]) + more
