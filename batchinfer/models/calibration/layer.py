@@ -50,7 +50,7 @@ class WatchedLinear(Linear):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
-    """What calibration recorded of the inputs of a layer's matrix products, to round their weights with little error.
+    """Statistics of the inputs of a layer's matrix products, with which their weights can be rounded with little error.
 
     Args:
         products: X^T X of the inputs X, (in, in) float32, by name of the product. Products of experts are left out.

@@ -177,7 +177,7 @@ def _spans(
 def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
     """Return where a rank's part of a parameter is among the outputs that the rank reads, and which outputs it reads.
 
-    If the tensor stores several matrices, the rank reads one of them, so the returned location has index 0.
+    If the tensor stores several matrices, the rank reads a single one, so the returned location has index 0.
 
     Args:
         part: The location of the whole parameter in the module's outputs. None: it has all of them.

@@ -302,7 +302,7 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBoundary:
-    """What the caller of a split step needs in order to compute the attention of one layer.
+    """The values with which the caller of a split step computes the attention of one layer.
 
     Args:
         queries: (T, heads, dim), from the attention half's `queries`.

@@ -111,7 +111,7 @@ class ExpertLoads:
         self._layers = layers
 
     def numbered_from(self, first: int) -> ExpertLoads:
-        """Return the same counters, numbered by the layers of the whole model instead of those of a pipeline stage.
+        """Return the same counters, numbered by the layers of the whole model, for the rank of a pipeline stage.
 
         Args:
             first: The number of the stage's first layer in the whole model.

@@ -37,7 +37,7 @@ _LLAVA_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Multimodal:
-    """A type of multimodal model of which only the text decoder is run.
+    """A type of multimodal model. batchinfer runs only its text decoder.
 
     Its configuration is `text_config` in config.json.
 
@@ -85,7 +85,7 @@ class Multimodal:
         }
 
     def part_of(self, tensor: str) -> str | None:
-        """Return the part of the model to which a tensor belongs, such as "vision_tower"; None for the decoder.
+        """Return the part of the model that has a tensor, such as "vision_tower"; None for the decoder.
 
         Args:
             tensor: The name of the tensor.

@@ -31,7 +31,7 @@ def checkpoint_error(path: Path, *messages: str, hint: str | None = None) -> Job
 
     Args:
         path: The file or folder that is invalid.
-        messages: What is wrong with it, one message per error.
+        messages: The errors.
         hint: Advice for the user, added to each message.
     """
     return JobFileError(str(path), [Mistake(WHERE, message, hint=hint) for message in messages])
@@ -88,7 +88,7 @@ class Fields:
         Args:
             raw: The JSON object.
             name: The name of the file, for messages.
-            mistakes: A list to which messages about invalid values are appended.
+            mistakes: Receives an error message for each invalid value.
             theirs: Per key that callers read, its name in the file, for messages. Other keys have one name.
         """
         self.raw = raw
