@@ -33,7 +33,11 @@ StoredModel: TypeAlias = Checkpoint | ForeignCheckpoint
 
 
 def inspect_gguf(model: GgufModel) -> Checkpoint:
-    """Check a GGUF model without loading its weights. Raises JobFileError if it is invalid or not supported."""
+    """Check a GGUF model without loading its weights, and return it as a checkpoint.
+
+    Raises:
+        JobFileError: The model is invalid or not supported.
+    """
     known, config = config_of(model)
     spec = parse_config(config, {}, model.path)
     tensors, packed = stored_tensors(model, known, config)
@@ -54,8 +58,8 @@ def open_checkpoint(path: Path, describe: Describe = describe_in_child) -> Store
 
     Args:
         path: The folder or file.
-        describe: Returns the spec of a model of an unsupported family, from config.json and generation_config.json. By
-            default it runs transformers in a child process.
+        describe: Returns the spec of a model that only transformers can run, from the contents of config.json and
+            generation_config.json. The default runs transformers in a child process.
 
     Raises:
         SecurityRefusal: The checkpoint is unsafe to load.

@@ -29,16 +29,18 @@ WHOLE_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 
 
 def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Describe a model as `probe.describe` does, in a child process.
+    """Return what `probe.describe` returns for a model.
+
+    It runs in a child process, as it imports torch and transformers.
 
     Args:
         raw: The contents of config.json.
         generation: The contents of generation_config.json.
 
     Raises:
-        CannotRun: If transformers cannot run the model here, or two child processes died.
-        Unavailable: If the child process took too long.
-        OutOfMemory: If the child process was killed, most likely because memory ran out.
+        CannotRun: Transformers cannot run the model here, or two child processes died.
+        Unavailable: The child process took too long.
+        OutOfMemory: The child process was killed, most likely because memory ran out.
     """
     what = "the process that looks at the model"
     try:
@@ -56,9 +58,9 @@ class ForeignCheckpoint(WeightFiles):
     """A checkpoint folder of a decoder that batchinfer does not implement, but that transformers can run.
 
     Attributes:
-        spec: The description of the model.
+        spec: The sizes and attention of the model.
         raw: The contents of config.json.
-        unused_code: Messages about Python code in the folder, which is not run.
+        unused_code: Notices that Python code in the folder is not run.
         stored_quantization: "none", since only float weights are supported.
     """
 
@@ -75,12 +77,15 @@ class ForeignCheckpoint(WeightFiles):
 
     @property
     def modelling(self) -> str:
-        """Return "transformers" and its version, which become a part of the model's work keys."""
+        """Return "transformers" and its version, the program that computes the model.
+
+        It enters the work keys of the model.
+        """
         return f"transformers {self.spec.version}"
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return messages to show before the job runs: the model is slower, and code in its folder is not run."""
+        """Return notices for the user: that the model is slower, and that code in its folder is not run."""
         slower = (
             f"batchinfer has no code of its own for {self.spec.family}: transformers {self.spec.version} computes it, "
             "which is slower (docs/models.md)"
@@ -88,19 +93,20 @@ class ForeignCheckpoint(WeightFiles):
         return (slower, *self.unused_code)
 
     def for_quantization(self, quantization: Quantization) -> ForeignCheckpoint:
-        """Return the checkpoint itself: it stores no quantised values."""
+        """Return the checkpoint unchanged, as it has no quantised values that could be kept.
+
+        Args:
+            quantization: Not used.
+        """
         return self
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """Return the requested settings that transformers' code does not support.
+        """Return each key of the job file whose value transformers' code does not support, and the reason.
 
         Args:
-            quantized: True if the job asks for quantised weights.
-            deterministic: True if the job asks for answers that do not depend on other rows.
-            coded_cache: True if the job asks for a quantised KV cache.
-
-        Returns:
-            (key of the job file, reason) of each unsupported setting.
+            quantized: True if the job quantises weights.
+            deterministic: True if the job requires answers that do not depend on other rows.
+            coded_cache: True if the job quantises the KV cache.
         """
         why = f"{self.spec.family} is computed by transformers' code, in which"
         asked = (
@@ -122,30 +128,30 @@ class ForeignCheckpoint(WeightFiles):
         device: Device = "cpu",
         deterministic: bool = False,
     ) -> ModelCost:
-        """Return the cost of the model's steps.
+        """Return the FLOPs and memory traffic of the model's steps.
 
         Args:
             itemsize: Bytes of a weight, an activation or a cached value.
-            quantization: Ignored, like the other arguments.
-            kv_cache: Ignored.
-            device: Ignored.
-            deterministic: Ignored.
+            quantization: Not used.
+            kv_cache: Not used.
+            device: Not used.
+            deterministic: Not used.
         """
         return foreign_cost(self.spec, itemsize)
 
 
 def inspect_foreign(path: Path, describe: Describe) -> ForeignCheckpoint:
-    """Check the folder of a model that batchinfer does not implement.
+    """Check the folder of a model that batchinfer does not implement, and return it for use with transformers' code.
 
-    An auto_map in config.json is ignored if a class of transformers runs the model.
+    Code of the checkpoint, which an auto_map in config.json names, is never run.
 
     Args:
         path: The checkpoint folder.
-        describe: Returns the model's spec from config.json and generation_config.json.
+        describe: Returns the model's spec from the contents of config.json and generation_config.json.
 
     Raises:
-        SecurityRefusal: If the model or its tokenizer needs code from the folder.
-        JobFileError: If the model cannot run, with the reason.
+        SecurityRefusal: The model or its tokenizer needs code from the folder.
+        JobFileError: The model cannot run. The message has the reason.
     """
     folder = config_folder(path)
     raw = read_config_json(folder.path)

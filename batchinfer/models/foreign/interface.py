@@ -44,7 +44,7 @@ UNSTEADY_ROPES = ("longrope",)
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Suppress the warnings, log messages and progress bars of transformers within a `with` block."""
+    """Return a context manager that suppresses transformers' warnings, log messages and progress bars."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
@@ -53,7 +53,10 @@ def silence_transformers() -> Iterator[None]:
 
 
 class Attending(Protocol):
-    """Receives the attention calls of a model's layers."""
+    """Computes the attention of a model in place of transformers.
+
+    The model calls `mask` for a step, and `attend` for each layer.
+    """
 
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
@@ -65,20 +68,29 @@ class Attending(Protocol):
             q: Queries (1, query heads, T, head size), for T tokens.
             k: Keys (1, KV heads, T, head size).
             v: Values (1, KV heads, T, size of a value).
-            mask: The result of `mask`, if the layer passes it on unchanged.
+            mask: What `mask` returned. A layer may also pass a mask of its own.
             scale: The factor of scores, or None for the default.
-            more: Other keyword arguments of transformers' attention interface.
+            more: Other keyword arguments that the layer passes to transformers' attention interface.
 
         Returns:
             (1, T, query heads, size of a value).
         """
 
     def mask(self, **of: Any) -> Any:
-        """Return the mask for layers to pass to `attend`. The arguments are defined by transformers."""
+        """Return the mask that layers then pass to `attend`.
+
+        Args:
+            of: The keyword arguments of transformers' mask interface, such as `mask_function`.
+        """
 
 
 def attach(model: Any, attending: Attending) -> None:
-    """Send the attention and mask calls of all layers of `model` to `attending`."""
+    """Redirect the attention and mask calls of all layers of a transformers model to an object.
+
+    Args:
+        model: The model. It must use the attention implementation ATTENTION_NAME.
+        attending: The object that receives the calls.
+    """
     for module in model.modules():
         setattr(module, _ATTRIBUTE, attending)
     setattr(model.config, _ATTRIBUTE, attending)
@@ -114,8 +126,8 @@ def config_of(raw: Mapping[str, Any]) -> Any:
         raw: The contents of config.json.
 
     Raises:
-        CannotRun: If transformers does not know the model type or rejects a value, or the rotary embedding depends on
-            the longest row of a batch.
+        CannotRun: Transformers does not know the model type or rejects a value, or the rotary embedding depends on the
+            longest row of a batch.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -132,14 +144,14 @@ def config_of(raw: Mapping[str, Any]) -> Any:
 
 
 def class_of(config: Any, raw: Mapping[str, Any]) -> Any:
-    """Return transformers' class of the decoder with its head.
+    """Return transformers' class of a language model: the decoder with its output layer.
 
     Args:
         config: Transformers' configuration object.
         raw: The contents of config.json.
 
     Raises:
-        CannotRun: If the model is not a plain decoder, or config.json names another class.
+        CannotRun: The model is not a plain decoder, or `architectures` in config.json names another class.
     """
     if config.is_encoder_decoder:
         raise CannotRun("it is an encoder and a decoder")
@@ -157,7 +169,6 @@ def class_of(config: Any, raw: Mapping[str, Any]) -> Any:
 
 
 def _base_name(causal: Any) -> str:
-    """Return the name of the class without a head: GPT2LMHeadModel → GPT2Model."""
     name: str = causal.__name__
     for ending in ("ForCausalLM", "LMHeadModel"):
         name = name.removesuffix(ending)
@@ -165,7 +176,7 @@ def _base_name(causal: Any) -> str:
 
 
 def _decoded(value: Any) -> Any:
-    """Convert infinities, which transformers writes as {"__float__": "Infinity"}, to floats in nested JSON values."""
+    # transformers writes infinities as {"__float__": "Infinity"}
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -174,7 +185,6 @@ def _decoded(value: Any) -> Any:
 
 
 def _unsteady(value: object) -> Iterator[str]:
-    """Yield the types of rotary embedding, anywhere in a configuration, that depend on the longest row of a batch."""
     if isinstance(value, Mapping):
         for key in ("rope_type", "type"):
             if value.get(key) in UNSTEADY_ROPES:
@@ -184,9 +194,10 @@ def _unsteady(value: object) -> Iterator[str]:
 
 
 class Given(nn.Module):
-    """Replaces a decoder and returns given hidden states, so that the model around it computes only logits.
+    """Replaces the decoder inside a transformers model, so that the model only computes logits from hidden states.
 
-    The states are passed to the model as `inputs_embeds`. `kind` is the class of the decoder's output.
+    The hidden states are passed to the model as `inputs_embeds`. The constructor gets the class of the decoder's
+    output.
     """
 
     def __init__(self, kind: type) -> None:
@@ -194,5 +205,8 @@ class Given(nn.Module):
         self._kind = kind
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Return `inputs_embeds`, the hidden states, in the form of a decoder's output."""
+        """Return `inputs_embeds`, which are hidden states, in the form of a decoder's output.
+
+        Other arguments are ignored.
+        """
         return self._kind(last_hidden_state=inputs_embeds)

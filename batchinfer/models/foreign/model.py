@@ -20,15 +20,6 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 @dataclass(slots=True)
 class _Step:
-    """The state of one forward pass.
-
-    Attributes:
-        inputs: The tokens of the step, for each cache group.
-        caches: The cache of each layer.
-        plans: The attention plan of each cache group.
-        done: Number of layers whose attention was computed.
-    """
-
     inputs: Sequence[AttentionInputs]
     caches: Sequence[LayerCache]
     plans: Sequence[AttentionPlan]
@@ -36,22 +27,22 @@ class _Step:
 
 
 class TransformersModel:
-    """Runs transformers' code with all tokens of a step as one row, each at its own position.
+    """Runs a model with transformers' code. All tokens of a step form one row, each at its own position.
 
-    Only attention mixes tokens, and the engine's operators compute it. A layer is identified by the order of attention
-    calls, which is the order of `spec.layers`.
+    Only attention passes data between tokens, and the engine's operators compute it. The n-th attention call of a step
+    belongs to the n-th of `spec.layers`.
     """
 
     classifier: ClassVar[None] = None  # transformers' decoders make logits of tokens alone
 
     def __init__(self, causal: Any, spec: ForeignSpec, ops: Ops, returned: type) -> None:
-        """Prepare a loaded model: redirect its attention and replace its decoder.
+        """Prepare a loaded model: redirect its attention to this object, and separate decoder and output layer.
 
         Args:
-            causal: The loaded model with its head, which is modified.
-            spec: The description of the model.
+            causal: The loaded model with its output layer. It is modified.
+            spec: The sizes and attention of the model.
             ops: The operators that compute attention.
-            returned: The class of the decoder's output.
+            returned: The class of the object that the decoder returns.
         """
         self.spec = spec
         self._ops = ops
@@ -63,7 +54,7 @@ class TransformersModel:
 
     @property
     def expert_loads(self) -> ExpertLoads:
-        """Return empty loads: transformers' code does not count the tokens of experts."""
+        """Return no counters, as transformers' code does not count the tokens of experts."""
         return ExpertLoads({})
 
     def forward(
@@ -73,13 +64,13 @@ class TransformersModel:
         caches: Sequence[LayerCache],
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
-        """Run the decoder on the tokens of a step, and write their K and V to the caches.
+        """Run the decoder on a step's T tokens, and write their K and V to the caches.
 
         Args:
             token_ids: (T,) int64.
-            inputs: The positions, slots and block tables of the step, for each cache group.
-            caches: The cache of each layer, with the number of its group.
-            plans: The attention plan of each cache group.
+            inputs: Positions, cache slots and block tables of the step, one element per cache group.
+            caches: The KV cache of each layer, with the index of its cache group.
+            plans: What `ops.plan_attention` returned for each element of `inputs`.
 
         Returns:
             The hidden states after the final norm, (T, hidden).
@@ -94,25 +85,33 @@ class TransformersModel:
         return hidden
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return hidden states of `forward` unchanged, since the final norm is already applied."""
+        """Return hidden states from `forward` unchanged, as the final norm is already applied to them."""
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the head: hidden states (n, hidden) → logits (n, vocab) float32."""
+        """Return the logits of n positions, (n, vocab) float32.
+
+        Args:
+            hidden: (n, hidden), rows of the result of `forward`.
+        """
         found: Tensor = self._around(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return found.float()
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the most probable token of each hidden state, (n,) int64, or NO_TOKEN if its logits are not finite."""
+        """Return the most likely token of each row, (n,) int64; NO_TOKEN for rows whose logits are not finite.
+
+        Args:
+            hidden: (n, hidden), rows of the result of `forward`.
+        """
         return finite_argmax(self.logits(hidden))
 
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """Compute the attention of the step's next layer; see `Attending.attend`.
+        """Compute the attention of the step's next layer over its KV cache; see `Attending.attend` for the arguments.
 
         Raises:
-            RuntimeError: If no step runs, or the step has called the attention of all known layers.
+            RuntimeError: No step is running, or attention was already called for all layers of the step.
         """
         step = self._step
         if step is None or step.done == len(self.spec.layers):
@@ -131,11 +130,17 @@ class TransformersModel:
         return found[None, ..., : layer.v_dim].to(v.dtype)
 
     def mask(self, **_: Any) -> None:
-        """Return None, since the operators apply the mask themselves; see `Attending.mask`."""
+        """Return None, as the engine's operators apply the mask. It overrides `Attending.mask`."""
 
     @staticmethod
     def _heads(heads: Tensor, dim: int, cache: LayerCache) -> Tensor:
-        """Convert (1, heads, tokens, size) to (tokens, heads, dim) in the cache's dtype, padded with zeros."""
+        """Return q, k or v of a layer in the form for the engine's attention: (T, heads, dim) in the cache's dtype.
+
+        Args:
+            heads: (1, heads, T, size).
+            dim: The head size of the cache. If `size` is smaller, zeros are added.
+            cache: The KV cache.
+        """
         laid = heads[0].transpose(0, 1)
         if laid.shape[2] < dim:
             laid = F.pad(laid, (0, dim - laid.shape[2]))

@@ -37,7 +37,9 @@ MIXERS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
 
 
 def serve(raw: Mapping[str, Any], generation: Mapping[str, Any], connection: Connection[Any, Any]) -> None:
-    """Describe a model and send its ForeignSpec, or (reason, detail) if it cannot run. Entry point of a child process.
+    """Send the ForeignSpec of a model to the parent process, or (reason, detail) if the model cannot run.
+
+    It is the entry point of a child process.
 
     Args:
         raw: The contents of config.json.
@@ -51,14 +53,14 @@ def serve(raw: Mapping[str, Any], generation: Mapping[str, Any], connection: Con
 
 
 def describe(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Return the spec of a model that transformers computes.
+    """Return the sizes and attention of a model that transformers computes, found by running it without weights.
 
     Args:
         raw: The contents of config.json.
         generation: The contents of generation_config.json.
 
     Raises:
-        CannotRun: If the model cannot run, or not correctly.
+        CannotRun: Transformers cannot run the model, or the engine could not compute its attention correctly.
     """
     with silence_transformers():
         config = config_of(raw)
@@ -106,7 +108,6 @@ def _without_weights(kind: Any, config: Any) -> Any:
 
 
 def _check_modules(model: Any) -> None:
-    """Raise CannotRun for a model that passes data between tokens outside of attention."""
     if model._is_stateful:
         raise CannotRun(STATEFUL)
     for name, module in model.named_modules():
@@ -116,7 +117,6 @@ def _check_modules(model: Any) -> None:
 
 @contextmanager
 def _raise_cannot_run() -> Iterator[None]:
-    """Raise exceptions of the model's own code as CannotRun within a `with` block."""
     try:
         yield
     except CannotRun:
@@ -145,10 +145,7 @@ def _check_calls(recorder: Recorder, config: Any) -> None:
 
 
 def _check_caches(recorder: Recorder, config: Any, positions: int) -> None:
-    """Raise CannotRun if transformers' own cache keeps other tokens than the attention masks show.
-
-    The answers of such a model depend on how a prompt is divided into chunks, so no answer is the correct one.
-    """
+    # The answers of a model whose cache keeps fewer tokens than its masks show depend on how prompts are chunked
     for layer, cache in zip(recorder.layers, DynamicCache(config=config).layers, strict=True):
         if type(cache) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise CannotRun(STATEFUL, type(cache).__name__)
@@ -162,7 +159,6 @@ def _check_caches(recorder: Recorder, config: Any, positions: int) -> None:
 
 
 def _facts(config: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the spec that the configuration states."""
     mistakes: list[str] = []
     files = ConfigFiles(
         Fields(raw, "config.json", mistakes), Fields(generation, "generation_config.json", mistakes)
@@ -177,8 +173,6 @@ def _facts(config: Any, raw: Mapping[str, Any], generation: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """Counts of a model's values; see ForeignSpec."""
-
     hidden: int
     parameters: int
     streamed: int
@@ -186,11 +180,6 @@ class _Halves:
 
 
 def _halves(model: Any, path: str, vocab: int) -> _Halves:
-    """Run the decoder and the rest of the model separately, and return the sizes of both.
-
-    Raises:
-        CannotRun: If their logits have another shape than the logits of the whole model.
-    """
     decoder, embedding = model.get_submodule(path), model.get_input_embeddings().weight
     attach(model, Recorder(TOKENS))
     out = _run(decoder)

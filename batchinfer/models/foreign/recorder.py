@@ -30,11 +30,11 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 class Recorder:
-    """Receives the attention calls of a model and records what each needs; see `Attending`.
+    """Stands in for attention while a model runs without weights, and records the attention that each layer needs.
 
     Attributes:
         layers: The attention of each call so far.
-        outermost: For each call, the path of the outermost submodule that it came through, or "" for none.
+        outermost: Per call, the path of the model's outermost submodule that contains the calling layer; "" for none.
     """
 
     def __init__(self, positions: int) -> None:
@@ -46,13 +46,17 @@ class Recorder:
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """Record the layer's attention, and return an empty tensor of the right shape. See `Attending.attend`."""
+        """Record the attention of a layer, and return an empty tensor of its result's shape; see `Attending.attend`."""
         self.outermost.append(self._path[1] if len(self._path) > 1 else "")
         self.layers.append(_layer(module, q, k, v, mask, scale, more))
         return q.new_empty(*(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
     def mask(self, **of: Any) -> Any:
-        """Return a tensor with the mask's window as an attribute, which is lost if a layer changes the mask."""
+        """Return a mask without values. Its window is an attribute, which is lost if a layer changes the mask.
+
+        Args:
+            of: The keyword arguments of transformers' mask interface.
+        """
         found = torch.empty(1, 1, of["q_length"], of["kv_length"], dtype=torch.bool, device="meta")
         setattr(found, _WINDOW, window_of(of["mask_function"], self._positions))
         return found
@@ -62,7 +66,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Track the modules of `model` that are being called, within a `with` block."""
+        """Return a context manager that tracks which modules of a model are running, to record `outermost`."""
         hooks = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))
@@ -75,7 +79,6 @@ class Recorder:
 
 
 def _unknown(more: dict[str, Any]) -> list[str]:
-    """Return the names of keyword arguments that the engine's attention does not support."""
     found = [
         name
         for name, value in more.items()
@@ -128,14 +131,14 @@ def _has_sinks(stated: object, heads: int) -> bool:
 
 
 def window_of(mask_function: MaskFunction, positions: int) -> int | None:
-    """Return the number of keys that a query attends to, its own included, or None for all earlier keys.
+    """Return the size of a mask's sliding window: the number of keys that a query attends to. None: all earlier keys.
 
     Args:
-        mask_function: Returns True for each pair of a query and a key that it attends to.
+        mask_function: Returns True for each pair of a query and a key if the query attends to the key.
         positions: The length of the longest sequence.
 
     Raises:
-        CannotRun: If the mask is neither causal nor a sliding window.
+        CannotRun: The mask is neither causal nor a sliding window.
     """
     last = positions - 1
     window = int(_seen(mask_function, last, positions).sum())
@@ -149,7 +152,6 @@ def window_of(mask_function: MaskFunction, positions: int) -> int | None:
 
 
 def _seen(mask_function: MaskFunction, query: int, positions: int) -> Tensor:
-    """Return True for each position that the query attends to, (positions,) bool."""
     zero = torch.zeros((), dtype=torch.long)
     try:
         found = mask_function(zero, zero, torch.tensor(query), torch.arange(positions))

@@ -27,12 +27,12 @@ FARTHEST_HALF = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The expected results of a check.
+    """The expected results of a test that compares a model in the engine with transformers' own attention.
 
     Attributes:
-        rows: Token ids of each row, (tokens,).
+        rows: Token ids of each test row, (tokens,).
         logits: Logits of each row with transformers' own attention, (tokens, vocab).
-        returned: The class of the decoder's output.
+        returned: The class of the object that the decoder returns.
     """
 
     rows: tuple[Tensor, ...]
@@ -41,15 +41,15 @@ class Wanted:
 
 
 def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wanted:
-    """Run random rows one at a time with transformers' own attention, and return them with their logits.
+    """Run random rows one at a time with transformers' own attention. Return the rows and their logits.
 
     Args:
-        causal: The loaded model with its head.
-        spec: The description of the model.
+        causal: The loaded model with its output layer.
+        spec: The sizes and attention of the model.
         device: The device of the model.
 
     Raises:
-        CannotRun: If any logits are not finite.
+        CannotRun: Logits are not finite.
     """
     generator, returned = torch.Generator().manual_seed(0), []
     rows = tuple(torch.randint(spec.vocab, (n,), generator=generator).to(device) for n in LENGTHS)
@@ -69,10 +69,16 @@ def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wan
 
 
 def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: torch.dtype) -> None:
-    """Run the rows of `wanted` together, in chunks and with a paged cache, and compare their logits.
+    """Run the rows of a test in the same steps, in chunks and with a paged cache, and compare their logits.
+
+    Args:
+        model: The model in the engine.
+        ops: The operators that compute attention.
+        wanted: The rows and their expected logits.
+        dtype: The dtype of the KV cache, which determines the tolerance.
 
     Raises:
-        CannotRun: If the logits differ by more than rounding.
+        CannotRun: The logits differ by more than rounding.
     """
     blocks = sum(-(-length // BLOCK) for length in LENGTHS)
     device = wanted.rows[0].device
@@ -89,7 +95,6 @@ def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: to
 
 
 def _distance(found: Tensor, wanted: Tensor) -> Tensor:
-    """Return the distance of each token's logits, relative to the length of the expected logits, (tokens,)."""
     centred = wanted - wanted.mean(-1, keepdim=True)
     off, size = (torch.linalg.vector_norm(t, dim=-1) for t in (found - wanted, centred))
     share: Tensor = off / size.clamp_min(1e-6)
@@ -111,7 +116,6 @@ def _together(
 
 
 def _steps() -> Iterator[list[tuple[int, range]]]:
-    """Yield the parts of each step, (row, range of positions), until all rows are complete."""
     starts = [0] * len(LENGTHS)
     while any(start < length for start, length in zip(starts, LENGTHS, strict=True)):
         spans = []

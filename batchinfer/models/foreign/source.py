@@ -37,12 +37,12 @@ _GROUPED_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ForeignSource:
-    """A checkpoint whose model transformers' code computes.
+    """A checkpoint whose model transformers' code computes, and the way it is loaded into the engine.
 
     Attributes:
         checkpoint: The checkpoint folder.
-        quantization: The quantisation that the job asks for.
-        can_be_captured: False, since a step may launch other kernels each time.
+        quantization: The job's value of model.quantization.
+        can_be_captured: False: CUDA graphs are not used, since a step may launch other kernels each time.
         adapters: Empty, since adapters are unsupported.
         prompt_layers: Empty, since no prompt kernels are compared for these models.
     """
@@ -55,7 +55,7 @@ class ForeignSource:
 
     @property
     def spec(self) -> ForeignSpec:
-        """Return the description of the model."""
+        """Return the sizes and attention of the model."""
         return self.checkpoint.spec
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
@@ -65,7 +65,7 @@ class ForeignSource:
             arithmetic: Device, dtypes and determinism of the engine.
 
         Raises:
-            Unavailable: If transformers' code does not support the arithmetic.
+            Unavailable: Transformers' code does not support the job's quantisation or determinism.
         """
         coded_cache = arithmetic.kv_cache != "auto"
         refused = self.checkpoint.refusals(self.quantization != "none", arithmetic.deterministic, coded_cache)
@@ -81,14 +81,17 @@ class ForeignSource:
         return choose_ops(arithmetic.device, arithmetic.dtype, group, head_dim, kv_heads=kv_heads)
 
     def load(self, ops: Ops, arithmetic: Arithmetic) -> Callable[[Ops, int], TransformersModel]:
-        """Load and check the model, and return a function that returns the model and ignores its arguments.
+        """Load the model, and check that it computes the same logits in the engine as with transformers' own attention.
 
         Args:
             ops: The operators that compute attention.
             arithmetic: Device and dtype of the model.
 
+        Returns:
+            A function that returns the model. Its arguments, operators and a number of positions, are ignored.
+
         Raises:
-            JobFileError: If its logits differ from the logits with transformers' own attention.
+            JobFileError: The logits differ.
         """
         spec = self.spec
         causal = load_causal(self.checkpoint, arithmetic.dtype, arithmetic.device)
@@ -101,21 +104,21 @@ class ForeignSource:
         return lambda _ops, _longest: model
 
     def cost(self, arithmetic: Arithmetic) -> ModelCost:
-        """Return the cost of the model's steps, for the dtype of `arithmetic`."""
+        """Return the FLOPs and memory traffic of the model's steps in the dtype of `arithmetic`."""
         itemsize = arithmetic.dtype.itemsize
         return self.checkpoint.cost(itemsize)
 
     def weight_bytes(self, cost: ModelCost) -> int:
-        """Return the bytes of the loaded weights: all parameters, with `cost.itemsize` bytes each."""
+        """Return the bytes of the loaded weights: all parameters, in the dtype of `cost`."""
         return self.spec.parameters * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
-        """Return ("transformers", "transformers"), the libraries that compute the model. `ops` is ignored."""
+        """Return the names of the libraries that compute the model: twice "transformers". `ops` is ignored."""
         return NAME, NAME
 
 
 def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """Return the model with its head, in `dtype` on `device`.
+    """Load and return a transformers model with its output layer, in `dtype` on `device`.
 
     Args:
         checkpoint: The checkpoint folder.
@@ -123,7 +126,7 @@ def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch
         device: The device of the weights.
 
     Raises:
-        JobFileError: If the weights do not match config.json.
+        JobFileError: The weights do not match config.json.
     """
     config = config_of(checkpoint.raw)
     kind = class_of(config, checkpoint.raw)
@@ -144,16 +147,12 @@ def load_causal(checkpoint: ForeignCheckpoint, dtype: torch.dtype, device: torch
 
 
 def _can_be_grouped(causal: Any) -> bool:
-    """Return True if torch's grouped matmul supports the experts, whose rows must start at multiples of 16 bytes.
-
-    The weights of all experts of a layer are one tensor with three dimensions.
-    """
+    # torch's grouped matmul needs rows that start at multiples of 16 bytes; experts' weights have three dimensions
     stacks = (values for values in causal.parameters() if values.dim() == 3)
     return all(side * one.element_size() % _GROUPED_BYTES == 0 for one in stacks for side in one.shape[1:])
 
 
 def _mapped(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Return tensors by name, as views of memory-mapped files, which are read when the tensors are copied."""
     opened: dict[Path, Any] = {}
     with ExitStack() as stack:
         for stored in tensors.values():

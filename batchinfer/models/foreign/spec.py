@@ -12,11 +12,11 @@ from batchinfer_kernels.cost import Cost, ModelCost, OperatorCost, attention_cos
 
 
 class CannotRun(Exception):
-    """Raised for a model that cannot run, or not correctly.
+    """A model cannot be run with transformers' code in the engine, or would give wrong answers.
 
     Args:
-        reason: The reason, which other models may share.
-        detail: A detail of this model.
+        reason: The reason in general words, such as "it is an encoder and a decoder".
+        detail: What exactly this model has. Empty: nothing to add.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -34,9 +34,10 @@ class ForeignLayer:
         k_dim: The size of a key.
         v_dim: The size of a value.
         scale: The factor of scores.
-        window: The number of keys that a query attends to, its own included, or None for all.
+        window: The number of keys that a query attends to, its own included. None: all earlier keys.
         soft_cap: If set, scaled scores become soft_cap * tanh(score / soft_cap).
-        sinks: If True, each head has a score without a value, which the layer passes with every call.
+        sinks: If True, the softmax of each head includes one more score, which has no value. The layer passes the
+            scores with every attention call.
     """
 
     q_heads: int
@@ -61,13 +62,13 @@ class ForeignLayer:
 
     @property
     def cache(self) -> CacheSpec:
-        """Return the KV cache that the layer needs."""
+        """Return the sizes of the KV cache that the layer needs."""
         return CacheSpec(self.kv_heads, self.head_dim, self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignSpec:
-    """A decoder that transformers computes, described by running its code without weights.
+    """The sizes and attention of a decoder that transformers computes, found by running its code without weights.
 
     Attributes:
         family: `model_type` of config.json.
@@ -78,13 +79,13 @@ class ForeignSpec:
         vocab: The number of logits per token.
         max_positions: The maximum number of tokens of a sequence.
         eos_token_ids: The tokens that end an answer.
-        dtype: The dtype that config.json states, or None.
+        dtype: The dtype that config.json states. None: it states none.
         layers: The attention of each layer.
-        parameters: The number of all weights.
-        active: The number of weights that a token is multiplied with before the head.
-        head: The number of weights of the head.
-        streamed: The maximum number of weights that a step reads.
-        causal: True, since a token attends only to earlier tokens; other models are refused.
+        parameters: The number of all weight values.
+        active: The number of weight values that are used per token, without the head.
+        head: The number of weight values of the output layer (lm_head).
+        streamed: The maximum number of weight values that a step reads, without embedding and head.
+        causal: True, as tokens attend only to earlier tokens. Other models are not supported.
     """
 
     family: str
@@ -106,13 +107,13 @@ class ForeignSpec:
 
     @property
     def caches(self) -> Caches:
-        """Return the cache of each layer."""
+        """Return the sizes of the KV cache of each layer."""
         return [layer.cache for layer in self.layers]
 
     def content_roots(self, max_model_len: int) -> ContentRoots:
-        """Return the roots of content hashes, by which requests share cached blocks.
+        """Return the hash roots that decide which requests may share cached blocks: one root for all requests.
 
-        All requests share one root, since transformers rotates the keys of all rows alike.
+        Sharing is always possible, since transformers rotates the keys of all rows in the same way.
 
         Args:
             max_model_len: The maximum number of tokens of a sequence.
@@ -121,18 +122,18 @@ class ForeignSpec:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer, or None for a layer without one."""
+        """Return the sliding window of each layer, in keys; None for a layer that attends to all earlier keys."""
         return tuple(layer.window for layer in self.layers)
 
 
 def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
-    """Return the cost of a model's steps.
+    """Return the FLOPs and memory traffic of the steps of a model that transformers computes.
 
-    Everything except attention and the head is one operator. Its cost uses the values that were counted when the model
-    was described, without most activations.
+    Everything except attention and the output layer counts as one operator. Its cost is estimated from the number of
+    weight values. The traffic of most activations is left out.
 
     Args:
-        spec: The description of the model.
+        spec: The sizes and attention of the model.
         itemsize: Bytes of a weight, an activation or a cached value.
     """
     decoder = OperatorCost(
@@ -162,7 +163,6 @@ def foreign_cost(spec: ForeignSpec, itemsize: int) -> ModelCost:
 
 
 def _attention(spec: ForeignSpec, itemsize: int) -> OperatorCost:
-    """Return the cost of attention. Pairs and cached tokens of all layers are counted together, at a mean cost."""
     token = pair = cached = Cost()
     for layer in spec.layers:
         sizes = (layer.q_heads, layer.kv_heads, layer.head_dim, itemsize)

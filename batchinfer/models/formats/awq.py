@@ -38,10 +38,10 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat(QweightFormat):
-    """The format of AWQ checkpoints.
+    """The format of AWQ checkpoints, which finds their quantised weights.
 
     Attributes:
-        group: Number of inputs that share a scale, or None if all inputs of an output do.
+        group: Number of inputs that share a scale. None: all inputs of an output.
     """
 
     group: int | None
@@ -65,10 +65,10 @@ def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
     Args:
         stated: The `quantization_config` of config.json.
-        mistakes: Receives messages about values that are unsupported.
+        mistakes: Receives a message about each unsupported value.
 
     Returns:
-        The format, or None if there are such values.
+        The format; None if a value is unsupported.
     """
     bits, version = stated.get("bits", stated.get("w_bit")), stated.get("version", "gemm")
     group = stated.get("group_size", stated.get("q_group_size", -1))
@@ -84,10 +84,10 @@ def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 @dataclass(frozen=True, slots=True)
 class AwqTensor(PackedTensor):
-    """A weight matrix (N outputs, K inputs) in AutoAWQ's layout.
+    """A weight matrix (N outputs, K inputs) that is stored in AutoAWQ's layout.
 
-    The tensors in `stored` are int32 words of 4-bit values (K, N / 8), scales (groups, N), and zero points (groups, N /
-    8).
+    Three tensors store it: int32 words of 4-bit values (K, N / 8), scales (groups, N), and words of zero points
+    (groups, N / 8).
 
     Attributes:
         group: Number of inputs that share a scale.
@@ -99,11 +99,19 @@ class AwqTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None (dequantised) if they lack groups of this size."""
+        """Return the form in which operators can use the stored values: int4 in groups.
+
+        None: they must be dequantised.
+        """
         return int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values as int8 from -8 to 7, (outputs, inputs), with scales and zero points (outputs, groups)."""
+        """Read quantised values as int8 from -8 to 7, (outputs, inputs), scales and zero points (outputs, groups).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import int4_codes, unpack_words
 
         values, scales, zeros = map(read, self.stored)
@@ -112,7 +120,16 @@ class AwqTensor(PackedTensor):
         )
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
+
+        Args:
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: Not used, as the weight is not a stack of matrices.
+
+        Raises:
+            CannotSplit: A range begins or ends within a word or a group that shares a scale.
+        """
         values, scales, zeros = self.stored
         words, columns = slice_of(outputs, HELD, "outputs"), slice(*outputs)
         group, groups, lines = cut_inputs(inputs, self.shape[1], self.group, 1)
@@ -121,7 +138,12 @@ class AwqTensor(PackedTensor):
         return replace(self, shape=shape, group=group), slices
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import apply_scales, unpack_words
 
         values, scales, zeros = map(read, self.stored)

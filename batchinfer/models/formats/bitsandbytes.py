@@ -32,7 +32,10 @@ _MAX_CODE = 127.0
 
 
 class BitsandbytesFormat(StoredFormat):
-    """The format of bitsandbytes checkpoints. The names and dtypes of tensors show whether a weight has 4 or 8 bits."""
+    """The format of bitsandbytes checkpoints, which finds their quantised weights.
+
+    The names and dtypes of tensors show whether a weight has 4 or 8 bits.
+    """
 
     def find(self, tensors: Stored) -> PackedTensors:
         """Return the 4-bit and 8-bit weights among a checkpoint's tensors."""
@@ -54,7 +57,7 @@ def bitsandbytes_format(stated: Mapping[str, Any], mistakes: list[str]) -> Store
         mistakes: Receives a message if neither `load_in_4bit` nor `load_in_8bit` is true.
 
     Returns:
-        The format, or None in that case.
+        The format; None if neither is true.
     """
     if stated.get("load_in_4bit") or stated.get("load_in_8bit") or stated.get("_load_in_4bit"):
         return BitsandbytesFormat()
@@ -67,8 +70,6 @@ def bitsandbytes_format(stated: Mapping[str, Any], mistakes: list[str]) -> Store
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The sizes in the `quant_state` JSON of a 4-bit weight."""
-
     shape: Shape
     block: int  # values that share a scale
     nested_block: int  # quantised scales that share a scale, or 0 if scales are floats
@@ -76,7 +77,6 @@ class _State:
 
 
 def _state_of(content: bytes) -> _State | None:
-    """Parse the `quant_state` JSON of a 4-bit weight, or return None if it is invalid."""
     try:
         stated = json.loads(content)
         state = _State(
@@ -112,7 +112,6 @@ def _add_4bit(packed: PackedTensors, name: str, state_name: str, tensors: Stored
 
 
 def _fits(tensors: Stored, name: str, state: _State, nested: bool) -> bool:
-    """Return True if the tensors of a 4-bit weight have the sizes that its state requires."""
     count = math.prod(state.shape)
     blocks = -(-count // state.block)
     codes, scales, table = (tensors[each].info for each in (name, f"{name}.absmax", f"{name}.quant_map"))
@@ -128,15 +127,15 @@ def _fits(tensors: Stored, name: str, state: _State, nested: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bits4Tensor(PackedTensor):
-    """A tensor stored as 4-bit indices into a table of 16 floats, with a scale per block.
+    """A weight stored as 4-bit indices into a table of 16 floats, with a scale per block of values.
 
-    The flattened values are stored two per byte, the first in the upper bits. Nested scales are bytes: indices into a
-    table of 256 floats, which have scales of their own.
+    The flattened indices are stored two per byte, the first in the upper bits. Scales are floats, or they are quantised
+    too ("nested"): bytes that are indices into a table of 256 floats, with scales of their own.
 
     Attributes:
-        block: Number of values that share a scale.
-        nested_block: Number of quantised scales that share a scale, or 0 if scales are floats.
-        offset: Number to add to each scale, if scales are quantised.
+        block: Number of consecutive values that share a scale.
+        nested_block: Number of quantised scales that share a scale. 0: scales are floats.
+        offset: Number to add to each scale after dequantising it, if scales are quantised.
     """
 
     format: ClassVar[str] = "bitsandbytes of 4 bits"
@@ -146,7 +145,12 @@ class Bits4Tensor(PackedTensor):
     offset: float
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 in its shape; `index` is ignored."""
+        """Read the weight and dequantise it to float32 in its shape.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import byte_pairs, look_up_pairs, scale_blocks
 
         values, scales, table, *nested = (read(name) for name in self.stored[:-1])
@@ -173,14 +177,19 @@ def _add_8bit(packed: PackedTensors, name: str, tensors: Stored) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bits8Tensor(PackedTensor):
-    """A weight matrix (N outputs, K inputs) stored as int8, with the largest magnitude of each output (N,).
+    """A weight matrix (N outputs, K inputs) stored as int8, with the largest magnitude of each output's weights (N,).
 
-    An output's scale is its largest magnitude divided by 127.
+    The scale of an output is this magnitude divided by 127.
     """
 
     format: ClassVar[str] = "bitsandbytes of 8 bits"
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs); `index` is ignored."""
+        """Read the weight and dequantise it to float32 (outputs, inputs): value * scale.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         values, scales = map(read, self.stored)
         return values.float().mul_((scales.float() / _MAX_CODE)[:, None])

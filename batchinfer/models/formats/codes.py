@@ -17,16 +17,15 @@ WORD_BITS = 32
 
 
 def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Unpack the quantised values of words.
+    """Unpack quantised values of 2, 4 or 8 bits from 32-bit words.
 
     Args:
         words: (..., W) int32.
-        bits: Bits of a value, a divisor of 8.
-        order: If given, value i of a word is at position `order[i]`, counted in values from the lowest bits. By
-            default, value i is at position i.
+        bits: Bits of a value.
+        order: Value i of a word is at position `order[i]`, counted in values from the lowest bits. None: at position i.
 
     Returns:
-        (..., W * 32 / bits) uint8.
+        (..., W * 32 / bits) uint8, the values of all words in order.
     """
     values = words.contiguous().view(torch.uint8)
     if bits < 8:
@@ -39,13 +38,15 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
 
 
 def byte_pairs(table: Sequence[float]) -> Tensor:
-    """Return, for each byte, the table entries of its two 4-bit halves, lower bits first.
+    """Return a table that maps a byte to the two floats of its 4-bit halves. The lower half comes first.
+
+    A lookup of pairs is five times as fast as two lookups.
 
     Args:
-        table: The numbers of the 16 possible values.
+        table: The floats of the 16 possible 4-bit values.
 
     Returns:
-        (256,) int64, each the bits of two float32 numbers. A lookup of pairs is five times as fast as two lookups.
+        (256,) int64. Each element has the bits of two float32 numbers.
     """
     return _pairs(tuple(table))
 
@@ -57,11 +58,11 @@ def _pairs(table: tuple[float, ...]) -> Tensor:
 
 
 def look_up_pairs(values: Tensor, pairs: Tensor) -> Tensor:
-    """Look up the two 4-bit values of each byte.
+    """Look up the floats of the two 4-bit values in each byte.
 
     Args:
         values: (..., B) uint8, the first value of a byte in the lower bits.
-        pairs: The table, from `byte_pairs`.
+        pairs: The table from `byte_pairs`.
 
     Returns:
         (..., 2 * B) float32.
@@ -76,11 +77,10 @@ def apply_scales(
     """Return (values - zeros) * scales as float32 (K, N), with K inputs and N outputs.
 
     Args:
-        values: (K, N) integers.
-        scales: (G, N), a scale per group of inputs and output.
-        zeros: (G, N), the zero points, or None for 0.
-        groups: (K,), the group of each input, or None if the K inputs are divided into G consecutive groups of equal
-            size.
+        values: (K, N), quantised integers.
+        scales: (G, N), a scale per group of inputs and per output.
+        zeros: (G, N), the zero points. None: they are 0.
+        groups: (K,), the number of each input's group. None: the K inputs form G consecutive groups of equal size.
     """
     inputs, outputs = values.shape
     wide, scales = values.float(), scales.float()
@@ -97,12 +97,15 @@ def apply_scales(
 
 
 def consecutive_groups(inputs: int, group: int) -> Tensor:
-    """Return the group of each input, (inputs,), for groups of `group` consecutive inputs. The last may be smaller."""
+    """Return the number of each input's group, (inputs,), for groups of `group` consecutive inputs.
+
+    The last group may be smaller.
+    """
     return torch.arange(inputs) // group
 
 
 def scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Multiply values with their block's scale.
+    """Multiply each value by the scale of its block.
 
     Args:
         values: (n,) float32.
@@ -120,12 +123,12 @@ def scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def int4_codes(values: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
-    """Return unsigned 4-bit values as signed ones, with their scales.
+    """Return unsigned 4-bit values as signed ones, as operators expect them, with their scales and zero points.
 
     Args:
         values: (N, K) from 0 to 15, for N outputs and K inputs. The result has these values minus 8.
         scales: (N, groups).
-        zeros: (N, groups), the zero points on the scale of `values`, or None for 8.
+        zeros: (N, groups), the zero points, in the range of `values`. None: they are 8.
     """
     middle = 2 ** (4 - 1)
     lowered = None if zeros is None else zeros.float() - middle
@@ -133,7 +136,7 @@ def int4_codes(values: Tensor, scales: Tensor, zeros: Tensor | None) -> Codes:
 
 
 def int4_words(codes: Tensor) -> Tensor:
-    """Pack 4-bit values into words, as compressed-tensors does.
+    """Pack signed 4-bit values into 32-bit words in compressed-tensors' layout, as unsigned values.
 
     Args:
         codes: (N, K) int8 from -8 to 7, with K a multiple of 8.

@@ -34,14 +34,16 @@ _IN_WEIGHTS = ("weight_input", "weight_output")
 
 @dataclass(frozen=True, slots=True)
 class CompressedFormat(StoredFormat):
-    """The format of compressed-tensors checkpoints. The tensors of a weight show which layout it has.
+    """The format of compressed-tensors checkpoints, which finds their quantised and sparse weights.
+
+    The tensors that a weight has show its layout.
 
     Attributes:
-        bits: The numbers of bits that packed integers may have.
-        block: Rows and columns that share an FP8 scale, or None if no layer has block scales.
-        alone: True if activations must not be quantised for some of the weights with 8 bits.
-        dense_but: The modules without 2:4 sparsity, if the float weights of all others are stored densely with two
-            zeros per four inputs; None if weights are not stored so.
+        bits: The possible numbers of bits of packed integers.
+        block: Rows and columns that share an FP8 scale. None: no layer has scales per block.
+        alone: True if some of the weights with 8 bits must be multiplied with unquantised activations.
+        dense_but: If float weights are 2:4 sparse but stored with their zeros: the modules that are not sparse. None:
+            weights are not stored so.
     """
 
     bits: tuple[int, ...]
@@ -89,7 +91,7 @@ def compressed_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredF
         mistakes: Receives a message for each unsupported layout or group of layers.
 
     Returns:
-        The format, or None if anything is unsupported.
+        The format; None if anything is unsupported.
     """
     wrong = list(_wrong_layout(stated))
     groups, sparsity = stated.get("config_groups"), stated.get("sparsity_config")
@@ -121,7 +123,6 @@ def compressed_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredF
 
 
 def _dense_but(sparsity: object) -> frozenset[str] | None:
-    """Return the modules in `sparsity_config.ignore`, or None if its structure is not 2:4."""
     if not isinstance(sparsity, Mapping) or sparsity.get("sparsity_structure") != sparse.HALF_STRUCTURE:
         return None
     left_out = sparsity.get("ignore")
@@ -151,7 +152,6 @@ def _wrong_layout(stated: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_weights(name: str, weights: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the reasons why the weights of the group `name` are unsupported."""
     kind, strategy = (str(weights.get("type")), weights.get("num_bits")), weights.get("strategy")
     fitting = _STRATEGIES.get((kind[0], kind[1])) if isinstance(kind[1], int) else None
     symmetric = weights.get("symmetric", True)

@@ -35,11 +35,11 @@ CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale"
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format(StoredFormat):
-    """The format of checkpoints with 8-bit float weights.
+    """The format of checkpoints with 8-bit float weights, which finds these weights.
 
     Attributes:
-        block: Rows and columns that share a scale, if scales are per block; otherwise None.
-        alone: True if activations must not be quantised.
+        block: Rows and columns that share a scale. None: scales are not per block.
+        alone: True if weights must be multiplied with unquantised activations.
     """
 
     block: tuple[int, int] | None = None
@@ -63,7 +63,7 @@ def fp8_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
         mistakes: Receives a message if `weight_block_size` is invalid.
 
     Returns:
-        The format, or None in that case.
+        The format; None if it is invalid.
     """
     block = stated.get("weight_block_size")
     if block is not None and not is_block(block):
@@ -80,14 +80,14 @@ def is_block(value: object) -> bool:
 def add_fp8(
     packed: PackedTensors, name: str, tensors: Stored, block: tuple[int, int] | None, alone: bool
 ) -> None:
-    """Add an 8-bit float weight to `packed`, or a message if its scales are missing or do not fit.
+    """Add an 8-bit float weight to `packed`. If its scales are missing or do not fit, add an error message.
 
     Args:
-        packed: The weights of the checkpoint found so far.
+        packed: The quantised weights of the checkpoint that were found so far.
         name: The name of the tensor with the values; its scales are `name` + "_scale_inv" or "_scale".
         tensors: All tensors of the checkpoint.
-        block: Rows and columns that share a scale, or None if no weight has block scales.
-        alone: True if activations must not be quantised.
+        block: Rows and columns that share a scale. None: no weight has scales per block.
+        alone: True if the weight must be multiplied with unquantised activations.
     """
     scales = next((name + end for end in _SCALES if name + end in tensors), None)
     if scales is None:
@@ -105,15 +105,15 @@ def add_fp8(
 def block_of(
     shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
 ) -> tuple[int, int] | tuple[()] | None:
-    """Return the rows and columns that share a scale.
+    """Return the number of rows and columns of a weight that share a scale.
 
     Args:
-        shape: The shape of the values.
+        shape: The shape of the quantised values.
         scales: The shape of the scales.
-        block: The block that config.json states, or None.
+        block: The rows and columns that config.json states. None: it states none.
 
     Returns:
-        (rows, columns), () if there is one scale for the whole tensor, or None if the scales do not fit.
+        (rows, columns); () if the whole tensor has one scale; None if the scales do not fit.
     """
     if all(size == 1 for size in scales):
         return ()
@@ -128,12 +128,13 @@ def block_of(
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tensor(PackedTensor):
-    """A weight of 8-bit floats with scales.
+    """A weight stored as 8-bit floats with scales.
 
     Attributes:
-        block: (rows, columns) that share a scale: (1, inputs) if each output has one; None if the whole tensor does.
+        block: (rows, columns) that share a scale; (1, inputs) if each output has a scale. None: the whole tensor has
+            one scale.
         dtype: Dtype of the values in safetensors notation.
-        alone: True if activations must not be quantised.
+        alone: True if the weight must be multiplied with unquantised activations.
     """
 
     format: ClassVar[str] = "fp8"
@@ -144,15 +145,18 @@ class Fp8Tensor(PackedTensor):
 
     @property
     def matrices(self) -> bool:
-        """Return True if the weight has one scale, since it may then be a stack of the matrices of experts."""
+        """Return True if matrices can be read one at a time.
+
+        Only a tensor with one scale may be a stack of experts' matrices.
+        """
         return self.block is None
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: fp8 per output or per block, or None if the values must be dequantised.
+        """Return the form in which operators can use the stored values: fp8 with a scale per output or block.
 
-        They must be if they are E5M2, not a matrix, or in blocks of other than 128 columns, or if activations must not
-        be quantised.
+        None: they must be dequantised. This holds for E5M2, for tensors that are no matrices, for blocks of other than
+        128 columns, and if activations must not be quantised.
         """
         if self.dtype != DTYPES[0] or len(self.shape) != 2 or self.alone:
             return None
@@ -161,12 +165,26 @@ class Fp8Tensor(PackedTensor):
         return WeightForm("fp8", "block", stored=True) if self.block[1] == PRODUCT_GROUP else None
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight, or matrix `index` of a stack, and dequantise it to float32."""
+        """Read the weight and dequantise it to float32.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: The number of a matrix, if the weight is a stack of matrices. None: the whole weight.
+        """
         values, scales = map(read, self.stored)
         return fp8_values(values if index is None else values[index], scales, self.block)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
+
+        Args:
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: The number of a matrix, if the weight is a stack of matrices. None: it is a single matrix.
+
+        Raises:
+            CannotSplit: A range begins or ends within a block that shares a scale.
+        """
         of_matrix = (slice(*outputs), slice(*inputs))
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         values, scales = self.stored
@@ -183,7 +201,12 @@ class Fp8Tensor(PackedTensor):
         return replace(self, shape=shape), {values: of_matrix, scales: (rows, columns)}
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the stored values, (outputs, inputs), and their scales: (outputs,), or (row blocks, column blocks)."""
+        """Read the quantised values, (outputs, inputs), and their scales: (outputs,), or (row blocks, column blocks).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         values, scales = map(read, self.stored)
         high = 1 if self.block is None else self.block[0]
         if self.block is None or (self.block[1] == values.shape[1] and high == 1):
@@ -197,7 +220,7 @@ def fp8_values(values: Tensor, scales: Tensor, block: tuple[int, int] | None) ->
     Args:
         values: (N, K), or any shape if `block` is None.
         scales: One scale, or (row blocks, column blocks).
-        block: (rows, columns) that share a scale, or None if all values do.
+        block: (rows, columns) that share a scale. None: all values share one.
     """
     from torch.nn.functional import pad  # slow, and not needed to check a checkpoint
 

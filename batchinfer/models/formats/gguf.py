@@ -21,12 +21,13 @@ _AT_ONCE = 1 << 22  # values to unpack at a time, which limits temporary memory
 
 @dataclass(frozen=True, slots=True)
 class GgufWeight(PackedTensor):
-    """A tensor of a GGUF file.
+    """A weight that is stored in a GGUF file, as quantised blocks or as floats in another order.
 
     Attributes:
         type: The storage type of ggml, such as Q4_K.
-        heads: The number of heads whose rows are stored as rotated pairs and must be reordered to halves, or 0.
-        less: A number to subtract from each value, because the file has added it.
+        heads: The number of heads, if the rows of each head must be reordered: the file stores the two rows that are
+            rotated together next to each other. 0: rows are in order.
+        less: A number to subtract from each value, because the file has added it, as to the weights of Gemma's norms.
     """
 
     format: ClassVar[str] = "GGUF"
@@ -42,15 +43,22 @@ class GgufWeight(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 for Q4_0, Q4_1 and Q4_K if `less` is 0, else None (dequantised)."""
+        """Return the form in which operators can use the stored values: int4 for Q4_0, Q4_1 and Q4_K if `less` is 0.
+
+        None: they must be dequantised.
+        """
         offset = _INT4.get(self.type.name)
         return None if offset is None or self.less else int4_form(_GROUP, whole_zeros=not offset)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values as int8 from -8 to 7, (outputs, inputs), with scales and zero points (outputs, groups).
+        """Read quantised values as int8 from -8 to 7, (outputs, inputs), scales and zero points (outputs, groups).
 
-        If all values of a group equal its offset, the file stores the scale 0. Such a group gets the scale 1 and equal
-        values.
+        If all weights of a group are equal, the file stores the scale 0 and an offset. Here, such a group gets the
+        scale 1.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
         """
         import torch
 
@@ -68,7 +76,12 @@ class GgufWeight(PackedTensor):
         return Codes(values, lines, zeros=offsets.view(shape[0], -1).div(lines).add_(_LEAST))
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the tensor and convert it to float32, with rows reordered and `less` subtracted; `index` is ignored."""
+        """Read the tensor and convert it to float32, with rows reordered and `less` subtracted.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         import torch
 
         stored = self._in_order(read(self.stored[0]))
@@ -87,7 +100,6 @@ class GgufWeight(PackedTensor):
         return split_blocks(rows.reshape(-1, self.type.size), self.type.name).values()
 
     def _in_order(self, stored: Tensor) -> Tensor:
-        """Return the rows with each head reordered: the first row of every pair, then the second rows."""
         if not self.heads:
             return stored
         pairs = stored.view(self.heads, -1, 2, *stored.shape[1:])
@@ -96,10 +108,11 @@ class GgufWeight(PackedTensor):
 
 @dataclass(frozen=True, slots=True)
 class GgufExperts(PackedTensor):
-    """Transposed matrices of experts (experts, inputs, outputs), which interleave the rows of several tensors.
+    """A family's weight of all experts, (experts, inputs, outputs), which a GGUF file stores as one or two tensors.
 
     Attributes:
-        parts: For each of these tensors, the matrix (outputs, inputs) of each expert.
+        parts: For each tensor of the file, the matrix (outputs, inputs) of each expert. The family's outputs alternate
+            between the tensors, such as gate and up.
     """
 
     format: ClassVar[str] = "GGUF"
@@ -108,11 +121,17 @@ class GgufExperts(PackedTensor):
 
     @property
     def matrices(self) -> bool:
-        """Return True: the weight is a stack with a matrix per expert, which can be read one at a time."""
+        """Return True: the weight is a stack with a matrix per expert, so matrices can be read one at a time."""
         return True
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read all matrices as float32 (experts, inputs, outputs), or one of expert `index`, (inputs, outputs)."""
+        """Read the weight and dequantise it to float32.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: The number of an expert, for a result (inputs, outputs). None: all experts, (experts, inputs,
+                outputs).
+        """
         import torch
 
         if index is None:
@@ -123,19 +142,24 @@ class GgufExperts(PackedTensor):
 
 @dataclass(frozen=True, slots=True)
 class GgufBiases(PackedTensor):
-    """Biases of experts (experts, outputs), which interleave the values of the tensors in `stored`."""
+    """A family's biases of all experts, (experts, outputs). Outputs alternate between the tensors of a GGUF file."""
 
     format: ClassVar[str] = "GGUF"
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Return the biases as float32 (experts, outputs); `index` is ignored."""
+        """Read the biases as float32 (experts, outputs).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used.
+        """
         import torch
 
         return torch.stack([read(name).float() for name in self.stored], -1).flatten(-2)
 
 
 def read_stored(tensor: StoredTensor) -> Tensor:
-    """Read a tensor of a GGUF file: floats in its shape, or blocks as bytes (rows, bytes per row).
+    """Read a tensor of a GGUF file: floats in their shape, or quantised blocks as bytes, (rows, bytes per row) uint8.
 
     The file is not memory-mapped, since a file that is truncated later would then crash the process.
     """

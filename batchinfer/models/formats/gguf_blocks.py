@@ -18,12 +18,12 @@ _HALF_BIAS = 128  # the bias of an exponent, plus one because _E2M1 is doubled
 
 
 class BlockGroups(NamedTuple):
-    """The contents of n quantised blocks: their values are codes * scales - offsets.
+    """The contents of n quantised blocks of a GGUF file. Dequantised values are codes * scales - offsets.
 
     Attributes:
-        codes: (n, groups, values per group), integers.
+        codes: (n, groups, values per group), the quantised integers.
         scales: (n, groups) float32. Products of codes and scales are exact.
-        offsets: (n, groups) float32, or None for 0.
+        offsets: (n, groups) float32. None: they are 0.
     """
 
     codes: Tensor
@@ -39,7 +39,7 @@ class BlockGroups(NamedTuple):
 
 
 def split_blocks(blocks: Tensor, kind: str) -> BlockGroups:
-    """Split quantised blocks into values, scales and offsets.
+    """Split the bytes of quantised blocks into integer values, scales and offsets.
 
     Args:
         blocks: (n, bytes per block) uint8.
@@ -49,32 +49,19 @@ def split_blocks(blocks: Tensor, kind: str) -> BlockGroups:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Return the float16 number at byte `at` of each block, as (n, 1) float32."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _shifted(data: Tensor, width: int, *shifts: int) -> Tensor:
-    """Return each segment of `width` bytes shifted right by each number of bits.
-
-    Args:
-        data: (n, bytes) uint8.
-        width: Bytes per segment.
-        shifts: Numbers of bits.
-
-    Returns:
-        (n, segments, shifts, width) uint8.
-    """
     by = torch.tensor(shifts, dtype=torch.uint8)[None, None, :, None]
     return data.reshape(len(data), -1, 1, width) >> by
 
 
 def _nibbles(data: Tensor, width: int) -> Tensor:
-    """Return the low 4 bits and then the high 4 bits of each segment of `width` bytes, (n, segments, 2, width)."""
     return _shifted(data, width, 0, 4) & 15
 
 
 def _bits(data: Tensor) -> Tensor:
-    """Return the 32 bits of (n, 4) bytes in order, (n, 1, 32)."""
     by = torch.arange(8, dtype=torch.uint8)
     return ((data[:, :, None] >> by) & 1).view(len(data), 1, 32)
 
@@ -118,10 +105,7 @@ def _q3_k(blocks: Tensor) -> BlockGroups:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8 scales and 8 minima of 6 bits each that (n, 12) bytes hold, (n, 8) each.
-
-    The first four of both are in the lower bits of the first eight bytes. The upper bits there complete the other four.
-    """
+    # The first four scales and minima are in the lower bits of the first eight bytes; upper bits complete the others
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
     return scales, torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)

@@ -40,12 +40,13 @@ BITS = (2, 4, 8)  # 3-bit values, which cross the borders of words, are unsuppor
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat(QweightFormat):
-    """The format of GPTQ checkpoints.
+    """The format of GPTQ checkpoints, which finds their quantised weights.
 
     Attributes:
-        bits: Bits of a value, unless the tensors of a module show others.
-        group: Number of inputs that share a scale, or None if all inputs of an output do.
-        ordered: True if tensors `g_idx` store the group of each input (`desc_act`).
+        bits: Bits of a value in modules whose tensors do not show another number.
+        group: Number of inputs that share a scale. None: all inputs of an output.
+        ordered: True if tensors `g_idx` store the group of each input (`desc_act`). Otherwise, groups are consecutive
+            inputs.
         zeros: The layout of the zero points in `qzeros`.
     """
 
@@ -55,7 +56,7 @@ class GptqFormat(QweightFormat):
     zeros: ZeroLayout
 
     def find(self, tensors: Stored) -> PackedTensors:
-        """Return the weights among a checkpoint's tensors.
+        """Return the quantised weights among a checkpoint's tensors.
 
         The first `qzeros` tensor decides on the layout of all zero points.
         """
@@ -90,10 +91,6 @@ class GptqFormat(QweightFormat):
         packed.add(module + "weight", found, tensors, right)
 
     def _bits(self, tensors: Stored, values: str, groups: str) -> int:
-        """Return the bits of a module's values, from the shapes of its tensors `values` and `groups` (`g_idx`).
-
-        `dynamic` of GPTQModel may give a module other bits than the rest.
-        """
         if groups not in tensors or values not in tensors:
             return self.bits
         words, inputs = _matrix(tensors, values)[0], tensors[groups].info.shape
@@ -102,7 +99,6 @@ class GptqFormat(QweightFormat):
 
 
 def _matrix(tensors: Stored, name: str) -> tuple[int, int]:
-    """Return the shape of a tensor, or (0, 0) if it is not a matrix."""
     shape = tensors[name].info.shape
     return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
 
@@ -112,10 +108,10 @@ def gptq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat 
 
     Args:
         stated: The `quantization_config` of config.json.
-        mistakes: Receives messages about values that are unsupported.
+        mistakes: Receives a message about each unsupported value.
 
     Returns:
-        The format, or None if there are such values.
+        The format; None if a value is unsupported.
     """
     bits, group = stated.get("bits"), stated.get("group_size", -1)
     layout = stated.get("checkpoint_format")
@@ -140,7 +136,6 @@ def gptq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat 
 
 
 def _is_symmetric(stated: Mapping[str, Any]) -> bool:
-    """Return True if all modules are quantised symmetrically: `dynamic` of GPTQModel may except some."""
     dynamic = stated.get("dynamic")
     overrides = dynamic.values() if isinstance(dynamic, Mapping) else ()
     return stated.get("sym") is True and not any(
@@ -150,16 +145,15 @@ def _is_symmetric(stated: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GptqTensor(PackedTensor):
-    """A weight matrix (N outputs, K inputs) in the layout of GPTQ.
+    """A weight matrix (N outputs, K inputs) that is stored in the layout of GPTQ.
 
-    The tensors in `stored` are int32 words of values (words of inputs, N), scales (groups, N), zero points (groups,
-    words of outputs), and optionally the group of each input.
+    These tensors store it: int32 words of values (words of inputs, N), scales (groups, N), words of zero points
+    (groups, words of outputs), and optionally the group of each input (K,).
 
     Attributes:
         bits: Bits of a value.
         group: Number of inputs that share a scale.
-        ordered: True if the last stored tensor decides on the group of each input; otherwise groups are consecutive
-            inputs.
+        ordered: True if the last stored tensor has the group of each input. Otherwise, groups are consecutive inputs.
         zeros: The layout of the zero points.
     """
 
@@ -172,16 +166,26 @@ class GptqTensor(PackedTensor):
 
     @property
     def stored_zeros(self) -> str:
-        """The name of the tensor that holds the zero points."""
+        """Return the name of the tensor that stores the zero points."""
         return self.stored[2]
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None (dequantised) if they lack these bits or groups."""
+        """Return the form in which operators can use the stored values: int4 in groups.
+
+        None: they must be dequantised.
+        """
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read 4-bit values as int8 from -8 to 7, (outputs, inputs), and scales and zero points (outputs, groups)."""
+        """Read quantised values as int8 from -8 to 7, (outputs, inputs), scales and zero points (outputs, groups).
+
+        The weight must have 4 bits.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import int4_codes, unpack_words
 
         values, scales, zeros = (read(name) for name in self.stored[:3])
@@ -189,7 +193,6 @@ class GptqTensor(PackedTensor):
         return int4_codes(unpack_words(values.t(), self.bits), scales.t(), offsets)
 
     def _zero_points(self, words: Tensor) -> Tensor:
-        """Unpack `qzeros`, (groups, words of outputs) int32, to zero points (groups, N) uint8."""
         from batchinfer.models.formats.codes import unpack_words
 
         # A packer subtracts from whole words, and a 0 borrows from the next value. The carry undoes the borrow.
@@ -197,10 +200,15 @@ class GptqTensor(PackedTensor):
         return unpack_words(restored, self.bits)[:, : self.shape[0]]
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`.
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
+
+        Args:
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: Not used, as the weight is not a stack of matrices.
 
         Raises:
-            CannotSplit: Also if the weight has ordered groups and the range has not all inputs.
+            CannotSplit: A range begins or ends within a word or a group that shares a scale.
         """
         if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
@@ -213,7 +221,12 @@ class GptqTensor(PackedTensor):
         return replace(self, shape=shape, group=group), slices
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import apply_scales, consecutive_groups, unpack_words
 
         values, scales, zeros = (read(name) for name in self.stored[:3])

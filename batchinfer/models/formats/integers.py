@@ -34,13 +34,13 @@ WORD_BITS = 32
 
 
 def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, among: Collection[int]) -> None:
-    """Add a weight that is stored as words of integers to `packed`, or a message if its tensors do not fit.
+    """Add a weight that is stored as words of integers to `packed`. If its tensors do not fit, add an error message.
 
     Args:
-        packed: The weights of the checkpoint found so far.
+        packed: The quantised weights of the checkpoint that were found so far.
         module: The module's name, with a dot at its end.
         tensors: All tensors of the checkpoint.
-        among: Possible bits of a value. Shapes show which one applies.
+        among: The possible numbers of bits of a value. The shapes of tensors show which one applies.
     """
     values, scales, shape = (module + end for end in ("weight_packed", "weight_scale", "weight_shape"))
     zeros, groups = module + "weight_zero_point", module + "weight_g_idx"
@@ -73,7 +73,6 @@ def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, amo
 
 
 def _stated_shape(tensors: Stored, name: str) -> tuple[int, int]:
-    """Return the (outputs, inputs) that a `weight_shape` tensor stores, or (0, 0) if it is invalid."""
     info = tensors[name].info
     if info.shape != (2,) or info.dtype not in ("I64", "I32"):
         return 0, 0
@@ -82,7 +81,6 @@ def _stated_shape(tensors: Stored, name: str) -> tuple[int, int]:
 
 
 def _fit(scales: Shape, outputs: int, inputs: int) -> bool:
-    """Return True if scales of this shape are for the whole tensor, for each output, or for each group of inputs."""
     if scales in ((1,), (), (outputs,)):
         return True
     return len(scales) == 2 and scales[0] == outputs and scales[1] > 0 and inputs % scales[1] == 0
@@ -90,16 +88,16 @@ def _fit(scales: Shape, outputs: int, inputs: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers(PackedTensor):
-    """A weight matrix (N outputs, K inputs) stored as integers in int32 words.
+    """A weight matrix (N outputs, K inputs) that compressed-tensors stores as integers in int32 words.
 
-    The tensors in `stored` are words of values (N, words of inputs), scales (N, groups), the shape, and optionally zero
-    points (words of outputs, groups) and the group of each input. All values are stored with 2^(bits - 1) added.
+    These tensors store it: words of values (N, words of inputs), scales (N, groups), the shape, and optionally words of
+    zero points (words of outputs, groups) and the group of each input (K,). Values and zero points are stored with
+    2^(bits - 1) added.
 
     Attributes:
         bits: Bits of a value, 4 or 8.
         zeros: True if zero points are stored.
-        ordered: True if the last stored tensor decides on the group of each input; otherwise groups are consecutive
-            inputs.
+        ordered: True if the last stored tensor has the group of each input. Otherwise, groups are consecutive inputs.
         group: Number of inputs that share a scale.
     """
 
@@ -112,11 +110,21 @@ class PackedIntegers(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None (dequantised) if they lack these bits or groups."""
+        """Return the form in which operators can use the stored values: int4 in groups.
+
+        None: they must be dequantised.
+        """
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read 4-bit values as int8 from -8 to 7, (outputs, inputs), and scales and zero points (outputs, groups)."""
+        """Read quantised values as int8 from -8 to 7, (outputs, inputs), scales and zero points (outputs, groups).
+
+        The weight must have 4 bits.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import int4_codes, unpack_words
 
         values, scales, *_ = map(read, self.stored)
@@ -128,10 +136,15 @@ class PackedIntegers(PackedTensor):
         return int4_codes(codes, _lines(scales, outputs).t(), found)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`.
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
+
+        Args:
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: Not used, as the weight is not a stack of matrices.
 
         Raises:
-            CannotSplit: Also if the weight has ordered groups and the range has not all inputs.
+            CannotSplit: A range begins or ends within a word or a group that shares a scale.
         """
         if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
@@ -144,7 +157,12 @@ class PackedIntegers(PackedTensor):
         return replace(self, shape=shape, group=group), slices
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import apply_scales, unpack_words
 
         values, scales, *_ = map(read, self.stored)
@@ -161,18 +179,17 @@ class PackedIntegers(PackedTensor):
 
 
 def _lines(scales: Tensor, outputs: int) -> Tensor:
-    """Return the scales of a matrix with this number of outputs N as (groups, N)."""
     return scales.expand(outputs, 1).t() if scales.numel() == 1 else scales.reshape(outputs, -1).t()
 
 
 def add_int8(packed: PackedTensors, name: str, tensors: Stored, alone: bool) -> None:
-    """Add a weight that is stored as int8 to `packed`, or a message if its scales or zero points do not fit.
+    """Add a weight that is stored as int8 to `packed`. If its scales or zero points do not fit, add an error message.
 
     Args:
-        packed: The weights of the checkpoint found so far.
+        packed: The quantised weights of the checkpoint that were found so far.
         name: The name of the tensor with the values; its scales are `name` + "_scale".
         tensors: All tensors of the checkpoint.
-        alone: True if activations must not be quantised.
+        alone: True if the weight must be multiplied with unquantised activations.
     """
     scales, zeros = name + "_scale", name + "_zero_point"
     if packed.lacks(name, tensors, scales):
@@ -194,8 +211,8 @@ class Int8Tensor(PackedTensor):
     """A weight matrix (N outputs, K inputs) stored as int8, with scales and optionally zero points (N, groups).
 
     Attributes:
-        scales: The shape of the scales.
-        alone: True if activations must not be quantised.
+        scales: The shape of the tensor with the scales.
+        alone: True if the weight must be multiplied with unquantised activations.
     """
 
     format: ClassVar[str] = "int8"
@@ -205,9 +222,10 @@ class Int8Tensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int8 with a scale per output, else None (dequantised).
+        """Return the form in which operators can use the stored values: int8 with a scale per output.
 
-        It is also None with zero points, and if activations must not be quantised.
+        None: they must be dequantised. This also holds if there are zero points, or if activations must not be
+        quantised.
         """
         by_channel = self.scales in ((self.shape[0],), (self.shape[0], 1))
         if self.alone or not by_channel or len(self.stored) > 2:
@@ -215,12 +233,26 @@ class Int8Tensor(PackedTensor):
         return WeightForm("int8", stored=True)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the stored values, int8 (outputs, inputs), and their scales (outputs,)."""
+        """Read the quantised values, int8 (outputs, inputs), and their scales (outputs,).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         values, scales = map(read, self.stored)
         return Codes(values, scales.float().reshape(-1))
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
+
+        Args:
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: Not used, as the weight is not a stack of matrices.
+
+        Raises:
+            CannotSplit: A range begins or ends within a word or a group that shares a scale.
+        """
         rows, shape = slice(*outputs), (outputs[1] - outputs[0], inputs[1] - inputs[0])
         if math.prod(self.scales) == 1:
             return replace(self, shape=shape), {self.stored[0]: (rows, slice(*inputs))}
@@ -232,7 +264,12 @@ class Int8Tensor(PackedTensor):
         return replace(self, shape=shape, scales=scales), {self.stored[0]: (rows, slice(*inputs)), **lines}
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import apply_scales
 
         values, scales, *zeros = map(read, self.stored)

@@ -30,10 +30,13 @@ BIAS = 127  # of the exponent of a scale
 
 
 class Mxfp4Format(StoredFormat):
-    """The format of gpt-oss checkpoints: weights of experts are stored as tensors `_blocks` and `_scales`."""
+    """The format of gpt-oss checkpoints, which finds the quantised weights of experts.
+
+    The weights are stored as tensors whose names end with `_blocks` and `_scales`.
+    """
 
     def find(self, tensors: Stored) -> PackedTensors:
-        """Return the weights of experts among a checkpoint's tensors."""
+        """Return the quantised weights of experts among a checkpoint's tensors."""
         packed = PackedTensors()
         for name in tensors:
             _add(packed, name, tensors)
@@ -41,7 +44,12 @@ class Mxfp4Format(StoredFormat):
 
 
 def mxfp4_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat:
-    """Return the format of `quant_method: mxfp4`. It has no options, so both arguments are ignored."""
+    """Return the format for `quant_method: mxfp4`. It has no options, so both arguments are ignored.
+
+    Args:
+        stated: The `quantization_config` of config.json.
+        mistakes: A list for error messages.
+    """
     return Mxfp4Format()
 
 
@@ -59,10 +67,10 @@ def _add(packed: PackedTensors, values: str, tensors: Stored) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts(PackedTensor):
-    """Matrices of experts (..., inputs, outputs), stored transposed in MXFP4.
+    """The matrices of all experts for one product, (..., inputs, outputs), stored transposed in MXFP4.
 
-    The tensors in `stored` are values (..., outputs, groups, 16), with two values per byte, and exponents of scales
-    (..., outputs, groups).
+    Two tensors store them: values (..., outputs, groups, 16), with two values per byte, and exponents of the groups'
+    scales (..., outputs, groups).
     """
 
     format: ClassVar[str] = "mxfp4"
@@ -71,20 +79,20 @@ class Mxfp4Experts(PackedTensor):
 
     @property
     def matrices(self) -> bool:
-        """Return True: the weight is a stack with a matrix per expert, which can be read one at a time."""
+        """Return True: the weight is a stack with a matrix per expert, so matrices can be read one at a time."""
         return True
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: MXFP4 in groups of 32."""
+        """Return the form in which operators can use the stored values: MXFP4 in groups of 32."""
         return WeightForm("mxfp4", "group", stored=True, group=GROUP)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values, (..., outputs, inputs / 2) uint8, and the scales' exponents, (..., outputs, inputs / 32).
+        """Read quantised values, (..., outputs, inputs / 2) uint8, and scales' exponents, (..., outputs, inputs / 32).
 
         Args:
             read: Returns a stored tensor by name.
-            index: The expert whose matrix is returned, or None for all experts.
+            index: The number of the expert whose matrix is returned. None: all experts.
         """
         values, scales = map(read, self.stored)
         if index is not None:
@@ -92,14 +100,28 @@ class Mxfp4Experts(PackedTensor):
         return Codes(values.flatten(-2), scales)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
+
+        Args:
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: The number of the expert whose matrix is returned, as a stack of one. None: all experts.
+
+        Raises:
+            CannotSplit: The range of inputs begins or ends within a group of 32.
+        """
         one = () if index is None else (slice(index, index + 1),)
         part = (*one, slice(*outputs), slice_of(inputs, GROUP, "inputs"))
         shape = (*(1 for _ in one), inputs[1] - inputs[0], outputs[1] - outputs[0])
         return replace(self, shape=shape), dict.fromkeys(self.stored, part)
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read all matrices as float32 (..., inputs, outputs), or one of expert `index`, (inputs, outputs)."""
+        """Read the weight and dequantise it to float32.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: The number of an expert, for a result (inputs, outputs). None: all experts, (..., inputs, outputs).
+        """
         values, scales = map(read, self.stored)
         if index is not None:
             values, scales = values[index], scales[index]
@@ -111,7 +133,7 @@ def mxfp4_values(values: Tensor, scales: Tensor) -> Tensor:
 
     Args:
         values: (..., groups, 16) uint8, two values per byte, the first in the lower bits.
-        scales: (..., groups) uint8, the exponents of the groups' scales, with a bias of 127.
+        scales: (..., groups) uint8, the exponents of the groups' scales: a scale is 2^(exponent - 127).
 
     Returns:
         (..., groups * 32) float32.

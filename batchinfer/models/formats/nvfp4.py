@@ -21,7 +21,10 @@ ALGORITHMS = ("NVFP4", "FP8")
 
 
 class ModeloptFormat(StoredFormat):
-    """The format of NVIDIA Model Optimizer checkpoints. The tensors of a weight show whether it is NVFP4 or FP8."""
+    """The format of NVIDIA Model Optimizer checkpoints, which finds their quantised weights.
+
+    The tensors that a weight has show whether it is NVFP4 or FP8.
+    """
 
     def find(self, tensors: Stored) -> PackedTensors:
         """Return the NVFP4 and FP8 weights among a checkpoint's tensors."""
@@ -44,7 +47,7 @@ def modelopt_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFor
         mistakes: Receives a message if `quant_algo` is unsupported.
 
     Returns:
-        The format, or None in that case.
+        The format; None if it is unsupported.
     """
     algorithm = stated.get("quant_algo")
     if algorithm not in ALGORITHMS:
@@ -56,15 +59,16 @@ def modelopt_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFor
 def add_nvfp4(
     packed: PackedTensors, module: str, tensors: Stored, values: str, whole: str, divided: bool
 ) -> None:
-    """Add the NVFP4 weight of a module to `packed`, or a message if its tensors are missing or do not fit.
+    """Add the NVFP4 weight of a module to `packed`. If its tensors are missing or do not fit, add an error message.
 
     Args:
-        packed: The weights of the checkpoint found so far.
+        packed: The quantised weights of the checkpoint that were found so far.
         module: The module's name, with a dot at its end.
         tensors: All tensors of the checkpoint.
         values: The name of the tensor with the values, without `module`.
         whole: The name of the tensor with the scale of the whole weight, without `module`.
-        divided: True if groups' scales must be divided by that scale, False if they must be multiplied with it.
+        divided: True if the scales of groups must be divided by the scale of the whole weight, False if they must be
+            multiplied by it.
     """
     stored = module + values, module + "weight_scale", module + whole
     if packed.lacks(stored[0], tensors, *stored[1:]):
@@ -81,12 +85,14 @@ def add_nvfp4(
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4Tensor(PackedTensor):
-    """A weight matrix (N outputs, K inputs) in NVFP4.
+    """A weight matrix (N outputs, K inputs) that is stored in NVFP4.
 
-    The tensors in `stored` are values (N, K / 2), with two per byte, FP8 scales (N, K / 16), and one scale for all.
+    Three tensors store it: values (N, K / 2), two per byte; FP8 scales of groups (N, K / 16); and a scale of the whole
+    weight.
 
     Attributes:
-        divided: True if groups' scales must be divided by the scale for all, False if they must be multiplied with it.
+        divided: True if the scales of groups must be divided by the scale of the whole weight, False if they must be
+            multiplied by it.
     """
 
     format: ClassVar[str] = "nvfp4"
@@ -94,7 +100,12 @@ class Nvfp4Tensor(PackedTensor):
     divided: bool
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs); `index` is ignored."""
+        """Read the weight and dequantise it to float32 (outputs, inputs).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import E2M1, byte_pairs, look_up_pairs
 
         values, scales, whole = map(read, self.stored)

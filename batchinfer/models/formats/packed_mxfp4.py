@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def add_packed_mxfp4(packed: PackedTensors, module: str, tensors: Stored) -> None:
-    """Add the MXFP4 weight of a module to `packed`, or a message if its tensors are missing or do not fit.
+    """Add the MXFP4 weight of a module to `packed`. If its tensors are missing or do not fit, add an error message.
 
     Args:
-        packed: The weights of the checkpoint found so far.
+        packed: The quantised weights of the checkpoint that were found so far.
         module: The module's name, with a dot at its end.
         tensors: All tensors of the checkpoint.
     """
@@ -42,25 +42,39 @@ def add_packed_mxfp4(packed: PackedTensors, module: str, tensors: Stored) -> Non
 
 @dataclass(frozen=True, slots=True)
 class PackedMxfp4(PackedTensor):
-    """A weight matrix (N outputs, K inputs) in MXFP4.
+    """A weight matrix (N outputs, K inputs) that compressed-tensors stores in MXFP4.
 
-    The tensors in `stored` are values (N, K / 2), with two per byte, and exponents of scales (N, K / 32).
+    Two tensors store it: values (N, K / 2), two per byte, and exponents of the groups' scales (N, K / 32).
     """
 
     format: ClassVar[str] = "mxfp4"
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: MXFP4 in groups of 32."""
+        """Return the form in which operators can use the stored values: MXFP4 in groups of 32."""
         return WeightForm("mxfp4", "group", stored=True, group=GROUP)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values, (outputs, inputs / 2) uint8, and the scales' exponents, (outputs, inputs / 32) uint8."""
+        """Read quantised values, (outputs, inputs / 2) uint8, and exponents of scales, (outputs, inputs / 32) uint8.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         values, scales = map(read, self.stored)
         return Codes(values, scales)
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, and slices to read; see `PackedTensor.cut`."""
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
+
+        Args:
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: Not used, as the weight is not a stack of matrices.
+
+        Raises:
+            CannotSplit: A range begins or ends within a word or a group that shares a scale.
+        """
         values, scales = self.stored
         rows, groups = slice(*outputs), slice_of(inputs, GROUP, "inputs")
         held = slice(groups.start * GROUP_BYTES, groups.stop * GROUP_BYTES)
@@ -68,6 +82,11 @@ class PackedMxfp4(PackedTensor):
         return replace(self, shape=shape), {values: (rows, held), scales: (rows, groups)}
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs); `index` is ignored."""
+        """Read the weight and dequantise it to float32 (outputs, inputs).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         values, scales = map(read, self.stored)
         return mxfp4_values(values.view(len(values), -1, GROUP_BYTES), scales)

@@ -30,11 +30,12 @@ class Codes:
     """The quantised values of a matrix (N outputs, K inputs), with scales.
 
     Args:
-        values: int8 or float8_e4m3fn (N, K), with int4 as int8 from -8 to 7. In MXFP4, uint8 (N, K / 2), with the first
-            of two values in the lower bits.
-        scales: float32 (N,), or (N / high, groups). In MXFP4, exponents uint8 (N, K / 32).
+        values: int8 or float8_e4m3fn (N, K); int4 values are int8 from -8 to 7. In MXFP4, uint8 (N, K / 2): two values
+            per byte, the first in the lower bits.
+        scales: float32 (N,), or (N / high, groups) with groups of consecutive inputs. In MXFP4, exponents of scales,
+            uint8 (N, K / 32).
         high: The number of outputs that share a row of scales.
-        zeros: Numbers (N, groups) to subtract from the values before scaling, or None for 0.
+        zeros: (N, groups), zero points, which are subtracted from the values before scaling. None: they are 0.
     """
 
     values: Tensor
@@ -48,9 +49,9 @@ class PackedTensor(ABC):
     """A weight that a checkpoint stores in another form than a float tensor, such as values with scales.
 
     Attributes:
-        format: The name of the form in messages.
+        format: The name of the storage format in messages.
         transposed: True if `codes` returns the transposes of the matrices that `dequantize` returns.
-        plain: True if the only stored tensor is the weight itself.
+        plain: True if the weight is stored as a float tensor after all, so nothing has to be unpacked.
         shape: The shape of the dequantised weight.
         stored: The names of the tensors that store the weight: values, scales and more.
     """
@@ -69,12 +70,12 @@ class PackedTensor(ABC):
 
     @property
     def quantized(self) -> bool:
-        """Return True if storing the weight has rounded its values."""
+        """Return True if the stored values are rounded to a quantised type, False if they are floats."""
         return True
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form in which operators can use the stored values, or None if they must be dequantised."""
+        """Return the form in which operators can use the stored values. None: they must be dequantised on loading."""
         return None
 
     @abstractmethod
@@ -85,7 +86,7 @@ class PackedTensor(ABC):
 
         Args:
             read: Returns a stored tensor by name.
-            index: The number of a matrix in a stack, or None for the whole weight.
+            index: The number of a matrix, if the weight is a stack of matrices. None: the whole weight.
         """
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
@@ -93,40 +94,40 @@ class PackedTensor(ABC):
 
         Args:
             read: Returns a stored tensor by name.
-            index: The number of a matrix in a stack, or None for the whole weight.
+            index: The number of a matrix, if the weight is a stack of matrices. None: the whole weight.
 
         Raises:
-            TypeError: If the weight has no `form`.
+            TypeError: `form` is None: the weight must be dequantised.
         """
         raise TypeError(f"weights of {self.format} have to be dequantised")
 
     def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
-        """Return the weight of a range of outputs and inputs, such as the shard of a rank.
+        """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:
-            outputs: The first output and the one after the last.
-            inputs: The first input and the one after the last.
-            index: The number of a matrix in a stack: the result is then a stack of this matrix alone. None for a weight
-                without a stack.
+            outputs: First output, and end (exclusive).
+            inputs: First input, and end (exclusive).
+            index: The number of a matrix, if the weight is a stack of matrices. The result is then a stack of this
+                matrix alone. None: the weight is a single matrix.
 
         Returns:
-            The weight, and for its stored tensors by name the slices to read. A tensor without slices is read whole.
+            The weight, and slices by name of the stored tensor. A tensor without an entry is read whole.
 
         Raises:
-            CannotSplit: If the border of a range divides a group or a word, or the format supports only whole weights.
+            CannotSplit: A range begins or ends within a group or a word, or the format supports only whole weights.
         """
         raise CannotSplit(f"weights of {self.format} are read as a whole, and cannot be sharded among ranks")
 
 
 @dataclass(slots=True)
 class PackedTensors:
-    """The quantised and sparse weights of a checkpoint.
+    """The quantised and sparse weights that were found in a checkpoint.
 
     Attributes:
         found: The weights by name.
         unused: Names of stored tensors that are not needed, such as scales of activations.
-        mistakes: Messages about tensors that are missing or do not fit.
-        notices: Messages for the user.
+        mistakes: Error messages about tensors that are missing or do not fit.
+        notices: Notices for the user that are not errors.
     """
 
     found: dict[str, PackedTensor] = field(default_factory=dict)
@@ -136,20 +137,23 @@ class PackedTensors:
 
     @property
     def stored(self) -> set[str]:
-        """The names of all stored tensors that the found weights consist of."""
+        """Return the names of all stored tensors that the found weights consist of."""
         return {name for each in self.found.values() for name in each.stored}
 
     @property
     def mistake_lines(self) -> Iterator[str]:
-        """Yield the first messages of `mistakes`, and the number of further ones. Layers often repeat a mistake."""
+        """Yield the first NAMED messages of `mistakes`, and the number of further ones.
+
+        Layers often repeat a mistake.
+        """
         yield from self.mistakes[:NAMED]
         if more := len(self.mistakes[NAMED:]):
             yield f"{more} more quantised weights are as wrong"
 
     def add(self, name: str, packed: PackedTensor, tensors: Stored, fits: bool) -> None:
-        """Add a weight, and a message if its stored tensors do not fit.
+        """Add a weight to `found`. If its stored tensors do not fit, also add an error message to `mistakes`.
 
-        A weight that does not fit is added too, since its tensors would otherwise also be reported as unexpected.
+        A weight that does not fit is added too. Otherwise, its tensors would also be reported as unexpected.
 
         Args:
             name: The name of the weight.
@@ -164,10 +168,10 @@ class PackedTensors:
             self.mistakes.append(f"{told} are no weights of {packed.format} and their scales")
 
     def lacks(self, name: str, tensors: Stored, *needed: str) -> bool:
-        """Return True, and add a message, if any of the tensors `needed` is missing from the checkpoint.
+        """Return True, and add an error message, if any of the tensors `needed` is missing from the checkpoint.
 
         Args:
-            name: The quantised tensor that needs them, for the message.
+            name: The quantised tensor that needs the other tensors, for the message.
             tensors: All tensors of the checkpoint.
             needed: Names of tensors.
         """
@@ -177,14 +181,19 @@ class PackedTensors:
         return bool(missing)
 
     def unpacked_shapes(self, tensors: Stored) -> Iterator[tuple[str, Shape]]:
-        """Yield (name, shape) of the checkpoint's tensors, with dequantised weights instead of stored tensors."""
+        """Yield name and shape of a checkpoint's tensors, as if its weights were stored as floats.
+
+        Args:
+            tensors: All stored tensors by name. Those that belong to quantised or sparse weights are replaced by the
+                weights.
+        """
         stored = self.stored
         yield from ((name, tensor.info.shape) for name, tensor in tensors.items() if name not in stored)
         yield from ((name, each.shape) for name, each in self.found.items())
 
 
 class StoredFormat(ABC):
-    """A quantisation format, as config.json states it. It finds the weights that are stored in this format."""
+    """A quantisation format that config.json names. It finds the weights that are stored in this format."""
 
     @abstractmethod
     def find(self, tensors: Stored) -> PackedTensors:
@@ -196,10 +205,10 @@ class StoredFormat(ABC):
 
 
 class QweightFormat(StoredFormat):
-    """A format that stores a module's weight as tensors `qweight`, `scales` and `qzeros`."""
+    """A format that stores each quantised weight as tensors `qweight`, `scales` and `qzeros` (AWQ, GPTQ)."""
 
     def find(self, tensors: Stored) -> PackedTensors:
-        """Return the weights of all modules that have a tensor `qweight`."""
+        """Return the quantised weights of all modules that have a tensor `qweight`."""
         packed = PackedTensors()
         for name in tensors:
             if name.endswith(".qweight"):
@@ -208,18 +217,24 @@ class QweightFormat(StoredFormat):
 
     @abstractmethod
     def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
-        """Add the weight of a module to `packed`, or a message if its tensors do not fit. `module` ends with a dot."""
+        """Add the weight of a module, whose name ends with a dot, to `packed`.
+
+        Add an error message if its tensors do not fit.
+        """
 
 
 def wrong_group(group: object) -> list[str]:
-    """Return a message if `group_size` of config.json is neither a positive integer nor -1; otherwise an empty list."""
+    """Return an error message if `group_size` of config.json is neither a positive integer nor -1.
+
+    Returns [] if it is valid.
+    """
     if type(group) is int and (group == -1 or group > 0):
         return []
     return [f"group_size is {shown(group)}; wanted a number above 0, or -1 for all inputs"]
 
 
 def int4_form(group: int, whole_zeros: bool = True) -> WeightForm | None:
-    """Return the form of int4 weights, or None if operators do not support groups of `group` inputs.
+    """Return the form in which operators use int4 weights; None if they do not support groups of this size.
 
     Args:
         group: Number of inputs that share a scale.
@@ -230,15 +245,15 @@ def int4_form(group: int, whole_zeros: bool = True) -> WeightForm | None:
 
 
 def slice_of(span: Span, unit: int, what: str) -> slice:
-    """Return the slice of words or scales for a range of outputs or inputs.
+    """Return the slice of words or scales that belong to a range of outputs or inputs.
 
     Args:
-        span: The first value and the one after the last.
-        unit: Number of values per word or scale.
+        span: First output or input, and end (exclusive).
+        unit: Number of outputs or inputs per word or scale.
         what: "outputs" or "inputs", for the message.
 
     Raises:
-        CannotSplit: If the range does not begin and end at a multiple of `unit`.
+        CannotSplit: The range does not begin and end at a multiple of `unit`.
     """
     first, end = span
     if first % unit or end % unit:
@@ -249,12 +264,12 @@ def slice_of(span: Span, unit: int, what: str) -> slice:
 
 
 class InputCut(NamedTuple):
-    """A range of a weight's inputs.
+    """The parts of a weight's stored tensors that belong to a range of its inputs.
 
     Attributes:
-        group: Number of inputs that share a scale.
-        groups: The slice of the scales of these inputs.
-        words: The slice of the words of these inputs.
+        group: Number of inputs in the range that share a scale.
+        groups: The slice of scales.
+        words: The slice of words with quantised values.
     """
 
     group: int
@@ -263,16 +278,16 @@ class InputCut(NamedTuple):
 
 
 def cut_inputs(inputs: Span, count: int, group: int, held: int) -> InputCut:
-    """Return the slices of scales and words for a range of inputs.
+    """Return the slices of scales and words that belong to a range of inputs.
 
     Args:
-        inputs: The first input and the one after the last.
-        count: The number of all inputs. If they share one scale, the range has that scale.
-        group: The number of inputs that share a scale.
+        inputs: First input, and end (exclusive).
+        count: The number of all inputs of the weight.
+        group: The number of inputs that share a scale. If it is all inputs, the range keeps that scale.
         held: The number of inputs per word.
 
     Raises:
-        CannotSplit: If the range would divide a group or a word.
+        CannotSplit: The range begins or ends within a group or a word.
     """
     one, whole = group >= count, inputs == (0, count)
     group = inputs[1] - inputs[0] if one else group
@@ -284,12 +299,12 @@ def words_of(outputs: Span, held: int, count: int) -> slice:
     """Return the slice of words that hold the zero points of a range of outputs. The last word may not be full.
 
     Args:
-        outputs: The first output and the one after the last.
+        outputs: First output, and end (exclusive).
         held: Number of zero points per word.
-        count: The number of all outputs.
+        count: The number of all outputs of the weight.
 
     Raises:
-        CannotSplit: If the range would divide a word.
+        CannotSplit: The range begins or ends within a word.
     """
     if outputs[1] < count:
         return slice_of(outputs, held, "outputs")
@@ -297,12 +312,12 @@ def words_of(outputs: Span, held: int, count: int) -> slice:
 
 
 def is_float(tensor: StoredTensor) -> bool:
-    """Return True if a tensor has a float dtype that scales may have."""
+    """Return True if a tensor is stored in a float dtype that scales of weights may have."""
     return tensor.info.dtype in FLOAT_DTYPES
 
 
 def are_groups(tensors: Stored, name: str, inputs: int, number: int) -> bool:
-    """Return True if a tensor is int32 (inputs,) and holds a group from 0 to number - 1 for each input.
+    """Return True if a tensor is int32 (inputs,) and assigns each input a group from 0 to number - 1.
 
     Args:
         tensors: All tensors of the checkpoint.

@@ -34,14 +34,14 @@ FORMATS: Mapping[str, Parse] = {
 
 
 def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
-    """Parse the quantisation format that config.json states.
+    """Return the quantisation format that config.json names.
 
     Args:
         raw: The contents of config.json.
-        mistakes: Receives messages if the format is unsupported or invalid.
+        mistakes: Receives error messages if the format is unsupported or invalid.
 
     Returns:
-        The format, or None if weights are floats or a message was added.
+        The format; None if weights are floats, or if a message was added.
     """
     stated = raw.get(QUANTIZATION) or _of_compression(raw.get(_COMPRESSION))
     if not stated:
@@ -65,7 +65,7 @@ def stored_format(raw: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 
 def _of_compression(found: object) -> object:
-    """Return the `compression_config` of compressed-tensors before 2024 with the missing `quant_method` added."""
+    # compressed-tensors before 2024 omits the quant_method
     return (
         {"quant_method": compressed.NAME, STATED_IN: _COMPRESSION, **found}
         if isinstance(found, Mapping)
@@ -74,5 +74,10 @@ def _of_compression(found: object) -> object:
 
 
 def packed_tensors(stored: StoredFormat | None, tensors: Stored) -> PackedTensors:
-    """Return the weights among a checkpoint's tensors that are stored in a format; none if the format is None."""
+    """Return the weights among a checkpoint's tensors that are stored in a quantised or sparse format.
+
+    Args:
+        stored: The format. None: all weights are floats, and the result is empty.
+        tensors: The stored tensors by name.
+    """
     return PackedTensors() if stored is None else stored.find(tensors)

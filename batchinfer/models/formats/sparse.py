@@ -31,14 +31,15 @@ _QUANTISED = ("F8_E4M3", "I8")
 def fill_masked(
     tensors: Stored, packed: PackedTensors
 ) -> tuple[dict[str, StoredTensor], dict[str, MaskedWeight]]:
-    """Replace the stored tensors of sparse weights by dense weights.
+    """Replace the stored tensors of sparse weights by entries for dense weights.
 
     Args:
         tensors: All tensors of the checkpoint.
-        packed: Receives messages about tensors with wrong shapes.
+        packed: Receives error messages about tensors with wrong shapes.
 
     Returns:
-        All tensors with the dense shapes of sparse weights instead of values and masks, and the sparse weights by name.
+        All tensors, with one entry of the dense shape per sparse weight instead of its values and mask; and the sparse
+        weights by name.
     """
     whole, found = dict(tensors), dict[str, MaskedWeight]()
     for name in tensors:
@@ -55,7 +56,6 @@ def fill_masked(
 
 
 def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight | None:
-    """Return a module's sparse weight, or None, with a message, if its tensors are missing or do not fit."""
     values, mask, shape, rows = (module + end for end in (_VALUES, _MASK, _SHAPE, _ROWS))
     if packed.lacks(values, tensors, mask, shape):
         return None
@@ -78,13 +78,12 @@ def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight
 
 @dataclass(frozen=True, slots=True)
 class MaskedWeight:
-    """A weight stored as its non-zero values and a bit mask of their positions (outputs, inputs / 8).
+    """How a sparse weight is stored: as its non-zero values, and a bit mask of their positions (outputs, inputs / 8).
 
     Attributes:
         shape: (outputs, inputs).
-        stored: The names of values, mask, shape and, if `half` is False, row offsets.
-        half: True if two of four adjacent inputs have a value; values are then (outputs, inputs / 2), otherwise one
-            row.
+        stored: The names of the tensors with the values, the mask, the shape and, if `half` is False, row offsets.
+        half: True if the weight is 2:4 sparse. Values are then (outputs, inputs / 2), and otherwise have one dimension.
     """
 
     shape: Shape
@@ -92,10 +91,13 @@ class MaskedWeight:
     half: bool
 
     def weight(self, read: Read) -> Tensor:
-        """Return the dense weight, (outputs, inputs), in the dtype of the stored values.
+        """Read the values and the mask, and return the dense weight, (outputs, inputs), in the dtype of the values.
+
+        Args:
+            read: Returns a stored tensor by name.
 
         Raises:
-            JobFileError: If the mask marks another number of values.
+            JobFileError: The mask does not fit the number of values.
         """
         import torch  # slow, and not needed to check a checkpoint
 
@@ -118,7 +120,11 @@ class MaskedWeight:
 
 @dataclass(frozen=True, slots=True)
 class SparseTensor(PackedTensor):
-    """A matrix of floats stored as its non-zero values and a bit mask."""
+    """A weight matrix of floats that is stored as its non-zero values and a bit mask.
+
+    Attributes:
+        masked: The values and the mask.
+    """
 
     format: ClassVar[str] = "sparse weights"
 
@@ -131,21 +137,30 @@ class SparseTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form of 2:4 sparse weights, or None if the mask is not 2:4 or the shape is unsupported."""
+        """Return the form in which operators can use the weight: 2:4 sparse.
+
+        None: it must be filled up with zeros, as the mask is not 2:4, or the shape is unsupported.
+        """
         return sparse_form(self.shape) if self.masked.half else None
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the values and insert zeros: (outputs, inputs), in the values' dtype; `index` is ignored."""
+        """Read the values and fill up zeros: (outputs, inputs), in the dtype of the values.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         return self.masked.weight(read)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseCodes(PackedTensor):
-    """A matrix of quantised values stored as its non-zero values and a bit mask.
+    """A weight matrix whose quantised values are stored as non-zero values and a bit mask.
 
     Attributes:
         masked: The values and the mask.
-        inner: The weight with dense values; its first stored tensor is replaced by the filled mask.
+        inner: The quantised weight as if its values were stored densely. Instead of its first stored tensor, the filled
+            up values are read.
     """
 
     format: ClassVar[str] = "sparse and quantised weights"
@@ -155,15 +170,28 @@ class SparseCodes(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators of the values with zeros added, or None if they must be dequantised."""
+        """Return the form in which operators can use the quantised values with zeros filled up.
+
+        None: they must be dequantised.
+        """
         return self.inner.form
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values, insert zeros according to the mask, and return the result with the scales."""
+        """Read the quantised values, fill up zeros, and return the dense quantised values with their scales.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         return self.inner.codes(self._filled(read), index)
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the values, insert zeros by the mask, and dequantise the result to float32 (outputs, inputs)."""
+        """Read the quantised values, fill up zeros, and dequantise the result to float32 (outputs, inputs).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         return self.inner.dequantize(self._filled(read), index)
 
     def _filled(self, read: Read) -> Read:
@@ -173,7 +201,7 @@ class SparseCodes(PackedTensor):
 
 @dataclass(frozen=True, slots=True)
 class DenseHalf(PackedTensor):
-    """A matrix of floats stored with its zeros: config.json states that they are two of each four inputs."""
+    """A 2:4 sparse weight matrix of floats that is stored with its zeros: two of each four inputs."""
 
     format: ClassVar[str] = "2:4 sparse weights"
 
@@ -186,16 +214,21 @@ class DenseHalf(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form of 2:4 sparse weights, or None if the shape is unsupported."""
+        """Return the form in which operators can use the weight: 2:4 sparse. None: its shape is unsupported."""
         return sparse_form(self.shape)
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Return the stored weight as it is; `index` is ignored."""
+        """Return the stored weight unchanged.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         return read(self.stored[0])
 
 
 def sparse_form(shape: Shape) -> WeightForm | None:
-    """Return the form of a 2:4 sparse weight, or None if GPUs have no products for its shape.
+    """Return the form in which operators use a 2:4 sparse weight; None if GPUs have no sparse product for its shape.
 
     Args:
         shape: (outputs, inputs).
@@ -204,12 +237,12 @@ def sparse_form(shape: Shape) -> WeightForm | None:
 
 
 def add_masked(packed: PackedTensors, masked: dict[str, MaskedWeight], whole: Stored) -> None:
-    """Add sparse weights to `packed`. Those that `packed` already has as quantised weights become `SparseCodes`.
+    """Add sparse weights to `packed`. Weights that `packed` already contains as quantised weights become `SparseCodes`.
 
     Args:
-        packed: The weights of the checkpoint, found among `whole`.
+        packed: The quantised weights of the checkpoint, which were found in `whole`.
         masked: The sparse weights by name, from `fill_masked`.
-        whole: All tensors, from `fill_masked`.
+        whole: All tensors by name, from `fill_masked`.
     """
     for name, each in masked.items():
         inner = packed.found.get(name)
@@ -227,7 +260,7 @@ def add_halves(packed: PackedTensors, tensors: Stored, modules: Collection[str])
     """Add the float weights of modules to `packed` as 2:4 sparse weights that are stored with their zeros.
 
     Args:
-        packed: The weights of the checkpoint found so far; weights that it has already are skipped.
+        packed: The weights of the checkpoint that were found so far. They are skipped.
         tensors: All tensors of the checkpoint.
         modules: Names of the modules.
     """
@@ -239,7 +272,12 @@ def add_halves(packed: PackedTensors, tensors: Stored, modules: Collection[str])
 
 
 def sparse_modules(tensors: Stored, left_out: Collection[str]) -> Iterator[str]:
-    """Yield the modules that have a matrix as their weight, except those in `left_out`."""
+    """Yield the names of the modules whose weight is a matrix, as only these may be sparse.
+
+    Args:
+        tensors: The stored tensors by name.
+        left_out: Names of modules to skip.
+    """
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if module != name and len(tensor.info.shape) == 2 and module not in left_out:

@@ -38,10 +38,19 @@ _PARTS = (_VALUES, _SCALES, _ZEROS, _SMOOTHED, "scale_and_zero", "per_tensor_sca
 
 
 class TorchaoFormat(StoredFormat):
-    """The format of torchao checkpoints. The header of a safetensors file names the class of each weight."""
+    """The format of torchao checkpoints, which finds their quantised weights.
+
+    The headers of the safetensors files name torchao's class of each weight.
+    """
 
     def find(self, tensors: Stored) -> PackedTensors:
-        """Return the quantised weights that the files' headers describe, and messages for tensors without one."""
+        """Return the quantised weights that the headers of the files describe.
+
+        A quantised tensor that no header describes adds an error message.
+
+        Args:
+            tensors: All tensors of the checkpoint by name.
+        """
         packed = PackedTensors()
         stated = _stated(tensors)
         for name, said in stated.items():
@@ -57,15 +66,15 @@ class TorchaoFormat(StoredFormat):
 
 
 def torchao_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat:
-    """Return the format of `quant_method: torchao`. Both arguments are ignored.
+    """Return the format for `quant_method: torchao`. Both arguments are ignored.
 
-    `quant_type` of config.json describes how torchao would quantise; the files' headers describe the stored weights.
+    `quant_type` of config.json describes how torchao would quantise. The headers of the safetensors files describe the
+    stored weights.
     """
     return TorchaoFormat()
 
 
 def _stated(tensors: Stored) -> dict[str, Mapping[str, Any]]:
-    """Return the descriptions of weights in the headers of the files, by the weights' names."""
     found: dict[str, Mapping[str, Any]] = {}
     for file in sorted({tensor.file for tensor in tensors.values()}):
         for name, text in read_metadata(file).items():
@@ -84,18 +93,18 @@ def _object(text: str) -> Mapping[str, Any] | None:
 
 
 def _start(name: str) -> str:
-    """Return the start of the names of a weight's stored tensors: "a.weight" → "a._weight_"."""
+    """Return the prefix of the names of a weight's stored tensors: "a._weight_" for "a.weight"."""
     module, _, leaf = name.rpartition(".")
     return f"{module}._{leaf}_"
 
 
 def _held(name: str, tensors: Stored) -> bool:
-    """Return True if any tensor of the weight is loaded: parts of a model may be left out."""
+    # Parts of a model that are not loaded have no tensors here
     return name in tensors or any(_start(name) + part in tensors for part in _PARTS)
 
 
 def _add(packed: PackedTensors, name: str, said: Mapping[str, Any], tensors: Stored) -> None:
-    """Add a quantised weight. Tensors of an unsupported weight become unused, so that they are reported once."""
+    # Tensors of an unsupported weight become unused, so they are reported only once
     kind, start, data = said.get("_type"), _start(name), said.get("_data")
     add = _CLASSES.get(kind) if isinstance(kind, str) else None
     if add is None:
@@ -111,7 +120,6 @@ def _add(packed: PackedTensors, name: str, said: Mapping[str, Any], tensors: Sto
 
 
 def _alone(data: Mapping[str, Any]) -> bool:
-    """Return True if activations must not be quantised."""
     return data.get("act_quant_kwargs") is None
 
 
@@ -140,11 +148,7 @@ def _add_intx(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors
 
 
 def _parts(name: str, tensors: Stored) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-    """Return the stored names of an int8 weight, the shape of its scales, and True if its tensors fit.
-
-    The names are values, scales and optionally zero points. torchao also stores zero points of symmetric weights; if
-    they are per output and all 0, they are left out.
-    """
+    # torchao also stores zero points of symmetric weights; those per output that are all 0 are left out
     values, scales, zeros = (_start(name) + part for part in (_VALUES, _SCALES, _ZEROS))
     info, lines = tensors[values].info, tensors[scales].info.shape
     right = info.dtype == "I8" and len(info.shape) == len(lines) == 2 and is_float(tensors[scales])
@@ -157,7 +161,7 @@ def _parts(name: str, tensors: Stored) -> tuple[tuple[str, ...], tuple[int, ...]
 
 
 def _all_zero(zeros: StoredTensor) -> bool:
-    """Return True if zero points are per output and all 0. Zero points of groups are too large to be read here."""
+    # Zero points of groups are too large to be read here
     return zeros.info.shape[-1:] == (1,) and not any(zeros.content())
 
 
@@ -184,10 +188,11 @@ _CLASSES: Mapping[str, Callable[[PackedTensors, str, Mapping[str, Any], Stored],
 
 @dataclass(frozen=True, slots=True)
 class IntxTensor(PackedTensor):
-    """A weight matrix (N outputs, K inputs) of one-byte integers, with scales and optional zero points (N, groups).
+    """A weight matrix (N outputs, K inputs) stored as bytes, with scales and optional zero points (N, groups).
 
     Attributes:
-        group: Number of inputs that share a scale if values have at most 4 bits, or 0 if they have more.
+        group: Number of inputs that share a scale, if values have at most 4 bits. 0: they have more, so they must be
+            dequantised.
     """
 
     format: ClassVar[str] = NAME
@@ -196,16 +201,29 @@ class IntxTensor(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 in groups, or None (dequantised) if they lack these bits or groups."""
+        """Return the form in which operators can use the stored values: int4 in groups.
+
+        None: they must be dequantised.
+        """
         return int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values as int8 (outputs, inputs), with scales and zero points (outputs, groups)."""
+        """Read the quantised values as int8 (outputs, inputs), with scales and zero points (outputs, groups).
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         values, scales, *zeros = map(read, self.stored)
         return Codes(values, scales.float(), zeros=zeros[0].float() if zeros else None)
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale."""
+        """Read the weight and dequantise it to float32 (outputs, inputs): (value - zero point) * scale.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         from batchinfer.models.formats.codes import apply_scales
 
         values, scales, *zeros = map(read, self.stored)
@@ -214,10 +232,10 @@ class IntxTensor(PackedTensor):
 
 @dataclass(frozen=True, slots=True)
 class TorchaoInt4(PackedTensor):
-    """A weight matrix (N outputs, K inputs) of 4-bit values from -8 to 7: weights are value * scale + offset.
+    """A weight matrix (N outputs, K inputs) stored as 4-bit values from -8 to 7. A weight is value * scale + offset.
 
-    The tensors in `stored` are values (N, K / 2), two per byte, the first in the lower bits, and scales and offsets
-    (groups, N).
+    Three tensors store it: values (N, K / 2), two per byte, the first in the lower bits; scales (groups, N); and
+    offsets (groups, N).
 
     Attributes:
         group: Number of inputs that share a scale and an offset.
@@ -229,14 +247,23 @@ class TorchaoInt4(PackedTensor):
 
     @property
     def form(self) -> WeightForm | None:
-        """Return the form for operators: int4 with fractional zero points, or None (dequantised)."""
+        """Return the form in which operators can use the stored values: int4 with fractional zero points.
+
+        None: they must be dequantised, as operators do not support groups of this size.
+        """
         return int4_form(self.group, whole_zeros=False)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read the values as int8 (outputs, inputs), with scales and fractional zero points (outputs, groups).
+        """Read the quantised values as int8 (outputs, inputs), with scales and zero points (outputs, groups).
 
-        A zero point is -offset / scale. A group with the scale 0 gets its offset as scale, the values 1 and the zero
-        point 0.
+        The zero points are fractional:
+
+        a zero point is -offset / scale. If the scale of a group is 0, all its weights are the offset. Such a group gets
+        the values 1, the offset as scale, and the zero point 0.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
         """
         values, scales, offsets = self._read(read)
         empty = scales == 0
@@ -246,13 +273,17 @@ class TorchaoInt4(PackedTensor):
         return Codes(values, lines, zeros=zeros)
 
     def dequantize(self, read: Read, index: int | None = None) -> Tensor:
-        """Read the weight and dequantise it to float32 (outputs, inputs): value * scale + offset."""
+        """Read the weight and dequantise it to float32 (outputs, inputs): value * scale + offset.
+
+        Args:
+            read: Returns a stored tensor by name.
+            index: Not used, as the weight is not a stack of matrices.
+        """
         values, scales, offsets = self._read(read)
         found = values.float().view(len(values), -1, self.group)
         return found.mul_(scales[..., None]).add_(offsets[..., None]).flatten(1)
 
     def _read(self, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the values (N, K) int8, and the scales and offsets (N, groups) float32."""
         import torch
 
         values, scales, offsets = map(read, self.stored)

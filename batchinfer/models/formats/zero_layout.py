@@ -21,12 +21,13 @@ Words = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class ZeroLayout:
-    """The layout of the zero points of a GPTQ checkpoint.
+    """How a GPTQ checkpoint stores zero points: unchanged, or with 1 subtracted.
 
     Attributes:
-        name: The layout that the zero points have, a key of LAYOUTS.
+        name: The layout of the stored zero points, a key of LAYOUTS.
         stated: The layout that the configuration states.
-        symmetric: True if the configuration states that every zero point is the middle of its range.
+        symmetric: True if the configuration states that the quantisation is symmetric: every zero point is the middle
+            of the range of values.
     """
 
     name: str
@@ -35,7 +36,7 @@ class ZeroLayout:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return a message for the user if zero points have another layout than the configuration states."""
+        """Return a notice for the user if zero points have another layout than the configuration states; () if not."""
         if self.name == self.stated:
             return ()
         return (
@@ -43,14 +44,22 @@ class ZeroLayout:
         )
 
     def subtracted(self, bits: int) -> int:
-        """Return the number that the layout's packers subtract from each int32 word of zero points of `bits` bits."""
+        """Return the number that is subtracted from each int32 word of zero points when it is stored.
+
+        Returns 0 for some layouts.
+
+        Args:
+            bits: Bits of a zero point.
+        """
         return LAYOUTS[self.name] * _ones(bits)
 
     def detect(self, zeros: StoredTensor, bits: int) -> ZeroLayout:
-        """Return the layout of a checkpoint's zero points, which the first one shows if they are symmetric.
+        """Return the layout that a checkpoint really uses for its zero points, as configurations may state a wrong one.
+
+        If they are symmetric, the first stored zero point shows the layout. Otherwise, the configuration is trusted.
 
         Args:
-            zeros: The `qzeros` of any module.
+            zeros: The `qzeros` tensor of any module.
             bits: Bits of a value of that module.
         """
         if not self.symmetric or zeros.info.dtype != "I32" or not zeros.info.nbytes:
@@ -60,10 +69,10 @@ class ZeroLayout:
         return replace(self, name=names[0]) if names else self
 
     def first_wrong_value(self, words: Words, bits: int, outputs: int) -> int | None:
-        """Return the first stored zero point that is not symmetric, though the configuration says so, or None.
+        """Return the first stored zero point that contradicts the configuration's claim of symmetry; None without any.
 
         Args:
-            words: The `qzeros`, (groups, words of outputs).
+            words: The content of a `qzeros` tensor, (groups, words of outputs).
             bits: Bits of a value.
             outputs: Number of outputs.
         """
@@ -80,17 +89,21 @@ class ZeroLayout:
         return int(words.flat[place]) >> shift & highest
 
     def expected_values(self, bits: int) -> Iterator[str]:
-        """Yield, for each layout, the stored value of a symmetric zero point and the layout's name: "7 (gptq)"."""
+        """Yield the stored value of a symmetric zero point in each layout, with the layout's name, such as "7 (gptq)".
+
+        Args:
+            bits: Bits of a value.
+        """
         yield from (f"{_middle(bits) - less} ({name})" for name, less in LAYOUTS.items())
 
     def is_misread(self, words: Words, bits: int, outputs: int) -> bool:
-        """Return True if older versions of batchinfer read another zero point from these words.
+        """Return True if older versions of batchinfer read a wrong zero point from these words.
 
-        They always read the stated layout, and added 1 to each value without a carry: a zero point of 0, which is
-        stored as the highest value, was read as the number above that.
+        They always assumed the stated layout, and added 1 to each stored value without a carry. So a zero point of 0,
+        which is stored as the highest value, was read as the highest value + 1.
 
         Args:
-            words: The `qzeros`, (groups, words of outputs).
+            words: The content of a `qzeros` tensor, (groups, words of outputs).
             bits: Bits of a value.
             outputs: Number of outputs.
         """
@@ -105,13 +118,13 @@ class ZeroLayout:
 
 
 def zero_words(zeros: StoredTensor) -> Words:
-    """Read a `qzeros` tensor, (groups, words of outputs)."""
+    """Return the content of a `qzeros` tensor, (groups, words of outputs), read from the file."""
     words: Words = np.frombuffer(zeros.content(), "<u4").reshape(zeros.info.shape)
     return words
 
 
 def _ones(bits: int) -> int:
-    """Return the word whose values are all 1."""
+    """Return the 32-bit word in which each value of this number of bits is 1."""
     return sum(1 << place for place in range(0, WORD_BITS, bits))
 
 
@@ -120,7 +133,12 @@ def _middle(bits: int) -> int:
 
 
 def _used(bits: int, outputs: int) -> Words:
-    """Return, for each word of outputs, the bits that hold a value: the last word may not be full."""
+    """Return, for each word of outputs, a mask of the bits that contain values. The last word may not be full.
+
+    Args:
+        bits: Bits of a value.
+        outputs: Number of outputs.
+    """
     held = WORD_BITS // bits
     used = np.full(-(-outputs // held), 2**WORD_BITS - 1, np.uint32)
     if rest := outputs % held:

@@ -54,17 +54,19 @@ _LARGEST = {"gemma2": 46, "gemma3": 62}
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A supported family as llama.cpp stores it.
+    """How llama.cpp stores the models of a supported family in GGUF files.
 
     Attributes:
         model_type: `model_type` of config.json.
         of: `architectures` of config.json.
-        names: Names of a layer's modules that differ from Llama's: the name in the file → the name in the family.
-        pairs: If True, the two rows of queries and keys that are rotated together are adjacent.
-        norms: An offset that the file has added to the weights of norms.
+        names: Per name of a layer's module in the file, its name in checkpoints of the family. Modules with Llama's
+            names are left out.
+        pairs: If True, the file stores the two rows of a query or key head that are rotated together next to each
+            other.
+        norms: The number that llama.cpp adds to the weights of norms when it writes a file.
         eps: The key of the norms' epsilon in the file, and in config.json.
-        adds: Returns configuration that only this family has.
-        joined: If True, the family stores the matrices of all experts in one tensor.
+        adds: Returns keys of config.json that only this family has.
+        joined: If True, checkpoints of the family store the matrices of all experts in one tensor.
     """
 
     model_type: str
@@ -77,7 +79,7 @@ class Architecture:
     joined: bool = False
 
     def module(self, name: str) -> str | None:
-        """Return the family's name for a module outside the layers, or None if it has none.
+        """Return the name in checkpoints of the family for a module outside of layers; None if it is unknown.
 
         Args:
             name: The name in the file, such as "token_embd".
@@ -85,9 +87,9 @@ class Architecture:
         return "lm_head" if name == "output" else f"model.{_TABLES[name]}" if name in _TABLES else None
 
     def layer_tensor(self, number: str, name: str, end: str) -> str | None:
-        """Return the family's name for a tensor of a layer, or None if it has none.
+        """Return the name in checkpoints of the family for a tensor of a layer; None if it is unknown.
 
-        If the tensor holds all experts, the name contains EXPERT instead of an expert's number.
+        If the tensor contains all experts, the name contains EXPERT instead of an expert's number.
 
         Args:
             number: The layer's number.
@@ -101,7 +103,10 @@ class Architecture:
 
 
 def architecture_of(model: GgufModel) -> Architecture | None:
-    """Return the model's architecture, or None if it is unsupported. A Mixtral is a Llama with experts."""
+    """Return how a GGUF file's model is stored, by its `general.architecture`; None if it is not supported.
+
+    A Llama with experts is a Mixtral.
+    """
     name = model.metadata.get("general.architecture")
     if name == "llama" and model.metadata.get("llama.expert_count"):
         return MIXTRAL
@@ -124,7 +129,7 @@ def _chosen(fields: Fields) -> dict[str, Any]:
 
 
 def _experts(fields: Fields, model: GgufModel, _: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a Qwen's experts. Files from before 2024-06 do not state the size of an expert."""
+    # Files from before 2024-06 do not state the size of an expert
     found = model.tensors.get("blk.0.ffn_gate_exps.weight")
     size = found.shape[1] if found is not None and len(found.shape) == 3 else None
     shared = fields.raw.get("expert_shared_feed_forward_length") or fields.raw.get("feed_forward_length")
@@ -150,7 +155,6 @@ def _gemma2(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict
 
 
 def _gemma3(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Gemma 3's windows and the rotation of layers with a window, which has no scaling."""
     return {
         "sliding_window": fields.integer("attention.sliding_window", 4096),
         "sliding_window_pattern": fields.integer("attention.sliding_window_pattern", 6),
@@ -161,7 +165,7 @@ def _gemma3(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict
 
 
 def _scalar(model: GgufModel, common: Mapping[str, Any]) -> int:
-    """Return the number whose square root divides scores: the head size, except in the largest models."""
+    # Scores are divided by the square root of the head size, except in the largest models
     if common["num_hidden_layers"] == _LARGEST[model.metadata["general.architecture"]]:
         return int(common["hidden_size"] // common["num_attention_heads"])
     return int(common["head_dim"])
@@ -198,7 +202,7 @@ def _cohere2(fields: Fields, _: GgufModel, __: Mapping[str, Any]) -> dict[str, A
 
 
 def _gpt_oss(fields: Fields, model: GgufModel, common: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of gpt-oss. Files do not state that its YaRN ramp is not rounded to whole dimensions."""
+    # Files do not state that the YaRN ramp of gpt-oss is not rounded to whole dimensions
     inner, scaling = (
         fields.integer("expert_feed_forward_length", common["intermediate_size"]),
         common["rope_scaling"],

@@ -25,10 +25,10 @@ _INSTEAD = (
 
 
 def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
-    """Return the model's architecture and the contents of an equivalent config.json.
+    """Return how a GGUF file's model is stored, and the contents of an equivalent config.json.
 
     Raises:
-        JobFileError: If the model is unsupported, with all reasons.
+        JobFileError: The model is not supported. The message lists all reasons.
     """
     known, name = architecture_of(model), model.metadata.get("general.architecture")
     if known is None:
@@ -51,7 +51,6 @@ def config_of(model: GgufModel) -> tuple[Architecture, dict[str, Any]]:
 
 
 def _stated(model: GgufModel, name: str) -> dict[str, Any]:
-    """Return the architecture's metadata. A list of equal numbers, one per layer, becomes one number."""
     start = f"{name}."
     found = {k.removeprefix(start): value for k, value in model.metadata.items() if k.startswith(start)}
     return {k: value[0] if _all_equal(value) else value for k, value in found.items()}
@@ -91,7 +90,7 @@ def _common(fields: Fields, model: GgufModel, known: Architecture) -> dict[str, 
 
 
 def _dtype(model: GgufModel) -> dict[str, str]:
-    """Return {"dtype": "bfloat16"} for a quantised file, whose float32 norms do not show the model's dtype; else {}."""
+    # A quantised file has float32 norms, which do not show the dtype of the model
     blocks = any(tensor.type.name not in FLOAT_DTYPES for tensor in model.tensors.values())
     return {"dtype": "bfloat16"} if blocks else {}
 
@@ -109,7 +108,7 @@ def _rope(fields: Fields, model: GgufModel, head: int) -> dict[str, Any]:
 
 
 def _scaling(fields: Fields, model: GgufModel) -> dict[str, Any]:
-    """Return `rope_scaling` of config.json. Llama 3's factors become LongRoPE factors for all lengths."""
+    # Llama 3's factors become LongRoPE factors for all lengths
     if FACTORS in model.tensors:
         factors = _floats(model, FACTORS)
         return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
@@ -133,17 +132,12 @@ def _scaling(fields: Fields, model: GgufModel) -> dict[str, Any]:
 
 
 def _old_scaling(fields: Fields) -> dict[str, Any]:
-    """Return the scaling of the rotation in the notation of files from 2023."""
+    # Files from 2023
     linear = fields.number("rope.scale_linear", 1.0)
     return {} if linear == 1.0 else {"rope_type": "linear", "factor": linear}
 
 
 def _floats(model: GgufModel, name: str) -> list[float]:
-    """Read a float32 tensor with one dimension.
-
-    Raises:
-        JobFileError: If the tensor has another type or shape.
-    """
     tensor = model.tensors[name]
     if tensor.type.name != "F32" or len(tensor.shape) != 1:
         told = f"{list(tensor.shape)} of {tensor.type.name}; wanted one dimension of F32"
@@ -155,7 +149,6 @@ def _floats(model: GgufModel, name: str) -> list[float]:
 
 
 def _tokens(model: GgufModel) -> Mapping[str, Any]:
-    """Return `bos_token_id` and `eos_token_id`, or {} if the file has no vocabulary."""
     vocabulary = vocabulary_of(model)
     if vocabulary is None:
         return {}

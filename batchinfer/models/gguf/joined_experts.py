@@ -17,7 +17,7 @@ _MATRICES = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 def part_of(tensor: GgufTensor, shape: tuple[int, ...], number: int = 0, parts: int = 1) -> StoredTensor:
-    """Return one of `parts` equal parts of a tensor, with its position in the file.
+    """Return the position in a GGUF file of one of `parts` equal parts of a tensor, such as one expert's matrix.
 
     Args:
         tensor: A tensor of a GGUF file.
@@ -31,20 +31,25 @@ def part_of(tensor: GgufTensor, shape: tuple[int, ...], number: int = 0, parts: 
 
 
 def is_joined(name: str) -> bool:
-    """Return True if a tensor with this name in a GGUF file is part of a tensor of `joined_experts`."""
+    """Return True if a tensor of a GGUF file belongs to a joined weight of experts, which `joined_experts` yields.
+
+    Args:
+        name: The name of the tensor in the file.
+    """
     return _NAME.fullmatch(name) is not None
 
 
 def joined_experts(
     tensors: Mapping[str, GgufTensor],
 ) -> Iterator[tuple[str, PackedTensor, dict[str, StoredTensor]]]:
-    """Yield the family's expert tensors that combine several tensors of a GGUF file.
+    """Yield the weights and biases of experts that a family stores in one tensor, and a GGUF file in several.
 
     Args:
         tensors: All tensors of the file by name.
 
     Yields:
-        (the family's name, the tensor, its stored parts by the names that the tensor reads them under).
+        The name in checkpoints of the family; the weight; and the positions of its parts in the file, by the names
+        under which the weight reads them.
     """
     numbers = sorted({int(found["number"]) for name in tensors if (found := _NAME.fullmatch(name))})
     for number in numbers:

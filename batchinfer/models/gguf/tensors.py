@@ -26,14 +26,14 @@ Stored = dict[str, StoredTensor]
 def stored_tensors(
     model: GgufModel, known: Architecture, config: Mapping[str, Any]
 ) -> tuple[Stored, dict[str, PackedTensor]]:
-    """Return the tensors of a GGUF file under the family's names.
+    """Return the tensors of a GGUF file under the names that checkpoints of the family use.
 
     A tensor of all experts becomes one tensor per expert. A tensor that the family does not know keeps its name.
 
     Args:
         model: The GGUF file.
-        known: Its architecture.
-        config: Its configuration, from `config_of`.
+        known: How the file's model is stored.
+        config: The model's configuration, from `config_of`.
 
     Returns:
         All tensors that are read, and the weights that must be dequantised, reordered or shifted after reading.
@@ -62,7 +62,6 @@ def stored_tensors(
 def _named_parts(
     known: Architecture, module: str, end: str, name: str, tensor: GgufTensor
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield (the family's name, position in the file) for a tensor, or for each expert's part of it."""
     found = _LAYER.fullmatch(module)
     if found:
         ours = known.layer_tensor(found["number"], found["module"], end)

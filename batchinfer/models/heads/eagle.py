@@ -30,17 +30,17 @@ _FINAL = "final_norm"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleWeights:
-    """The weights of an EAGLE-3 head, packed for its operators.
+    """The loaded weights of an EAGLE-3 draft head, packed for its operators.
 
     Args:
         stored: The folder of the head.
         ops: The operators.
         parts: The packed weights of the head's layer.
-        norms: The norm of input states, and the final norm, by name.
-        fuse: Computes a state from three hidden states of the target model.
+        norms: The norm of the previous token's state, and the final norm, by name.
+        fuse: Computes the state of a token from three hidden states of the target model.
         embedding: (vocab of the model, hidden). None: the embedding of the target model.
         head: The output layer. None: the output layer of the target model.
-        targets: (tokens of the head,) int64: the target model's id of each token of the head. None: ids are equal.
+        targets: (vocab of the head,) int64, the target model's id of each token of the head. None: ids are equal.
     """
 
     stored: StoredEagle
@@ -93,7 +93,12 @@ class EagleWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> EagleHead:
-        """Return the draft head on top of a target model, for sequences of up to `positions` tokens."""
+        """Return a draft head that is ready to draft, from these weights and a target model.
+
+        Args:
+            model: The target model, whose embedding and output layer are used if the head has none.
+            positions: The maximum length of a sequence, for the rotary table.
+        """
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
         rope = rope_table(layer.rotation, positions, self.norms[_FINAL].device)
@@ -107,14 +112,14 @@ class EagleWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagleHead:
-    """An EAGLE-3 head that is ready to draft tokens.
+    """An EAGLE-3 draft head on top of a target model, ready to draft tokens.
 
     Args:
         weights: The weights of the head.
         parts: The packed weights of the head's layer, with its rotary table.
         attention: The attention half of the layer.
-        embedding: (vocab of the model, hidden), of the head or the target model.
-        head: The output layer, of the head or the target model.
+        embedding: (vocab of the model, hidden), the embedding of the head or else of the target model.
+        head: The output layer of the head or else of the target model.
     """
 
     weights: EagleWeights
@@ -124,7 +129,7 @@ class EagleHead:
     head: Head
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of a step's tokens, (T, width).
+        """Compute the head's states of a step's T tokens, (T, width), from hidden states of the target model.
 
         Args:
             tapped: (T, hidden size of the model) each: the inputs of a low, a middle and a high layer of the model.
@@ -140,14 +145,14 @@ class EagleHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the states of tokens, (T, width), and write their K and V to the cache.
+        """Compute the head's states of T tokens, (T, width), and write the tokens' K and V to the cache.
 
         Args:
             token_ids: (T,) int64, the tokens.
-            states: (T, width), the state of the token before each of them.
+            states: (T, width), the state of the token that precedes each of these tokens.
             inputs: Positions and cache slots of the tokens.
             cache: The KV cache of the head's layer.
-            plan: The attention plan of the step.
+            plan: What `ops.plan_attention` returned for the step.
         """
         ops, layer, parts = self.weights.ops, self.weights.stored.spec.layers[0], self.parts
         embedded = self._apply_norm("input_norm", ops.embedding(token_ids, self.embedding))
@@ -159,11 +164,19 @@ class EagleHead:
         return feed_forward(ops, layer, parts, x, inputs) + residual
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return states after the head's final norm, (n, width), from results of `forward`, (n, width)."""
+        """Apply the head's final norm to states, (n, width).
+
+        Args:
+            hidden: (n, width), results of `forward`.
+        """
         return self._apply_norm(_FINAL, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of the next token, (n, vocab of the model); -inf for tokens that the head never proposes."""
+        """Return logits of the next token, (n, vocab of the model). Tokens that the head never proposes have -inf.
+
+        Args:
+            hidden: (n, width), results of `forward`.
+        """
         logits, targets = self.head(self.states(hidden)), self.weights.targets
         if targets is None:
             return logits
@@ -172,7 +185,11 @@ class EagleHead:
         return whole
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the most likely next token as the target model's id, (n,); NO_TOKEN for rows that are not finite."""
+        """Return the most likely next token, (n,), as the target model's id; NO_TOKEN for rows that are not finite.
+
+        Args:
+            hidden: (n, width), results of `forward`.
+        """
         tokens, targets = self.head.argmax(self.states(hidden)), self.weights.targets
         return tokens if targets is None else torch.where(tokens < 0, tokens, targets[tokens.clamp(min=0)])
 

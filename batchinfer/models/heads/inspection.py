@@ -19,7 +19,7 @@ def inspect_heads(path: Path, checkpoint: Checkpoint) -> StoredHeads:
     """Detect the kind of draft heads in a folder, and check that they fit a target model, without loading them.
 
     Args:
-        path: The folder. The folder of the target model itself means its MTP layer.
+        path: The folder of the draft heads. If it is the folder of the target model, its MTP layer is used.
         checkpoint: The target model.
 
     Raises:

@@ -12,14 +12,15 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 
 
 class LayerHead(Protocol):
-    """A draft head with a decoder layer (EAGLE or MTP), which drafts one token after the other.
+    """A draft head with a decoder layer (EAGLE or MTP), which drafts tokens sequentially.
 
-    It computes a state per token, (width,), from the state of the previous token and the token's embedding. A state
-    yields the logits of the next token. The first states are computed from hidden states of the target model.
+    The head computes a state per token, (width,), from the embedding of the token and the state of the token before it.
+    The state of a token yields the logits of the next token. States of tokens that the target model has computed come
+    from its hidden states.
     """
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Compute the states of a step's tokens, (T, width), from hidden states of the target model.
+        """Compute the head's states of a step's T tokens, (T, width), from hidden states of the target model.
 
         Args:
             tapped: (T, hidden size of the model) each: the inputs of the model's layers that the head reads.
@@ -34,31 +35,45 @@ class LayerHead(Protocol):
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the states of tokens, (T, width), and write their K and V to the cache.
+        """Compute the head's states of T tokens, (T, width), and write the tokens' K and V to the cache.
 
         Args:
             token_ids: (T,) int64, the tokens.
-            states: (T, width), the state of the token before each of them.
+            states: (T, width), the state of the token that precedes each of these tokens.
             inputs: Positions and cache slots of the tokens.
             cache: The KV cache of the head's layer.
-            plan: The attention plan of the step.
+            plan: What `ops.plan_attention` returned for the step.
         """
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return states after the head's final norm, (n, width), from results of `forward`, (n, width)."""
+        """Apply the head's final norm to states, (n, width).
+
+        Args:
+            hidden: (n, width), results of `forward`.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of the next token, (n, vocab) float32, from states (n, width).
+        """Return logits of the next token, (n, vocab) float32. Tokens that the head never proposes have -inf.
 
-        Tokens of the model that the head never proposes have -inf.
+        Args:
+            hidden: (n, width), results of `forward`.
         """
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the most likely next token, (n,) int64, from states (n, width); NO_TOKEN for non-finite rows."""
+        """Return the most likely next token, (n,) int64; NO_TOKEN for rows that are not finite.
+
+        Args:
+            hidden: (n, width), results of `forward`.
+        """
 
 
 class HeadWeights(Protocol):
-    """The loaded weights of a draft head with a decoder layer."""
+    """The loaded weights of a draft head with a decoder layer (EAGLE or MTP)."""
 
     def of(self, model: Decoder, positions: int) -> LayerHead:
-        """Return the draft head on top of a target model, for sequences of up to `positions` tokens."""
+        """Return a draft head that is ready to draft, from these weights and a target model.
+
+        Args:
+            model: The target model.
+            positions: The maximum length of a sequence, for the rotary table.
+        """

@@ -23,13 +23,13 @@ from batchinfer.models.ops.layers import DecoderLayer, LayerParts, Linear
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpWeights:
-    """The weights of an MTP layer, packed for its operators.
+    """The loaded weights of an MTP layer (multi-token prediction), packed for its operators.
 
     Args:
-        stored: The layer in its checkpoint.
+        stored: Where the layer is in its checkpoint.
         ops: The operators.
         parts: The packed weights of the decoder layer.
-        norms: The norms of embedding and state, and the final norm, by name.
+        norms: The norms of the token's embedding and of the previous token's state, and the final norm, by name.
         fuse: Computes the layer's input from the normed embedding and the normed state.
     """
 
@@ -44,7 +44,7 @@ class MtpWeights:
         """Load the weights of an MTP layer.
 
         Args:
-            stored: The layer in its checkpoint.
+            stored: Where the layer is in its checkpoint.
             ops: The operators for which the weights are packed.
             dtype: The dtype of the target model.
             device: The device of the target model.
@@ -59,7 +59,12 @@ class MtpWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> MtpHead:
-        """Return the MTP layer on top of its model, for sequences of up to `positions` tokens."""
+        """Return an MTP layer that is ready to draft, from these weights and its model.
+
+        Args:
+            model: The target model, whose embedding and output layer are used.
+            positions: The maximum length of a sequence, for the rotary table.
+        """
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
         rope = rope_table(layer.rotation, positions, self.norms[NORM].device)
@@ -68,9 +73,10 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpHead:
-    """An MTP layer that is ready to draft tokens.
+    """An MTP layer (multi-token prediction) on top of its model, ready to draft tokens.
 
-    As in SGLang, a state is the output of a final norm: of the model's, or of the layer's own.
+    As in SGLang, the state of a token is the output of a final norm: the model's norm if the model computed the token,
+    or else the norm of this layer.
 
     Args:
         weights: The weights of the layer.
@@ -83,7 +89,12 @@ class MtpHead:
     model: Decoder
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of a step's tokens, (T, hidden): `hidden` after the model's final norm."""
+        """Return the layer's states of a step's T tokens, (T, hidden): the model's output after its final norm.
+
+        Args:
+            tapped: Not used.
+            hidden: (T, hidden), the output of the model's last layer before the final norm.
+        """
         return self.model.states(hidden)
 
     def forward(
@@ -94,14 +105,14 @@ class MtpHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the states of tokens, (T, hidden), and write their K and V to the cache.
+        """Compute the layer's states of T tokens, (T, hidden), and write the tokens' K and V to the cache.
 
         Args:
             token_ids: (T,) int64, the tokens.
-            states: (T, hidden), the state of the token before each of them.
+            states: (T, hidden), the state of the token that precedes each of these tokens.
             inputs: Positions and cache slots of the tokens.
             cache: The KV cache of the layer.
-            plan: The attention plan of the step.
+            plan: What `ops.plan_attention` returned for the step.
         """
         embedded = self.weights.ops.embedding(token_ids, self.model.embedding)
         both = self._apply_norm(EMBEDDING_NORM, embedded), self._apply_norm(STATE_NORM, states)
@@ -109,15 +120,23 @@ class MtpHead:
         return self._apply_norm(NORM, x, residual)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return `hidden`: results of `forward` are normed already."""
+        """Return `hidden` unchanged, as the final norm is already applied to results of `forward`."""
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of the next token, (n, vocab), from states (n, hidden), by the model's output layer."""
+        """Return logits of the next token, (n, vocab), from the model's output layer.
+
+        Args:
+            hidden: (n, hidden), results of `forward`.
+        """
         return self.model.head(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the most likely next token, (n,), from states (n, hidden); NO_TOKEN for rows that are not finite."""
+        """Return the most likely next token, (n,); NO_TOKEN for rows that are not finite.
+
+        Args:
+            hidden: (n, hidden), results of `forward`.
+        """
         return self.model.head.argmax(hidden)
 
     def _apply_norm(self, name: str, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -38,16 +38,17 @@ _NESTED = "transformer_layer_config"  # key of the sizes of the layer in files o
 
 @dataclass(frozen=True, slots=True)
 class StoredEagle(StoredLayer):
-    """The folder of an EAGLE-3 head, checked to fit its target model.
+    """The folder of an EAGLE-3 draft head, checked to fit its target model but not loaded.
 
     Args:
         weights: The files of the head's weights.
-        layer: The head as a model with one layer, whose vocabulary is the tokens that the head proposes.
+        layer: The head as the spec of a model with one layer, whose vocabulary consists of the tokens that the head can
+            propose.
         states: The layers of the target model whose inputs the head reads.
         model_hidden: The hidden size of the target model.
         model_vocab: The vocabulary size of the target model.
         start: Prefix of the names of the layer's tensors.
-        offsets: If True, a tensor maps the tokens of the head to tokens of the model.
+        offsets: If True, the tensor d2t maps the tokens of the head to tokens of the target model.
         embedding: If True, the head has its own embedding, otherwise it uses the target model's.
         head: If True, the head has its own output layer, otherwise it uses the target model's.
         norms_residual: If True, the residual of the layer is the normed input state instead of the input state.
@@ -71,7 +72,10 @@ class StoredEagle(StoredLayer):
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the head as a model with one layer, whose vocabulary is the tokens that the head proposes."""
+        """Return the head as the spec of a model with one layer.
+
+        Its vocabulary has the tokens that the head can propose.
+        """
         return self.layer
 
     @property
@@ -91,7 +95,10 @@ class StoredEagle(StoredLayer):
         return itemsize * sum(map(math.prod, self.shapes().values()))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of a step of the head. Inputs of q, k and v are twice as wide as in other layers."""
+        """Return the FLOPs and memory traffic of a step of the head, with `itemsize` bytes per value.
+
+        The inputs of q, k and v are twice as wide as in other layers, as they include an embedding.
+        """
         found, hidden = model_cost(self.layer, itemsize), self.layer.hidden
         outputs = self.attention.q_width + 2 * self.attention.kv_width
         read = linear_cost(0, hidden, outputs, itemsize, itemsize)
@@ -130,7 +137,7 @@ NORMS = {
 def inspect_eagle(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredEagle:
     """Check that the folder of an EAGLE-3 head is complete and fits a target model, without loading the weights.
 
-    It may be in the format of SafeAILab, SpecForge, AngelSlim or vLLM's speculators.
+    The folder may have the format of SafeAILab, SpecForge, AngelSlim or vLLM's speculators.
 
     Args:
         folder: The folder.
@@ -212,16 +219,7 @@ def _spec(layer: LayerSpec, vocab: int, model: ModelSpec) -> ModelSpec:
 
 
 def _states(raw: Mapping[str, Any], layers: int, mistakes: list[str]) -> tuple[int, ...]:
-    """Return the layers of the target model whose inputs the head reads, ascending.
-
-    vLLM's key of config.json lists these layers. The key that SGLang reads, in eagle_config, lists the layers before
-    them.
-
-    Args:
-        raw: config.json of the head.
-        layers: The number of layers of the target model.
-        mistakes: Receives a message if the keys are invalid.
-    """
+    # SGLang's key in eagle_config lists the layers before those whose inputs are read; vLLM's key lists these
     stated, nested = raw.get(_STATED), raw.get("eagle_config")
     key, further = _STATED, 0
     if stated is None and isinstance(nested, dict):

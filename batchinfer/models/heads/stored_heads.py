@@ -18,7 +18,7 @@ CONFIG = "config.json"
 
 
 class StoredHeads(ABC):
-    """A folder of draft heads, checked to fit their target model, but not loaded."""
+    """A folder of draft heads that was checked to fit their target model, but is not loaded."""
 
     @property
     @abstractmethod
@@ -34,44 +34,61 @@ class StoredHeads(ABC):
         """
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that the heads add per token to the KV cache, with `itemsize` bytes per value."""
+        """Return the bytes that the heads add to the KV cache per token. Most heads add none, so the default is 0.
+
+        Args:
+            itemsize: Bytes of a value.
+        """
         return 0
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of the hidden states that the heads read for `rows` sampled rows (`itemsize` per value)."""
+        """Return the bytes of the hidden states that the heads read of the target model. The default is 0.
+
+        Args:
+            rows: The number of sampled rows, which have a hidden state each.
+            itemsize: Bytes of a value.
+        """
         return 0
 
 
 class StoredLayer(StoredHeads):
-    """A folder of a draft head with a decoder layer (EAGLE or MTP), which has its own KV cache.
+    """A folder of a draft head with a decoder layer (EAGLE or MTP) and its own KV cache, checked but not loaded.
 
-    For each token, the head reads a state that is computed from hidden states of the target model.
+    Per token, the KV cache also stores a state, which the head computes from hidden states of the target model.
     """
 
     @property
     @abstractmethod
     def spec(self) -> ModelSpec:
-        """Return the head as a model with one layer, whose vocabulary is the tokens that the head proposes."""
+        """Return the head as the spec of a model with one layer.
+
+        Its vocabulary has the tokens that the head can propose.
+        """
 
     @property
     @abstractmethod
     def tapped(self) -> tuple[int, ...]:
         """Return the numbers of the target model's layers whose inputs the head reads, ascending.
 
-        A number equal to the number of layers means the output of the last one.
+        A number that equals the number of layers means the output of the last layer.
         """
 
     @abstractmethod
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of a step of the head, with `itemsize` bytes per value."""
+        """Return the FLOPs and memory traffic of a step of the head, with `itemsize` bytes per value."""
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that the head adds per token to the KV cache: K, V and the state of the token."""
+        """Return the bytes that the head adds to the KV cache per token: K, V and the head's state of the token."""
         return self.cost(itemsize).kv_bytes(1) + self.spec.hidden * itemsize
 
 
 def heads_error(path: Path, *messages: str) -> JobFileError:
-    """Return the error of draft heads that cannot be used; its messages refer to drafts.heads of the job file."""
+    """Return the error for draft heads that cannot be used. Its messages refer to the key drafts.heads of the job file.
+
+    Args:
+        path: The folder of the heads.
+        messages: The errors.
+    """
     return JobFileError(str(path), [Mistake(WHERE, message) for message in messages])
 
 
@@ -84,7 +101,7 @@ def tensor_mistakes(
         expected: The expected shape of each tensor by name.
         tensors: The stored tensors by name.
         where: The name of the file, for messages.
-        kind: The kind of draft heads, for messages.
+        kind: The kind of draft heads, such as "Medusa head", for messages.
     """
     for name, shape in expected.items():
         info = tensors.get(name)

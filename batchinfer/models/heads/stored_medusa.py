@@ -24,12 +24,12 @@ _HEAD = re.compile(r"(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class StoredMedusa(StoredHeads):
-    """The folder of Medusa heads, checked to fit their target model.
+    """The folder of Medusa draft heads, checked to fit their target model but not loaded.
 
     Args:
         weights: The file of the heads' weights.
         count: The number of heads.
-        layers: Residual blocks per head.
+        layers: The number of residual blocks per head.
         hidden: The hidden size of the target model.
         vocab: The vocabulary size of the target model.
     """
@@ -55,11 +55,20 @@ class StoredMedusa(StoredHeads):
         return self.count * self.head_values * itemsize
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of the hidden states of `rows` sampled rows, with `itemsize` bytes per value."""
+        """Return the bytes of the hidden states of the target model that the heads read.
+
+        Args:
+            rows: The number of sampled rows, which have a hidden state each.
+            itemsize: Bytes of a value.
+        """
         return rows * self.hidden * itemsize
 
     def names(self, head: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of each tensor of the head with this number, as Medusa's published files name them."""
+        """Yield name and shape of each tensor of one head, as Medusa's published files name them.
+
+        Args:
+            head: The number of the head, from 0.
+        """
         hidden = self.hidden
         for layer in range(self.layers):
             yield f"{head}.{layer}.linear.weight", (hidden, hidden)
@@ -70,7 +79,7 @@ class StoredMedusa(StoredHeads):
 def inspect_medusa(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredMedusa:
     """Check that a folder of Medusa heads is complete and fits a target model, without loading the weights.
 
-    The number of heads comes from the weights: published configurations of five heads state two.
+    The number of heads is read from the weights, as published configurations of five heads state two.
 
     Args:
         folder: The folder.

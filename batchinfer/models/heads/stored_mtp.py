@@ -33,10 +33,13 @@ _TABLES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the mo
 
 @dataclass(frozen=True, slots=True)
 class StoredMtp(StoredLayer):
-    """The MTP layer (multi-token prediction) of a checkpoint, which uses the embedding and the head of the model.
+    """The MTP layer (multi-token prediction) of a checkpoint, checked but not loaded.
+
+    It uses the embedding and output layer of the model.
 
     Args:
-        checkpoint: The checkpoint, with the MTP layer as last layer of its spec, and its tensors only.
+        checkpoint: The checkpoint. The MTP layer is the last layer of its spec, and its tensors are only the tensors of
+            this layer.
         start: Prefix of the names of the layer's tensors.
         tapped: Always (): the layer reads the output of the model's final norm, not the inputs of layers.
     """
@@ -53,12 +56,12 @@ class StoredMtp(StoredLayer):
 
     @property
     def index(self) -> int:
-        """Return the number of the MTP layer, which follows the model's last layer."""
+        """Return the number of the MTP layer, which is the number of layers of the model."""
         return len(self.checkpoint.spec.layers) - 1
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the model with the MTP layer as its only layer."""
+        """Return the spec of a model whose only layer is the MTP layer."""
         whole = self.checkpoint.spec
         return replace(whole, layers=whole.layers[-1:])
 
@@ -69,7 +72,7 @@ class StoredMtp(StoredLayer):
         return itemsize * (own + sum(map(math.prod, _around(hidden).values())))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the cost of a step of the MTP layer, with `itemsize` bytes per value."""
+        """Return the FLOPs and memory traffic of a step of the MTP layer, with `itemsize` bytes per value."""
         found, hidden = model_cost(self.spec, itemsize), self.spec.hidden
         read = linear_cost(0, 2 * hidden, hidden, itemsize, itemsize)
         each = linear_cost(1, 2 * hidden, hidden, itemsize, itemsize) - read
@@ -77,7 +80,11 @@ class StoredMtp(StoredLayer):
 
 
 def _around(hidden: int) -> dict[str, Shape]:
-    """Return name (without prefix) and shape of the MTP layer's tensors that an ordinary layer does not have."""
+    """Return name (without prefix) and shape of the MTP layer's tensors that other layers do not have.
+
+    Args:
+        hidden: The hidden size of the model.
+    """
     norms = {f"{name}.weight": (hidden,) for name in (EMBEDDING_NORM, STATE_NORM, NORM)}
     return {f"{FUSE}.weight": (hidden, 2 * hidden), **norms}
 
@@ -116,7 +123,6 @@ def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
 
 
 def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
-    """Yield an error message for each tensor of the MTP layer that is missing, unknown, or of a wrong shape."""
     whole, hidden = layer.checkpoint, layer.spec.hidden
     expected = {**layer_shapes(whole.spec, layer.index, whole.prefixes)}
     around = _around(hidden) | {
