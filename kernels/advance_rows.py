@@ -15,10 +15,11 @@ class StepRows(NamedTuple):
 
     Attributes:
         tables: (rows, blocks) int32, the block table of each sequence.
-        block_size: tokens of a block.
+        block_size: number of tokens of a block.
         slots: (rows,) int64, the slot of each sequence's newest token: block * block_size + offset.
-        contexts: (rows,) int32, the tokens of each sequence up to the newest one; None if the step does not read them.
-        token_ids: (rows,) int64, the newest token. None if another cache group has this tensor and advances it.
+        contexts: (rows,) int32, the number of tokens of each sequence, the newest one included; None if the step does
+            not read them.
+        token_ids: (rows,) int64, the newest token. None if `advance_rows` changes this tensor for another cache group.
         positions: (rows,) int64, the position of the newest token; None as for `token_ids`.
     """
 
@@ -31,7 +32,7 @@ class StepRows(NamedTuple):
 
 
 def check_advance_rows(tokens: Tensor, firsts: Tensor, repeats: Tensor, kept: StepRows) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `advance_rows_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `advance_rows_reference` accepts."""
     rows, tables = len(tokens), kept.tables
     wanted = {"tokens": torch.int64, "firsts": torch.int32, "repeats": torch.int32}
     for (name, dtype), one in zip(wanted.items(), (tokens, firsts, repeats), strict=True):
@@ -48,17 +49,19 @@ def check_advance_rows(tokens: Tensor, firsts: Tensor, repeats: Tensor, kept: St
 def advance_rows_reference(
     tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
 ) -> None:
-    """Write the inputs of one decode step of a multi-step launch into `kept`, for n sequences.
+    """Write the inputs of one decode step for n sequences into `kept`.
+
+    The step is one of several that are launched together; it reads tokens that the host has not seen.
 
     `kept.positions` must hold the positions of the previous step; they are incremented.
 
     Args:
         tokens: (n,) int64, the tokens that the previous step sampled. A negative value means no token and becomes 0.
-        step: number of the step, counted from 0. All earlier steps have run.
-        firsts: (n,) int32, the context length of each sequence in step 0.
-        repeats: (n,) int32, the number of steps in which each sequence has a token. In later steps it runs at its last
-            position again, and its output must be ignored.
-        kept: tensors that are changed in place.
+        step: index of the step in the launch, from 0. All earlier steps have run.
+        firsts: (n,) int32, the number of tokens of each sequence in step 0, the newest one included.
+        repeats: (n,) int32, the number of steps that each sequence needs. In later steps it runs at its last position
+            again, and its output must be ignored.
+        kept: the tensors that the step reads; changed in place.
 
     Raises:
         ValueError: If shapes or dtypes do not match.

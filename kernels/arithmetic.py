@@ -39,10 +39,10 @@ class WeightForm:
 
     Attributes:
         codes: format of the values.
-        scales: what shares a scale: all inputs of an output ("channel"), a block of outputs and inputs ("block"), or
-            `group` inputs of an output ("group").
+        scales: which values share a scale: all inputs of an output ("channel"), a block of outputs and inputs
+            ("block"), or `group` inputs of an output ("group").
         stored: True if the checkpoint holds the values in this format; False if they are quantised when loaded.
-        group: inputs that share a scale, for `scales` "group".
+        group: number of inputs that share a scale, for `scales` "group".
         whole_zeros: True if zero points, if any, are integers.
     """
 
@@ -58,13 +58,13 @@ class WeightForm:
         return self.codes != "sparse"
 
     def value_bytes(self, itemsize: int) -> float:
-        """Return the memory of the weight per value of the unpacked matrix, in bytes, scales of groups included.
+        """Return the bytes that the weight takes per value of the unpacked matrix.
 
-        A sparse weight stores half of the values, with two bits for the position of each. Scales per output or block
-        are not counted.
+        The scales of groups are counted, the scales of outputs and blocks are not. A sparse weight stores half of the
+        values, with two bits for the position of each.
 
         Args:
-            itemsize: bytes of a value that is not quantised.
+            itemsize: bytes per value that is not quantised.
         """
         if self.codes == "sparse":
             return itemsize / 2 + 1 / 8

@@ -22,14 +22,14 @@ GROUP = 128  # inputs that share a scale, in activations and weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A float8 weight with one scale per block, or the weights of E experts. N and K are outputs and inputs.
+    """A float8 weight with one scale per block of the matrix, or such weights of E experts.
 
-    Because `lines` maps outputs to scales, weights can be stacked or sliced at any output, whatever their block size.
+    A block is some outputs × 128 inputs. `lines` maps outputs to blocks, so weights can be stacked or sliced at any
+    output.
 
     Attributes:
-        codes: (N, K) float8_e4m3fn, or (E, N, K).
-        scales: (S, ceil(K / 128)) float32, one column per group of 128 inputs, or (E, S, ceil(K / 128)). S is the
-            number of blocks of outputs.
+        codes: (N, K) float8_e4m3fn, N outputs and K inputs; with experts (E, N, K).
+        scales: (S, ceil(K / 128)) float32, for S blocks of outputs; with experts (E, S, ceil(K / 128)).
         lines: (N,) int32, the row of `scales` that each output uses.
     """
 
@@ -41,7 +41,7 @@ class BlockWeight:
 def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise x (T, K) to float8_e4m3fn with one scale per row and group of 128 inputs.
 
-    Each group is quantised as a row of `quantize_rows_fp8`; the last group may be shorter.
+    The last group may be shorter. `quantize_rows_fp8` states how values are rounded.
 
     Returns:
         Values (T, K) float8_e4m3fn and scales (ceil(K / 128), T) float32.
@@ -59,8 +59,8 @@ def block_lines(outputs: int, rows: int, device: torch.device) -> Tensor:
     """Return `BlockWeight.lines` for blocks of equal height: (outputs,) int32, equal to output // rows.
 
     Args:
-        outputs: outputs of the weight.
-        rows: outputs that share a scale.
+        outputs: number of outputs of the weight.
+        rows: number of outputs of a block, which share a scale.
         device: device of the result.
     """
     return torch.arange(outputs, dtype=torch.int32, device=device) // rows
@@ -76,13 +76,13 @@ def block_fp8_matmul_reference(
 ) -> Tensor:
     """Return x W^T + bias for a float8 weight with one scale per block: (T, N), or (T, N / 2) with an activation.
 
-    x is quantised per row and group of 128 inputs. The float32 product of each group is multiplied by the scales of row
-    and block, and the groups are added up in order in float32.
+    x is quantised to float8 per row and group of 128 inputs. The product of each group is multiplied by its scales of x
+    and of the weight, and the groups are added in order, all in float32.
 
     Args:
         x: (T, K) floats.
         weight: the weight, with N outputs and K inputs.
-        bias: (N,), or None.
+        bias: (N,) floats, or None.
         out_dtype: dtype of the result, x's by default.
         activation: gated activation of the result, or None; see `matmul_reference`.
     """
@@ -94,7 +94,6 @@ def block_fp8_matmul_reference(
 
 
 def _scaled_products(x: Tensor, weight: BlockWeight) -> Iterator[Tensor]:
-    """Yield x W^T of each group of 128 inputs, scaled: (T, N) float32."""
     rows, row_scales = quantize_groups_fp8(x)
     wide = (rows.float(), weight.codes.float())
     scales = weight.scales[weight.lines.long()]
@@ -109,7 +108,7 @@ def check_block_fp8_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `block_fp8_matmul_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `block_fp8_matmul_reference` accepts."""
     check_matmul(x, weight.codes.shape, bias, out_dtype, activation)
     check_blocks(weight)
 

@@ -9,7 +9,7 @@ FIELDS = 4  # of a part: source block, target block, and the offsets [first, end
 
 
 def check_copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `copy_parts_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `copy_parts_reference` accepts."""
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
         raise ValueError(f"caches are {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
     if parts.dim() != 2 or parts.shape[1] != FIELDS or parts.dtype != torch.int64:
@@ -22,8 +22,8 @@ def copy_parts_reference(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> Non
     Args:
         k_cache: (blocks, kv_heads, block_size, D) of any dtype, D values per head.
         v_cache: as k_cache; may be the same tensor.
-        parts: (n, 4) int64, one copy per row: source block, target block, first, end. A slot that one copy writes must
-            not be read or written by another copy.
+        parts: (n, 4) int64, one copy per row: source block, target block, first offset, end offset (exclusive). A slot
+            that one copy writes must not be read or written by another copy.
 
     Raises:
         ValueError: If shapes or dtypes do not match.

@@ -23,7 +23,7 @@ class Peaks:
     Attributes:
         flops_per_s: operations per second in the dtype of the run.
         bytes_per_s: memory bandwidth.
-        coded_ops_per_s: operations per second on quantised int8 or fp8 values; None: `flops_per_s`.
+        coded_ops_per_s: operations per second on quantised int8 or fp8 values; None: as `flops_per_s`.
     """
 
     flops_per_s: float
@@ -70,7 +70,7 @@ class Cost:
         return Cost(self.flops * times, self.bytes * times, self.coded_ops * times)
 
     def seconds(self, peaks: Peaks) -> float:
-        """Return the roofline time of this cost: the larger of compute time and memory time.
+        """Return the roofline time of this cost: the larger of compute time and memory time, in seconds.
 
         Quantised and floating-point operations share execution units, so their times add up.
         """
@@ -80,7 +80,13 @@ class Cost:
 
 
 def embedding_cost(tokens: int, hidden: int, itemsize: int) -> Cost:
-    """Return the cost of copying one row of the embedding table per token: `hidden` values of `itemsize` bytes."""
+    """Return the cost of looking up tokens in the embedding table.
+
+    Args:
+        tokens: number of tokens.
+        hidden: number of values of a row of the table, which is copied for each token.
+        itemsize: bytes per value.
+    """
     return Cost(0, 2 * tokens * hidden * itemsize)
 
 
@@ -88,11 +94,11 @@ def linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, weight_it
     """Return the cost of y = x W^T for `tokens` rows of x.
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
-        itemsize: bytes of an activation.
-        weight_itemsize: bytes of a weight; each is read once for all rows.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per activation value.
+        weight_itemsize: bytes per weight; each is read once for all rows.
     """
     moved = itemsize * tokens * (inputs + outputs) + weight_itemsize * inputs * outputs
     return Cost(2 * tokens * inputs * outputs, moved)
@@ -104,9 +110,9 @@ def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) ->
     Each stored value has two bits for its position.
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
         itemsize: bytes of an activation and of a weight.
     """
     kept = inputs * outputs // 2
@@ -117,14 +123,14 @@ def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) ->
 def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
     """Return the cost of a linear layer with an int8 weight and activations that are quantised to int8 per row.
 
-    Quantising takes 3 operations per value and 2 per row, scaling takes 2 per sum. The quantised activations are
-    assumed to stay in the processor's cache and cost no bytes.
+    Quantising takes 3 operations per value and 2 per row, scaling takes 2 per output value. The quantised activations
+    are assumed to stay in the processor's cache and cost no bytes.
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight; each has a float32 scale.
-        itemsize: bytes of an activation that is not quantised.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight; each has a float32 scale.
+        itemsize: bytes per activation value before quantisation.
     """
     products = 2 * tokens * inputs * outputs
     moved = itemsize * tokens * (inputs + outputs) + inputs * outputs + 4 * outputs
@@ -134,14 +140,14 @@ def quantized_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int)
 def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, group: int) -> Cost:
     """Return the cost of a linear layer with an int4 weight and activations that are quantised to int8 per row.
 
-    It is that of `quantized_linear_cost`, plus a multiplication and an addition for the sum of each group of inputs.
+    This is the cost of `quantized_linear_cost`, plus a multiplication and an addition for each group of inputs.
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
-        itemsize: bytes of an activation that is not quantised.
-        group: inputs of an output that share a float32 scale.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per activation value before quantisation.
+        group: number of inputs of an output that share a float32 scale.
     """
     groups = -(-inputs // group)
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
@@ -150,16 +156,16 @@ def int4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int, grou
 
 
 def fp8_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> Cost:
-    """Return the cost of a linear layer with a float8_e4m3fn weight and activations that are quantised to it per row.
+    """Return the cost of a linear layer with a float8_e4m3fn weight and activations quantised to float8 per row.
 
-    The cost is `quantized_linear_cost`, plus a clamp per value. No operation counts as `Cost.coded_ops`, so
+    This is the cost of `quantized_linear_cost`, plus a clamp per value. No operation counts as `Cost.coded_ops`, so
     `Peaks.flops_per_s` must be the peak of fp8.
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
-        itemsize: bytes of an activation that is not quantised.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per activation value before quantisation.
     """
     cost = quantized_linear_cost(tokens, inputs, outputs, itemsize)
     return Cost(cost.flops + tokens * inputs, cost.bytes)
@@ -170,15 +176,15 @@ def block_fp8_linear_cost(
 ) -> Cost:
     """Return the cost of a linear layer with a float8_e4m3fn weight that has one scale per block.
 
-    Activations are quantised per row and group of inputs (2 divisions each). The sum of a group is multiplied by the
-    product of two scales and added (3 operations).
+    Activations are quantised per row and group of inputs (2 divisions per group). The product of a group is scaled and
+    added (3 operations per output value).
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
-        itemsize: bytes of an activation that is not quantised.
-        block: (outputs, inputs) that share a scale.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per activation value before quantisation.
+        block: numbers of outputs and inputs that share a scale.
     """
     groups, blocks = -(-inputs // block[1]), -(-outputs // block[0])
     products = 2 * tokens * inputs * outputs
@@ -198,13 +204,13 @@ def grouped_linear_cost(
     """Return the cost of a linear layer in which each row uses the weight of one expert.
 
     Args:
-        rows: rows of the product.
-        hit: experts that have rows; only their weights are read.
-        inputs: inputs of a weight.
-        outputs: outputs of a weight.
-        itemsize: bytes of an activation.
-        weight_itemsize: bytes of a weight.
-        tokens: number of distinct rows of x, `rows` by default.
+        rows: number of rows of the product: tokens × experts per token.
+        hit: number of experts that have rows; only their weights are read.
+        inputs: number of inputs of a weight.
+        outputs: number of outputs of a weight.
+        itemsize: bytes per activation value.
+        weight_itemsize: bytes per weight.
+        tokens: number of distinct rows of x, which are read once. `rows` by default.
     """
     moved = itemsize * ((rows if tokens is None else tokens) * inputs + rows * outputs)
     return Cost(2 * rows * inputs * outputs, moved + weight_itemsize * hit * inputs * outputs)
@@ -216,11 +222,11 @@ def quantized_grouped_linear_cost(
     """Return the cost of a linear layer in which each row uses the int8 weight of one expert.
 
     Args:
-        rows: rows of the product; each is quantised to int8.
-        hit: experts that have rows; only their weights are read.
-        inputs: inputs of a weight.
-        outputs: outputs of a weight.
-        itemsize: bytes of an activation that is not quantised.
+        rows: number of rows of the product; each is quantised to int8.
+        hit: number of experts that have rows; only their weights are read.
+        inputs: number of inputs of a weight.
+        outputs: number of outputs of a weight.
+        itemsize: bytes per activation value before quantisation.
         tokens: number of distinct rows of x, `rows` by default.
     """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
@@ -243,12 +249,12 @@ def int4_grouped_linear_cost(
     """Return the cost of `grouped_linear_cost` for int4 weights that have a scale per output and group of inputs.
 
     Args:
-        rows: rows of the product.
-        hit: experts that have rows.
-        inputs: inputs of a weight.
-        outputs: outputs of a weight.
-        itemsize: bytes of an activation.
-        group: inputs that share a scale.
+        rows: number of rows of the product.
+        hit: number of experts that have rows.
+        inputs: number of inputs of a weight.
+        outputs: number of outputs of a weight.
+        itemsize: bytes per activation value.
+        group: number of inputs that share a scale.
         tokens: number of distinct rows of x, `rows` by default.
         coded: True if rows are quantised to int8, as in `int4_linear_cost`. False if weights are converted to the dtype
             of the activations instead; the conversion is not counted.
@@ -271,11 +277,11 @@ def mxfp4_grouped_linear_cost(
     is not counted.
 
     Args:
-        rows: rows of the product.
-        hit: experts that have rows; only their weights are read.
-        inputs: inputs of a weight.
-        outputs: outputs of a weight.
-        itemsize: bytes of an activation.
+        rows: number of rows of the product.
+        hit: number of experts that have rows; only their weights are read.
+        inputs: number of inputs of a weight.
+        outputs: number of outputs of a weight.
+        itemsize: bytes per activation value.
         tokens: number of distinct rows of x, `rows` by default.
     """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 0, tokens)
@@ -288,10 +294,10 @@ def mxfp4_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) -> 
     The conversion of the values to the dtype of the activations is not counted.
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
-        itemsize: bytes of an activation.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per activation value.
     """
     return linear_cost(tokens, inputs, outputs, itemsize, 0) + Cost(0, outputs * (inputs // 2 + inputs // 32))
 
@@ -308,13 +314,13 @@ def block_fp8_grouped_linear_cost(
     """Return the cost of `grouped_linear_cost` for float8_e4m3fn weights with one scale per block.
 
     Args:
-        rows: rows of the product; each is quantised per group of inputs.
-        hit: experts that have rows.
-        inputs: inputs of a weight.
-        outputs: outputs of a weight.
-        itemsize: bytes of an activation that is not quantised.
+        rows: number of rows of the product; each is quantised per group of inputs.
+        hit: number of experts that have rows.
+        inputs: number of inputs of a weight.
+        outputs: number of outputs of a weight.
+        itemsize: bytes per activation value before quantisation.
         tokens: number of distinct rows of x, `rows` by default.
-        block: (outputs, inputs) that share a scale.
+        block: numbers of outputs and inputs that share a scale.
     """
     plain = grouped_linear_cost(rows, hit, inputs, outputs, itemsize, 1, tokens)
     one = block_fp8_linear_cost(rows, inputs, outputs, itemsize, block)
@@ -326,17 +332,22 @@ def expected_hit(tokens: int, experts: int, chosen: int) -> int:
     """Return the expected number of distinct experts that a step uses, rounded, if all experts are equally likely.
 
     Args:
-        tokens: tokens of the step.
-        experts: experts of the layer.
-        chosen: experts per token.
+        tokens: number of tokens of the step.
+        experts: number of experts of the layer.
+        chosen: number of experts per token.
     """
     return round(experts * (1 - (1 - chosen / experts) ** tokens))
 
 
 def routing_cost(tokens: int, experts: int, chosen: int) -> Cost:
-    """Return the cost of choosing `chosen` of `experts` experts per token: a softmax of float32 logits.
+    """Return the cost of choosing experts: a softmax of float32 logits, and writing the chosen experts.
 
     A chosen expert is written as a float32 weight and an 8-byte number. Finding the greatest logits is not counted.
+
+    Args:
+        tokens: number of tokens of the step.
+        experts: number of experts of the layer.
+        chosen: number of experts that are chosen per token.
     """
     return Cost(4 * tokens * experts, tokens * (4 * experts + 12 * chosen))
 
@@ -345,10 +356,10 @@ def combine_cost(tokens: int, chosen: int, hidden: int, itemsize: int) -> Cost:
     """Return the cost of the weighted sum of the results of each token's experts.
 
     Args:
-        tokens: tokens of the step.
-        chosen: experts per token; each result is read once, with its weight and index.
-        hidden: values of a result and of a sum.
-        itemsize: bytes of a value.
+        tokens: number of tokens of the step.
+        chosen: number of experts per token; each result is read once, with its weight and index.
+        hidden: number of values of a result and of a sum.
+        itemsize: bytes per value.
     """
     values = tokens * hidden
     moved = (chosen + 1) * values * itemsize + 12 * tokens * chosen
@@ -368,13 +379,14 @@ def weight_only_linear_cost(
     """Return the cost of y = x W^T with a packed quantised weight and activations that are not quantised.
 
     Args:
-        tokens: rows of x.
-        inputs: inputs of the weight, padded in memory to a multiple of PACKED_TOGETHER.
-        outputs: outputs of the weight.
-        itemsize: bytes of an activation.
-        group: None for int8, which has a float32 scale per output; else int4 with a scale per `group` inputs.
+        tokens: number of rows of x.
+        inputs: number of inputs of the weight, padded in memory to a multiple of PACKED_TOGETHER.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per activation value.
+        group: number of inputs that share a scale in an int4 weight. None: the weight is int8 with a float32 scale per
+            output.
         zeros: True if each group also has a zero point of one byte.
-        scale_bytes: bytes of a group's scale, `itemsize` by default.
+        scale_bytes: bytes per group's scale, `itemsize` by default.
     """
     products, values = 2 * tokens * inputs * outputs, inputs * outputs
     packed = -(-inputs // PACKED_TOGETHER) * PACKED_TOGETHER * outputs
@@ -403,15 +415,15 @@ def widening_cost(
     zeros: bool = False,
     scale_bytes: int | None = None,
 ) -> Cost:
-    """Return the cost of dequantising a 4-bit weight: reading it, and writing its values.
+    """Return the cost of dequantising a 4-bit weight into a buffer: reading it, and writing its values.
 
     Args:
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
-        itemsize: bytes of a dequantised value.
-        group: inputs that share a scale.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per dequantised value.
+        group: number of inputs that share a scale.
         zeros: True if each group also has a zero point of one byte.
-        scale_bytes: bytes of a group's scale, `itemsize` by default.
+        scale_bytes: bytes per group's scale, `itemsize` by default.
     """
     read = weight_only_linear_cost(
         0, inputs, outputs, itemsize, group=group, zeros=zeros, scale_bytes=scale_bytes
@@ -420,17 +432,17 @@ def widening_cost(
 
 
 def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, widened: Cost) -> int:
-    """Return the fewest rows of x with which dequantising a 4-bit weight into a buffer before the product is faster.
+    """Return the smallest number of rows of x with which a 4-bit weight should be dequantised into a buffer.
 
-    The alternative is to dequantise in registers, which reaches REGISTERS_SHARE of the peak. The arithmetic of
-    dequantising is not counted.
+    With fewer rows it is faster to dequantise in registers during the product, although such a product reaches only
+    REGISTERS_SHARE of the peak. The result is at most MAX_PANEL_ROWS.
 
     Args:
         peaks: peak rates of the device.
-        inputs: inputs of the weight.
-        outputs: outputs of the weight.
-        itemsize: bytes of an activation.
-        widened: cost of dequantising the weight, from `widening_cost`.
+        inputs: number of inputs of the weight.
+        outputs: number of outputs of the weight.
+        itemsize: bytes per activation value.
+        widened: cost of dequantising the weight, from `widening_cost`; only its bytes count.
     """
     weight_bytes = widened.bytes - itemsize * inputs * outputs
 
@@ -445,9 +457,13 @@ def least_panel_rows(peaks: Peaks, inputs: int, outputs: int, itemsize: int, wid
 
 
 def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Cost:
-    """Return the cost of an RMSNorm of `tokens` rows of `hidden` values: 4 operations per value and 2 per row.
+    """Return the cost of an RMSNorm: 4 operations per value and 2 per row.
 
-    A residual adds an operation per value, and is read and written too.
+    Args:
+        tokens: number of rows.
+        hidden: number of values of a row.
+        itemsize: bytes per value.
+        residual: True if a residual is added first. It takes an operation per value, and is read and written too.
     """
     values = tokens * hidden
     moved = (4 if residual else 2) * values * itemsize + hidden * itemsize
@@ -455,9 +471,14 @@ def rms_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool) -> Co
 
 
 def layer_norm_cost(tokens: int, hidden: int, itemsize: int, residual: bool, biased: bool = True) -> Cost:
-    """Return the cost of a LayerNorm of `tokens` rows of `hidden` values: 6 operations per value and 2 per row.
+    """Return the cost of a LayerNorm: 6 operations per value and 2 per row.
 
-    A bias and a residual add an operation per value each. Bytes are counted as by `rms_norm_cost`, plus the bias.
+    Args:
+        tokens: number of rows.
+        hidden: number of values of a row.
+        itemsize: bytes per value.
+        residual: True if a residual is added first. It takes an operation per value, and is read and written too.
+        biased: True if the norm has a bias, which takes an operation per value.
     """
     values = tokens * hidden
     moved = (4 if residual else 2) * values * itemsize + (1 + biased) * hidden * itemsize
@@ -475,15 +496,15 @@ def rope_store_cost(
     codes: CacheDtype | None = None,
     normed: bool = False,
 ) -> Cost:
-    """Return the cost of rotating q and k and storing k and v in the KV cache.
+    """Return the cost of rotating q and k by their positions (RoPE), and storing k and v in the KV cache.
 
     Args:
-        tokens: tokens of the step.
-        q_heads: query heads.
-        kv_heads: 0 for a layer that reads the K and V of another layer: only q is rotated.
-        head_dim: values of a head.
-        itemsize: bytes of a value.
-        rotary_dim: rotated values of a head, all by default; each takes 3 operations.
+        tokens: number of tokens of the step.
+        q_heads: number of query heads.
+        kv_heads: number of KV heads. 0: the layer reads the K and V of another layer, and only q is rotated.
+        head_dim: number of values of a head.
+        itemsize: bytes per value.
+        rotary_dim: number of rotated values of a head, all by default; each takes 3 operations.
         codes: format of a quantised cache: one byte per value and a float32 scale per token and head. None: not
             quantised.
         normed: True if q and k pass an RMSNorm first.
@@ -507,11 +528,11 @@ def copy_parts_cost(
     """Return the cost of copying the K and V of cached tokens, within the cache of one layer.
 
     Args:
-        tokens: cached tokens to copy.
-        kv_heads: KV heads.
-        head_dim: values of a head.
-        itemsize: bytes of a value.
-        tensors: 2, or 1 if K and V are the same latents.
+        tokens: number of cached tokens to copy.
+        kv_heads: number of KV heads.
+        head_dim: number of values of a head.
+        itemsize: bytes per value.
+        tensors: number of cache tensors: 2 for K and V, 1 if both are the same latents.
         coded: True if the cache holds one-byte quantised values with a scale per head.
     """
     head = head_dim + 4 if coded else head_dim * itemsize
@@ -531,13 +552,13 @@ def attention_cost(
     """Return the cost of scaled dot-product attention over a paged cache.
 
     Args:
-        tokens: query tokens.
-        pairs: attended (query, key) pairs, summed over sequences.
-        kv_tokens: distinct cached tokens that are read; a block that sequences share counts once.
-        q_heads: query heads.
-        kv_heads: KV heads.
-        head_dim: values of a head.
-        itemsize: bytes of a value.
+        tokens: number of query tokens.
+        pairs: number of attended (query, key) pairs, summed over sequences.
+        kv_tokens: number of distinct cached tokens that are read; a block that sequences share counts once.
+        q_heads: number of query heads.
+        kv_heads: number of KV heads.
+        head_dim: number of values of a head.
+        itemsize: bytes per value.
         coded: True if the cache holds one-byte quantised values with a float32 scale per token and head.
     """
     cached = 2 * kv_tokens * kv_heads * (head_dim + 4 if coded else head_dim * itemsize)
@@ -550,13 +571,13 @@ def latent_attention_cost(
     """Return the cost of attention over a cache of latents, in which the same values serve as K and V.
 
     Args:
-        tokens: query tokens.
-        pairs: attended (query, key) pairs, summed over sequences.
-        kv_tokens: distinct cached tokens that are read.
-        heads: query heads.
-        width: values of a cached token, which form the key.
-        rank: the first of these values, which form the value.
-        itemsize: bytes of a value.
+        tokens: number of query tokens.
+        pairs: number of attended (query, key) pairs, summed over sequences.
+        kv_tokens: number of distinct cached tokens that are read.
+        heads: number of query heads.
+        width: number of values of a latent. All of them form the key.
+        rank: number of values of a latent that form the value.
+        itemsize: bytes per value.
     """
     moved = tokens * heads * (width + rank) + kv_tokens * width
     return Cost(2 * pairs * heads * (width + rank), itemsize * moved)
@@ -564,13 +585,13 @@ def latent_attention_cost(
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """The number of values per head in multi-head latent attention.
+    """The numbers of values per head in multi-head latent attention (MLA).
 
     Attributes:
-        rank: values of the latent, from which K and V of all heads are computed.
-        plain: values of a query and key that are not rotated.
-        turned: rotated values of a query and key. All heads share the rotated values of a key.
-        value: values of V.
+        rank: number of values of the latent, from which K and V of all heads are computed.
+        plain: number of values of a query and key that are not rotated.
+        turned: number of rotated values of a query and key. All heads share the rotated values of a key.
+        value: number of values of V.
     """
 
     rank: int
@@ -580,19 +601,20 @@ class LatentSizes:
 
     @property
     def saved(self) -> int:
-        """Return the FLOPs that a (query, key) pair of one head saves if K and V are computed from the latent first."""
+        """Return the FLOPs that one head saves per (query, key) pair if K and V are computed from latents first."""
         return 2 * (2 * self.rank + self.turned) - self.pair
 
     @property
     def pair(self) -> int:
-        """Return the FLOPs of a (query, key) pair of one head, if K and V were computed from the latent before."""
+        """Return the FLOPs of a (query, key) pair of one head over K and V that have been computed from latents."""
         return 2 * (self.plain + self.turned + self.value)
 
     @property
     def made(self) -> int:
-        """Return the FLOPs of computing K and V of one key from its latent, for one head.
+        """Return the FLOPs of computing K and V of one cached token from its latent, for one head.
 
-        Projecting one query to the latent space and its result back takes the same number.
+        Attention over latents has this cost per query instead: the query is projected to the latent space, and its
+        result back.
         """
         return 2 * self.rank * (self.plain + self.value)
 
@@ -616,15 +638,15 @@ class LatentSizes:
 def decompressed_attention_cost(
     tokens: int, pairs: int, kv_tokens: int, heads: int, sizes: LatentSizes, itemsize: int
 ) -> Cost:
-    """Return the cost of attention with K and V of each head, computed before from latents.
+    """Return the cost of attention over K and V of each head that have been computed from latents.
 
     Args:
-        tokens: query tokens.
-        pairs: attended (query, key) pairs, summed over sequences.
-        kv_tokens: keys that are read.
-        heads: query heads; they share the rotated values of a key.
-        sizes: values per head.
-        itemsize: bytes of a value.
+        tokens: number of query tokens.
+        pairs: number of attended (query, key) pairs, summed over sequences.
+        kv_tokens: number of keys that are read.
+        heads: number of query heads; they share the rotated values of a key.
+        sizes: numbers of values per head.
+        itemsize: bytes per value.
     """
     moved = tokens * heads * (sizes.plain + sizes.turned + sizes.value)
     moved += kv_tokens * (heads * (sizes.plain + sizes.value) + sizes.turned)
@@ -632,14 +654,14 @@ def decompressed_attention_cost(
 
 
 def latent_store_cost(tokens: int, heads: int, rank: int, rotary_dim: int, itemsize: int) -> Cost:
-    """Return the cost of rotating q and the k that all heads share, and storing k and the latent in the cache.
+    """Return the cost of rotating q and k (RoPE), and storing k and the latent in the cache. All heads share one k.
 
     Args:
-        tokens: tokens of the step.
-        heads: query heads.
-        rank: values of a latent.
-        rotary_dim: rotated values of a head; each takes 3 operations.
-        itemsize: bytes of a value.
+        tokens: number of tokens of the step.
+        heads: number of query heads.
+        rank: number of values of a latent.
+        rotary_dim: number of rotated values of a head; each takes 3 operations.
+        itemsize: bytes per value.
     """
     turned = (heads + 1) * rotary_dim
     return Cost(3 * tokens * turned, tokens * (2 * itemsize * (turned + rank) + 4 * rotary_dim + 8))
@@ -649,41 +671,59 @@ def merge_state_cost(parts: int, tokens: int, heads: int, head_dim: int, itemsiz
     """Return the cost of merging partial attention results by their log-sum-exps: 2 operations per value.
 
     Args:
-        parts: partial results per query.
-        tokens: query tokens.
-        heads: query heads.
-        head_dim: values of a head.
-        itemsize: bytes of a value.
+        parts: number of partial results per query.
+        tokens: number of query tokens.
+        heads: number of query heads.
+        head_dim: number of values of a head.
+        itemsize: bytes per value.
     """
     values, sums = tokens * heads * head_dim, 4 * tokens * heads
     return Cost(2 * parts * values, (parts + 1) * (values * itemsize + sums))
 
 
 def gated_activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
-    """Return the cost of act(gate) * up, with `intermediate` outputs per token: 5 operations per output."""
+    """Return the cost of act(gate) * up: 5 operations per output.
+
+    Args:
+        tokens: number of rows.
+        intermediate: number of outputs of a row.
+        itemsize: bytes per value.
+    """
     return Cost(5 * tokens * intermediate, 3 * tokens * intermediate * itemsize)
 
 
 def activation_cost(tokens: int, intermediate: int, itemsize: int) -> Cost:
-    """Return the cost of an activation function of `intermediate` values per token: 4 operations per value."""
+    """Return the cost of an activation function: 4 operations per value.
+
+    Args:
+        tokens: number of rows.
+        intermediate: number of values of a row.
+        itemsize: bytes per value.
+    """
     return Cost(4 * tokens * intermediate, 2 * tokens * intermediate * itemsize)
 
 
 def scale_cost(tokens: int, width: int, itemsize: int) -> Cost:
-    """Return the cost of multiplying `width` values per token by one number."""
+    """Return the cost of multiplying all values of a matrix by one number.
+
+    Args:
+        tokens: number of rows.
+        width: number of values of a row.
+        itemsize: bytes per value.
+    """
     return Cost(tokens * width, 2 * tokens * width * itemsize)
 
 
 def low_rank_cost(tokens: int, adapters: int, inputs: int, outputs: int, rank: int, itemsize: int) -> Cost:
-    """Return the cost of adding the product of LoRA factors, B A x, to the float32 result of a linear layer.
+    """Return the cost of adding the product B A x of LoRA factors A and B to the float32 result of a linear layer.
 
     Args:
-        tokens: tokens that have an adapter of this rank.
-        adapters: distinct adapters of these tokens; the factors of each are read once.
-        inputs: inputs of the layer.
-        outputs: outputs of the layer.
+        tokens: number of tokens that have an adapter of this rank.
+        adapters: number of distinct adapters of these tokens; the factors of each are read once.
+        inputs: number of inputs of the layer.
+        outputs: number of outputs of the layer.
         rank: rank of the adapters.
-        itemsize: bytes of an activation.
+        itemsize: bytes per activation value.
     """
     width = inputs + outputs
     moved = (
@@ -693,7 +733,12 @@ def low_rank_cost(tokens: int, adapters: int, inputs: int, outputs: int, rank: i
 
 
 def cap_cost(rows: int, vocab: int) -> Cost:
-    """Return the cost of cap × tanh(logit / cap) of float32 logits: 3 operations per logit."""
+    """Return the cost of capping float32 logits, cap × tanh(logit / cap): 3 operations per logit.
+
+    Args:
+        rows: number of rows of logits.
+        vocab: number of logits of a row.
+    """
     return Cost(3 * rows * vocab, 2 * rows * vocab * 4)
 
 
@@ -703,10 +748,10 @@ def sample_cost(rows: int, vocab: int, itemsize: int, drawn: int = 0) -> Cost:
     Sorting for top-k and top-p is not counted, because its cost depends on the probabilities.
 
     Args:
-        rows: sampled rows.
-        vocab: logits of a row.
-        itemsize: bytes of a logit.
-        drawn: rows with a temperature above 0.
+        rows: number of sampled rows.
+        vocab: number of logits of a row.
+        itemsize: bytes per logit.
+        drawn: number of rows with a temperature above 0.
     """
     return Cost((rows + 10 * drawn) * vocab, rows * (vocab * itemsize + 8))
 
@@ -715,10 +760,12 @@ def penalise_cost(tokens: int, distinct: int, said: int, itemsize: int) -> Cost:
     """Return the cost of repetition, presence and frequency penalties.
 
     Args:
-        tokens: tokens of all prompts and answers, which are read.
-        distinct: distinct tokens of prompts and answers, summed over rows: their logits are divided or multiplied.
-        said: distinct tokens of the answers: presence and frequency penalties are subtracted from their logits.
-        itemsize: bytes of a logit.
+        tokens: number of tokens of all rows' prompts and answers, which are read to find the penalised ones.
+        distinct: number of distinct tokens of prompts and answers, summed over rows: their logits are divided or
+            multiplied.
+        said: number of distinct tokens of the answers: presence and frequency penalties are subtracted from their
+            logits.
+        itemsize: bytes per logit.
     """
     return Cost(3 * distinct + 3 * said, 4 * tokens + 2 * distinct * itemsize)
 
@@ -727,10 +774,10 @@ def mask_cost(rows: int, vocab: int, masked: int, itemsize: int) -> Cost:
     """Return the cost of token masks: reading one bit per token and row, and writing the masked logits.
 
     Args:
-        rows: rows with a mask.
-        vocab: logits of a row.
-        masked: masked logits of all rows together.
-        itemsize: bytes of a logit.
+        rows: number of rows with a mask.
+        vocab: number of logits of a row.
+        masked: number of masked logits of all rows together.
+        itemsize: bytes per logit.
     """
     return Cost(0, rows * (-(-vocab // 32) * 4 + 4) + masked * itemsize)
 
@@ -741,10 +788,10 @@ def log_probabilities_cost(rows: int, vocab: int, most: int, itemsize: int) -> C
     Sorting is not counted.
 
     Args:
-        rows: rows of logits.
-        vocab: logits of a row.
+        rows: number of rows of logits.
+        vocab: number of logits of a row.
         most: number of top tokens.
-        itemsize: bytes of a logit.
+        itemsize: bytes per logit.
     """
     return Cost(5 * rows * vocab, rows * (vocab * itemsize + 8 + 4 + 12 * most))
 
@@ -754,13 +801,13 @@ class StepShape:
     """The amount of work of one engine step.
 
     Attributes:
-        tokens: query tokens.
-        sampled: rows whose logits are computed.
-        pairs: attended (query, key) pairs, summed over layers, whose sliding windows may differ.
-        kv_tokens: distinct cached tokens that are read, summed over layers.
-        copied: cached tokens that are copied, in each layer with a KV cache.
-        adapted: query tokens that have an adapter.
-        adapters: distinct adapters of these tokens.
+        tokens: number of query tokens.
+        sampled: number of rows whose logits are computed.
+        pairs: number of attended (query, key) pairs, summed over layers, whose sliding windows may differ.
+        kv_tokens: number of distinct cached tokens that are read, summed over layers.
+        copied: number of cached tokens that are copied, in each layer with a KV cache.
+        adapted: number of query tokens that have an adapter.
+        adapters: number of distinct adapters of these tokens.
     """
 
     tokens: int
@@ -787,16 +834,21 @@ class Decompressing:
     layers: int
 
     def flops(self, step: StepShape) -> int:
-        """Return the FLOPs of attention in a step if all K and V are computed from latents."""
+        """Return the FLOPs of attention in a step if all K and V are computed from latents.
+
+        Args:
+            step: the work of the step.
+        """
         return self.pair * step.pairs + self.earlier * max(0, step.kv_tokens - self.layers * step.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """The cost of an operator in a step, summed over its layers: a fixed cost, and a cost per unit of a StepShape.
+    """The cost of an operator in a step, summed over all layers that have it.
 
-    The engine decides per sequence whether it decompresses latents. A step with both prefill and decode therefore takes
-    fewer FLOPs than counted here; the bytes are about the same.
+    It is a fixed cost plus a cost for each count of a StepShape, such as a cost per token. A step that mixes prefill
+    and decode over latents takes fewer FLOPs than counted here, because the engine decides per sequence whether it
+    decompresses latents.
 
     Attributes:
         name: name of the operator.
@@ -809,11 +861,11 @@ class OperatorCost:
         expert: cost per distinct expert that has tokens.
         adapted: cost per query token that has an adapter.
         adapter: cost per distinct adapter.
-        only_sampled: True if the operator runs only in steps that sample.
-        experts: experts of a layer; 0 for an operator without experts.
-        chosen: experts per token.
-        decompressing: an alternative computation of attention, which counts if it takes fewer FLOPs; None: there is
-            none.
+        only_sampled: True if the operator runs only in steps that sample tokens.
+        experts: number of experts of a layer; 0 for an operator without experts.
+        chosen: number of experts per token.
+        decompressing: the FLOPs of attention with K and V decompressed from latents, which count if they are fewer.
+            None: no alternative.
     """
 
     name: str
@@ -833,13 +885,16 @@ class OperatorCost:
 
     @property
     def useful_pair(self) -> int:
-        """Return the FLOPs of one (query, key) pair, over latents or decompressed, whichever is fewer."""
+        """Return the FLOPs of attention of one (query, key) pair, over latents or decompressed, whichever is fewer."""
         return (
             self.pair.flops if self.decompressing is None else min(self.pair.flops, self.decompressing.pair)
         )
 
     def __add__(self, other: OperatorCost) -> OperatorCost:
-        """Return the summed cost of two operators, with the name of `self` and the other attributes of `other`."""
+        """Return the summed costs of two operators, with the name of `self`.
+
+        The attributes that are not costs, such as `experts`, are those of `other`.
+        """
         parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
         return replace(other, name=self.name, **dict(zip(_PARTS, parts, strict=True)))
 
@@ -847,7 +902,7 @@ class OperatorCost:
         return replace(self, **{part: getattr(self, part) * times for part in _PARTS})
 
     def of(self, step: StepShape) -> Cost:
-        """Return the cost of the operator in one step; zero if the operator does not run in it."""
+        """Return the cost of the operator in one step; zero if the operator does not run in the step."""
         if not step.tokens or (self.only_sampled and not step.sampled):
             return Cost()
         hit = expected_hit(step.tokens, self.experts, self.chosen) if self.experts else 0
@@ -880,8 +935,8 @@ PRODUCT_INTENSITY = 8
 def operator_kind(operator: OperatorCost) -> OperatorKind:
     """Return the kind of an operator: "attention", "sampling", "linear" or "elementwise".
 
-    "sampling" includes the product of the output head, which only sampled rows need. An operator is "linear" if it has
-    experts or more than PRODUCT_INTENSITY operations per byte of a token.
+    "sampling" includes the output head, because only sampled rows need it. An operator is "linear" if it has experts,
+    or takes more than PRODUCT_INTENSITY operations per byte that it moves for a token.
     """
     if operator.pair.flops:
         return "attention"
@@ -894,16 +949,17 @@ def operator_kind(operator: OperatorCost) -> OperatorKind:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """The costs of a model's operators and a few totals.
+    """The costs of a model's operators, with sizes that forecasts need.
 
     Attributes:
         operators: the operators, each summed over its layers.
         windows: sliding window of each layer with attention; None: full attention.
-        parameters: weights of linear layers, without the output head.
+        parameters: number of weights of linear layers, without the output head.
         active_parameters: the part of `parameters` that one token uses, without the experts it does not use.
-        head_parameters: weights of the output head.
-        caches: for each layer with a KV cache, its window (None: full) and the bytes of a cached token.
-        itemsize: bytes of an activation.
+        head_parameters: number of weights of the output head.
+        caches: for each layer with a KV cache, its sliding window (None: full attention) and the bytes of a cached
+            token.
+        itemsize: bytes per activation value.
         weight_itemsize: bytes of a linear weight, less than `itemsize` if quantised.
         causal: False if queries also see later keys, up to the window on each side.
         adapted: True if tokens can have adapters.
@@ -926,15 +982,27 @@ class ModelCost:
         return len(self.windows)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of K and V that a sequence of `tokens` tokens keeps, over all layers."""
+        """Return the bytes of K and V that a sequence keeps in the cache, summed over layers.
+
+        Args:
+            tokens: number of tokens of the sequence.
+        """
         return sum(size * (tokens if window is None else min(tokens, window)) for window, size in self.caches)
 
     def seen(self, tokens: int) -> int:
-        """Return the number of keys that the last of `tokens` tokens attends to, its own included, over all layers."""
+        """Return the number of keys that a query attends to, its own key included, summed over layers.
+
+        Args:
+            tokens: number of tokens of the sequence, of which the query is the last.
+        """
         return sum(tokens if window is None else min(tokens, window) for window in self.windows)
 
     def pairs(self, tokens: int) -> int:
-        """Return the (query, key) pairs of the prefill of a prompt of `tokens` tokens, summed over layers."""
+        """Return the number of (query, key) pairs of attention in a prefill, summed over layers.
+
+        Args:
+            tokens: number of tokens of the prompt.
+        """
         total = 0
         for window in self.windows:
             growing = tokens if window is None else min(tokens, window)
@@ -951,9 +1019,9 @@ class ModelCost:
         return {operator.name: operator.of(step) for operator in self.operators}
 
     def another_step(self) -> dict[str, Cost]:
-        """Return the cost that each operator adds, by name, if the same work is spread over one step more.
+        """Return the additional cost of each operator, by name, if the same tokens are computed in one step more.
 
-        The weights are read again, and at least the experts of one token.
+        The additional step reads the weights again, and the weights of the experts of at least one token.
         """
         return {
             operator.name: operator.step + operator.expert * operator.chosen for operator in self.operators
@@ -962,8 +1030,8 @@ class ModelCost:
     def model_flops(self, step: StepShape) -> int:
         """Return the useful FLOPs of a step, as MFU counts them.
 
-        These are 2 × active parameters × tokens, the output head for sampled rows, and the products of attention.
-        Attention over latents always counts in its cheaper form, whichever form the step uses.
+        These are 2 × active parameters × tokens, 2 × parameters of the output head × sampled rows, and the products of
+        attention. Attention over latents counts in the form that takes fewer FLOPs, whichever form the step uses.
         """
         dense = self.active_parameters * step.tokens + self.head_parameters * step.sampled
         return 2 * dense + self.pair_flops * step.pairs
@@ -980,5 +1048,10 @@ def step_total(costs: dict[str, Cost]) -> Cost:
 
 
 def roofline_seconds(costs: dict[str, Cost], peaks: Peaks) -> float:
-    """Return the sum of the operators' roofline times: operators run in sequence. `costs` are by operator name."""
+    """Return the roofline time of a step in seconds: the sum over its operators, which run one after the other.
+
+    Args:
+        costs: the cost of each operator, by name.
+        peaks: peak rates of the device.
+    """
     return sum(cost.seconds(peaks) for cost in costs.values())

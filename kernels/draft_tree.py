@@ -23,12 +23,12 @@ NO_PARENT = -2  # parent of an unused place; parent -1 is the last verified toke
 class TreeMask:
     """The keys of its sequence that each of T queries sees, in a step with draft trees.
 
-    The nodes of a tree are consecutive keys after the last verified token. A query of a tree sees all keys up to that
-    token, its own node and its ancestors. A query outside trees has no bits and sees all keys up to its own.
+    The nodes of a draft tree are consecutive keys after the last verified token. The query of a node sees all keys up
+    to the last verified token, its ancestors and its own key. A query outside trees sees all keys up to its own.
 
     Attributes:
         last: (T,) the query sees all keys up to this position.
-        bits: (T,) bit i is 1 if the query also sees the key at position last + 1 + i.
+        bits: (T,) bit i is 1 if the query also sees the key at position last + 1 + i; 0 outside trees.
     """
 
     last: NDArray[np.int64]
@@ -36,17 +36,17 @@ class TreeMask:
 
     @property
     def depths(self) -> NDArray[np.int64]:
-        """Return the number of keys after `last` that each query sees, (T,)."""
+        """Return for each query the number of keys that it sees after `last`: its depth in the draft tree, (T,)."""
         each = np.ascontiguousarray(self.bits).view(np.uint8).reshape(-1, 4)
         found: NDArray[np.int64] = np.unpackbits(each, axis=1).sum(1, dtype=np.int64)
         return found
 
     @property
     def nearby(self) -> NDArray[np.int32]:
-        """Return the keys that each query sees among the MAX_NODES keys up to its own, as bits, (T,).
+        """Return which of the MAX_NODES keys up to its own each query sees, as bits, (T,) int32.
 
-        Bit d is 1 if the query sees the key at distance d before its own key. Queries see all keys further back. A
-        query outside trees has the value -1: all bits are 1.
+        Bit d is 1 if the query sees the key d positions before its own. Queries see all keys further back. A query
+        outside trees has the value -1: all bits are 1.
         """
         places = np.arange(MAX_NODES)
         ones = (self.bits.view(np.uint32)[:, None] >> places & 1).astype(bool)
@@ -64,7 +64,7 @@ class TreeMask:
         return TreeMask(self.last[first:end], bits) if bits.any() else None
 
     def seen(self, first: int, end: int, keys: int) -> NDArray[np.bool_]:
-        """Return which of the first `keys` keys of its sequence each of the queries [first, end) sees.
+        """Return for each of the queries [first, end) which of the first `keys` keys of its sequence it sees.
 
         Returns:
             (end - first, keys), True if the query sees the key.
@@ -77,7 +77,7 @@ class TreeMask:
 
 
 def check_tree_paths(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents: Tensor) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `tree_paths_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `tree_paths_reference` accepts."""
     if tokens.dim() != 1 or firsts.shape != drafts.shape[:1] or drafts.dim() != 2:
         raise ValueError(
             f"tokens are {tuple(tokens.shape)}, firsts {tuple(firsts.shape)}, drafts {tuple(drafts.shape)}"

@@ -37,7 +37,7 @@ def round_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group:
         weight: (…, N, K) float32; N outputs, K inputs.
         scales: (…, N, ceil(K / group)).
         products: (…, K, K), X^T X of the layer's inputs X.
-        group: inputs that share a scale.
+        group: number of inputs that share a scale.
 
     Raises:
         ValueError: If sizes do not match, or `products` are not finite.

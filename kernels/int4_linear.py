@@ -26,7 +26,7 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: (N, K) floats; N outputs, K inputs.
-        group: inputs that share a scale.
+        group: number of inputs that share a scale.
 
     Returns:
         Values (N, K) int8 in -8 … 7 and scales (N, ceil(K / group)) float32.
@@ -76,7 +76,7 @@ def int4_linear_reference(
         codes: (N, K) int8, the values of the weight.
         scales: (N, ceil(K / group)).
         zeros: (N, ceil(K / group)), the zero points; None: all 0.
-        group: inputs that share a scale.
+        group: number of inputs that share a scale.
         bias: (N,), or None.
     """
     rows, row_scales = quantize_rows(x)

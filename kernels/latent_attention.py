@@ -40,7 +40,7 @@ def latent_attention_reference(
         query_lens: queries of each sequence, its last tokens.
         context_lens: keys of each sequence, queries included.
         scale: factor of q · k.
-        rank: values of V.
+        rank: number of values of V.
     """
     check_latent_attention(q, cache, block_tables, rank)
     out, start = q.new_empty(*q.shape[:2], rank), 0

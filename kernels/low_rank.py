@@ -52,7 +52,7 @@ def low_rank_reference(
         x: (R, K).
         factors: for each adapter, A (r, K) and B (outputs, r) of x's dtype, or None. Their ranks r may differ.
         starts: (adapters + 1,) int64, the first row of each adapter, and R.
-        outputs: rows of B.
+        outputs: number of rows of B.
 
     Raises:
         ValueError: If shapes or dtypes do not match.

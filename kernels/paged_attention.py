@@ -28,7 +28,7 @@ class ScoreRules:
 
     Attributes:
         scale: factor of q · k.
-        window: the most keys that a query sees, its own included; None: all.
+        window: maximum number of keys that a query sees, its own included; None: all.
         soft_cap: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2); None: no cap.
         sinks: (q_heads,), a score without a value that is added to each softmax (gpt-oss).
         bias: (q_heads, 2 × positions) float32, added to scaled scores. Index positions + d applies to a key d positions
@@ -91,7 +91,7 @@ def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
     Args:
         cache: (blocks, kv_heads, block_size, D), or scales without D; the result then has no D either.
         table: block numbers of the sequence.
-        length: tokens to return.
+        length: number of tokens to return.
     """
     pages = cache[table.long()]  # (blocks, kv_heads, block_size, D)
     return pages.transpose(0, 1).flatten(1, 2)[:, :length]
@@ -104,7 +104,7 @@ def gather_values(cache: Tensor, scale: Tensor | None, table: Tensor, length: in
         cache: (blocks, kv_heads, block_size, D).
         scale: (blocks, kv_heads, block_size), or None for a cache that is not quantised.
         table: block numbers of the sequence.
-        length: tokens to return.
+        length: number of tokens to return.
     """
     values = gather_cached(cache, table, length).float()
     return values if scale is None else values * gather_cached(scale, table, length)[..., None]

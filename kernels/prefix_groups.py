@@ -69,10 +69,10 @@ def prefix_groups(
         query_lens: queries of each sequence.
         context_lens: keys of each sequence, queries included.
         tables: block tables of the sequences.
-        block_size: tokens of a block.
+        block_size: number of tokens of a block.
         units: returns the number of whole units in a number of leading blocks.
         minimum: the smallest useful group.
-        most_queries: the most queries of a sequence in a group.
+        most_queries: maximum number of queries of a sequence in a group.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     few = np.flatnonzero((lens <= most_queries) & (contexts - lens >= block_size))

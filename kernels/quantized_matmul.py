@@ -31,7 +31,7 @@ class Int4Weight:
         scales: (groups, N) of the activations' dtype, a scale per group of inputs and output.
         zeros: (groups, N) int8 in -8 … 8, the zero points; None: all 0.
         inputs: number of inputs.
-        group: inputs of a group, a multiple of 32.
+        group: number of inputs of a group, a multiple of 32.
     """
 
     packed: Tensor
@@ -70,7 +70,7 @@ def unpack_codes(packed: Tensor, inputs: int) -> Tensor:
 
     Args:
         packed: (N, bytes) uint8.
-        inputs: values of a row, without padding.
+        inputs: number of values of a row, without padding.
     """
     cut = torch.stack((packed & 15, packed >> 4), -1)
     spans = packed.shape[1] * 2 // SPAN
@@ -87,7 +87,7 @@ def pack_int4_weight(
         codes: (N, K) int8 in -8 … 7.
         scales: (N, groups) floats.
         zeros: (N, groups) integers in -8 … 8, as floats. None: all 0; zero points that are all 0 are dropped.
-        group: inputs that share a scale, a multiple of 32.
+        group: number of inputs that share a scale, a multiple of 32.
         dtype: dtype of the activations; scales are rounded to it.
 
     Raises:
@@ -115,7 +115,7 @@ class Int4Weights:
         scales: (experts, groups, N) of the activations' dtype.
         zeros: (experts, groups, N) int8, or None.
         inputs: number of inputs.
-        group: inputs of a group.
+        group: number of inputs of a group.
     """
 
     packed: Tensor
@@ -139,7 +139,7 @@ def pack_int4_experts(
         codes: (experts, N, K) int8 in -8 … 7.
         scales: (experts, N, groups) floats.
         zeros: (experts, N, groups) integers in -8 … 8, as floats; None: all 0.
-        group: inputs that share a scale, a multiple of 32.
+        group: number of inputs that share a scale, a multiple of 32.
         dtype: dtype of the activations; scales are rounded to it.
     """
     outputs = codes.shape[1]

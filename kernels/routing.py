@@ -15,7 +15,7 @@ class Routing:
 
     Attributes:
         experts: number of experts.
-        chosen: experts per token.
+        chosen: number of experts per token.
         scoring: turns the router's logits into scores: a softmax over all experts, a sigmoid per expert, or a softmax
             over the experts with the greatest logits only. The score of a chosen expert is its weight.
         normalised: True if a token's weights are divided by their sum.

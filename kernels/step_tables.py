@@ -17,7 +17,7 @@ class StepTables:
     Attributes:
         kept: (at least S rows, at least `width` blocks), block numbers.
         rows: (S,), the row of each sequence in `kept`.
-        width: blocks of the longest sequence.
+        width: number of blocks of the longest sequence.
     """
 
     kept: NDArray[np.int32]

@@ -32,12 +32,14 @@ _ITEM = 7  # fields: first row, rows, sequence, first tile, end tile, starts, en
 
 @dataclass(frozen=True, slots=True)
 class CachePages:
-    """The tiles of a paged cache: blocks are cut into units of tokens, and units are joined to tiles from token 0 on.
+    """How attention divides a paged cache into tiles, the keys that it reads at a time.
+
+    Each block is cut into units, and consecutive units of a sequence are joined to tiles.
 
     Attributes:
-        block_size: tokens of a block.
-        lanes: tokens of a unit; the last unit of a block may be shorter.
-        units_per_tile: units of a tile.
+        block_size: number of tokens of a block.
+        lanes: number of tokens of a unit; the last unit of a block may be shorter.
+        units_per_tile: number of units of a tile.
     """
 
     block_size: int
@@ -45,7 +47,7 @@ class CachePages:
     units_per_tile: int
 
     def whole_tiles(self, blocks: Ints) -> Ints:
-        """Return the number of whole tiles in each number of leading blocks."""
+        """Return the number of whole tiles in the first blocks of a sequence, for each number of blocks in an array."""
         return blocks * -(-self.block_size // self.lanes) // self.units_per_tile
 
 
@@ -53,18 +55,19 @@ class CachePages:
 class Items:
     """The work items of attention in one step, for the compiled CPU operators.
 
-    An item is some rows of one sequence or group, and the tiles of keys that they read. A row is a query; rows of a
-    group are further rows. Levels run in order: first the keys that groups share, then each sequence's own keys.
+    A row is a query of the step. An item is some rows of one sequence, or of a group of sequences that share keys, and
+    the tiles of keys that these rows read. A query that reads shared and own keys has several rows. Levels run in
+    order: items over shared keys first, then items over each sequence's own keys.
 
     Attributes:
-        items: (n, 7) int64: first row, rows, sequence, first tile, end tile (-1: the sequence's last), 1 if these are
-            the first tiles of its rows, 1 if the last.
+        items: (n, 7) int64: first row, number of rows, sequence, first tile, end tile (-1: the sequence's last), 1 if
+            these are the first tiles of its rows, 1 if they are the last.
         level_ends: (levels,) int64, the end of each level in `items`.
         levels: number of levels.
-        rows: (R, 2) int64, the token of the step and the position of each row.
-        group: query heads per KV head.
+        rows: (R, 2) int64, for each row the index of its token in the step, and its position in the sequence.
+        group: number of query heads per KV head.
         last_seen: (R,) int64, each row sees all keys up to this position; None: up to its own.
-        behind: (R,) int32, bits of a TreeMask for keys after `last_seen`; None: no further keys.
+        behind: (R,) int32, for each row the TreeMask bits of keys after `last_seen`; None: it sees none of them.
     """
 
     items: Tensor
@@ -76,11 +79,11 @@ class Items:
     behind: Tensor | None = None
 
     def structure(self, tables: Tensor, group: int) -> PlanStructure:
-        """Return the items as a C structure. The tensors must outlive it.
+        """Return the work items as a C structure, which points to the tensors: they must outlive it.
 
         Args:
             tables: (S, blocks) int32, the block tables of the step.
-            group: query heads per KV head.
+            group: number of query heads per KV head of the layer.
 
         Raises:
             ValueError: If the items were planned for another `group`.
@@ -104,13 +107,14 @@ def attention_items(
     """Return the work items of attention in a step of S sequences, the largest first within a level.
 
     Args:
-        query_lens: query tokens of each sequence.
-        context_lens: cached tokens of each sequence, queries included.
-        group: query heads per KV head.
-        tables: (S, blocks) block tables. With `pages`, sequences with few queries read shared blocks together.
-        pages: layout of the cache.
-        most_rows: the most queries × `group` of an item; see `CompiledOperators.most_rows`.
-        tree: the keys that queries in draft trees see.
+        query_lens: number of query tokens of each sequence.
+        context_lens: number of cached tokens of each sequence, queries included.
+        group: number of query heads per KV head.
+        tables: (S, blocks) block tables. Given together with `pages`, sequences with few queries read shared blocks
+            together. None: each sequence reads all its keys.
+        pages: how attention divides the cache into tiles.
+        most_rows: maximum of queries × `group` in an item; see `CompiledOperators.most_rows`.
+        tree: the keys that queries in draft trees see; None: there are no draft trees.
 
     Raises:
         ValueError: If `group` exceeds MAX_ROWS.
@@ -144,12 +148,12 @@ def attention_items(
 
 
 def whole_items(lens: Sequence[int], group: int, most_rows: int = MAX_ROWS) -> Items:
-    """Return the work items of bidirectional attention in a step of whole sequences.
+    """Return the work items of bidirectional attention: each token of a sequence sees all its tokens.
 
     Args:
-        lens: tokens of each sequence.
-        group: query heads per KV head.
-        most_rows: the most queries × `group` of an item.
+        lens: number of tokens of each sequence; the step computes all of them.
+        group: number of query heads per KV head.
+        most_rows: maximum of queries × `group` in an item.
 
     Raises:
         ValueError: If `group` exceeds MAX_ROWS.
@@ -160,11 +164,6 @@ def whole_items(lens: Sequence[int], group: int, most_rows: int = MAX_ROWS) -> I
 
 
 def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
-    """Return the work items of the keys that each sequence reads on its own, with at most `most` queries each.
-
-    `lens` are the queries of each sequence, `starts` its first query in the step, and `first_tiles` the tile from which
-    on it shares no keys.
-    """
     pieces = -(-lens // most)
     sequence = np.repeat(np.arange(len(lens)), pieces)
     piece = np.arange(len(sequence)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -180,10 +179,6 @@ def _own_items(lens: Ints, starts: Ints, first_tiles: Ints, most: int) -> Ints:
 
 
 def _queries(lens: Ints, ends: Ints, sequences: Ints) -> Ints:
-    """Return the numbers of the step's queries that belong to `sequences`, in order.
-
-    `lens` are the queries of each sequence and `ends` the end of its queries in the step.
-    """
     counts = lens[sequences]
     if counts.max() == 1:
         return (ends - 1)[sequences]
@@ -201,7 +196,6 @@ def _group_items(shared: PrefixGroup, first_row: int, count: int, most: int) -> 
 
 
 def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> Items:
-    """Return the items sorted by `level`, and within a level by falling size: rows × last position."""
     size = items[:, 1] * rows[items[:, 0] + items[:, 1] - 1, 1]
     order = np.lexsort((-size, level))
     ends = np.searchsorted(level[order], np.arange(levels + 1), side="right")
@@ -217,7 +211,6 @@ def _ordered(items: Ints, level: Ints, rows: Ints, levels: int, group: int) -> I
 def _shared(
     lens: Ints, contexts: Ints, tables: NDArray[np.int32] | None, pages: CachePages | None
 ) -> list[PrefixGroup]:
-    """Return the groups of sequences with few queries that share leading tiles; none without tables and pages."""
     if tables is None or pages is None:
         return []
     minimum = GroupMinimum(LEAST_SHARERS, LEAST_SHARED_TILES)

@@ -11,13 +11,16 @@ from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
 
 
 class BackgroundBuild:
-    """A thread that compiles the CPU operators; processes that load the operators before it is done wait for it."""
+    """A thread that compiles the CPU operators in the background.
+
+    A process that loads the operators before the build ends waits for it.
+    """
 
     def __init__(self, cache: Path | None = None, codes: bool = False) -> None:
-        """Start the thread.
+        """Start the build in a thread.
 
         Args:
-            cache: folder of the libraries, `cache_folder()` by default.
+            cache: folder for the libraries, `cache_folder()` by default.
             codes: True to build the operators for a quantised cache too.
         """
         self._cache, self._compilers, self._libraries = cache, Compilers(), _libraries(codes)
@@ -29,10 +32,10 @@ class BackgroundBuild:
 
     @classmethod
     def needed(cls, cache: Path | None = None, codes: bool = False) -> BackgroundBuild | None:
-        """Start a build in a thread, or return None if all libraries exist.
+        """Start a build in a thread and return it, or return None if all libraries exist.
 
         Args:
-            cache: folder of the libraries, `cache_folder()` by default.
+            cache: folder for the libraries, `cache_folder()` by default.
             codes: True to build the operators for a quantised cache too.
 
         Raises:
@@ -42,7 +45,7 @@ class BackgroundBuild:
         return None if all(map(is_built, paths)) else cls(cache, codes)
 
     def wait(self) -> None:
-        """Wait until the build has succeeded or failed."""
+        """Wait until the build ends. Raises nothing if it failed."""
         self._thread.join()
 
     def stop(self) -> None:

@@ -52,11 +52,11 @@ def load_library(
 ) -> ctypes.CDLL:
     """Load a library of compiled CPU operators, and build it first if it does not exist.
 
-    torch must be imported before: both then share one OpenMP runtime.
+    torch must be imported before, so that the library and torch share one OpenMP runtime.
 
     Args:
         cache: folder of the libraries, `cache_folder()` by default.
-        tiles: instructions of matrix products. None: AMX tiles if the system permits them.
+        tiles: CPU instructions for matrix products. None: AMX tiles if the system permits them.
         sources: source files of the library, SOURCES by default.
 
     Raises:
@@ -77,12 +77,12 @@ def build_library(
 ) -> Path:
     """Return the path of a library of CPU operators, and compile it if it does not exist.
 
-    If several processes need it at once, the first builds it and the others wait.
+    If several processes need the library at once, the first builds it and the others wait.
 
     Args:
         cache: folder of the libraries, `cache_folder()` by default.
-        compilers: runs the compiler; another thread can stop it.
-        tiles: instructions of matrix products. None: AMX tiles if the system permits them.
+        compilers: runs the compiler, and lets another thread stop it. None: the build cannot be stopped.
+        tiles: CPU instructions for matrix products. None: AMX tiles if the system permits them.
         sources: source files of the library, SOURCES by default.
 
     Raises:
@@ -98,7 +98,7 @@ def build_library(
 
 
 def is_built(library: Path) -> bool:
-    """Return True if the file exists. Raises NoCompiler if its folder cannot be read."""
+    """Return True if the library file exists. Raises NoCompiler if its folder cannot be read."""
     try:
         return library.exists()
     except OSError as error:
@@ -110,11 +110,11 @@ def library_path(
 ) -> Path:
     """Return the path of a library of CPU operators, which may not exist yet.
 
-    Its name depends on the compiler, the CPU, the flags and the sources.
+    The file name is derived from the compiler, its flags, the sources and the CPU.
 
     Args:
         cache: folder of the libraries, `cache_folder()` by default.
-        tiles: instructions of matrix products. None: AMX tiles if the system permits them.
+        tiles: CPU instructions for matrix products. None: AMX tiles if the system permits them.
         sources: source files of the library, SOURCES by default.
 
     Raises:
@@ -126,7 +126,7 @@ def library_path(
 
 
 def cache_folder() -> Path:
-    """Return the default folder of the libraries: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
+    """Return the default folder of the compiled CPU operators: `${XDG_CACHE_HOME:-~/.cache}/batchinfer/kernels`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "batchinfer" / "kernels"
 
@@ -144,11 +144,7 @@ def _compiler() -> str:
 
 @contextmanager
 def _alone(library: Path, compilers: Compilers) -> Iterator[None]:
-    """Hold a lock file, so that only one process at a time builds the library; others wait.
-
-    If the file cannot be locked in time, because another user owns it or its holder is suspended, the process builds
-    without the lock. Raises NoCompiler.
-    """
+    # Another user may own the lock file, or its holder may be suspended: after a time, build without the lock
     try:
         for place in reversed((library.parent, *library.parent.parents)):
             if not place.exists():  # mkdir(parents=True) would ignore `mode` for the parents
@@ -171,7 +167,6 @@ def _lock_file(path: Path) -> AbstractContextManager[IO[str] | None]:
 
 
 def _locked(lock: IO[str]) -> bool:
-    """Try to lock the file without waiting. Return True on success, or if the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -180,7 +175,6 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def _compile(library: Path, compilers: Compilers, flags: tuple[str, ...], sources: Sources) -> None:
-    """Compile the sources into a temporary folder, then rename the library, so an interrupted build is never loaded."""
     command = (_compiler(), *flags)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
@@ -199,7 +193,6 @@ def _cores() -> int:
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
-    """Return a digest of everything that the library depends on: compiler, flags, sources, and the CPU."""
     version = Compilers().call((compiler, "--version"))
     sources = [path.read_text() for path in (*of, *sorted(FOLDER.glob("*.h")))]
     parts = (*sources, *flags, compiler, version, platform.machine(), _cpu())
@@ -207,7 +200,6 @@ def _fingerprint(compiler: str, flags: tuple[str, ...], of: Sources) -> str:
 
 
 def _cpu() -> str:
-    """Return a text with the model and instruction sets of this CPU."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor()

@@ -50,20 +50,20 @@ Functions = dict[tuple[str, torch.dtype], Any]
 class CachedOperators:
     """The compiled CPU operators that use the KV cache.
 
-    One library has the operators for caches that are not quantised, an optional second one for quantised caches.
+    They are loaded from one library for caches that are not quantised, and an optional second one for quantised caches.
     """
 
     def __init__(
         self, lanes: int, tile: int, library: ctypes.CDLL, codes: ctypes.CDLL | None, functions: Functions
     ) -> None:
-        """Look up the functions of the libraries.
+        """Look up the C functions of the libraries.
 
         Args:
-            lanes: values of a vector register.
-            tile: keys of an attention tile.
+            lanes: number of values of a vector register.
+            tile: number of keys of an attention tile.
             library: operators for caches that are not quantised.
-            codes: operators for quantised caches, or None.
-            functions: further functions of `library`.
+            codes: operators for quantised caches; None: such caches are not supported.
+            functions: C functions of `library` that the caller has looked up, by name and dtype.
         """
         self.lanes, self.tile = lanes, tile
         self._functions = functions | _functions(library, CACHE_SIGNATURES | LAYER_SIGNATURES)
@@ -81,7 +81,7 @@ class CachedOperators:
         return bool(self._coded)
 
     def pages(self, block_size: int) -> CachePages:
-        """Return how attention cuts a cache with blocks of `block_size` tokens into tiles."""
+        """Return how attention divides a cache with blocks of `block_size` tokens into tiles."""
         return CachePages(block_size, self.lanes, self.tile // self.lanes)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
@@ -114,10 +114,10 @@ class CachedOperators:
         interleaved: bool = False,
         scales: Scales | None = None,
     ) -> Tensor:
-        """Return the rotated q, and write the rotated k, and v, to the KV cache, as `rope_store_reference` does.
+        """Rotate q and k by their positions (RoPE), and write k and v to the KV cache.
 
-        q, k and v may be slices of one fused tensor; all rows must have the same stride, and the heads of a row must be
-        adjacent.
+        The contract is `rope_store_reference`. q, k and v may be slices of one fused tensor; all rows must have the
+        same stride, and the heads of a row must be adjacent.
 
         Args:
             q: (T, q_heads, D).
@@ -125,17 +125,20 @@ class CachedOperators:
             v: (T, kv_heads, D).
             cos: (positions, pairs) float32, a table for all positions.
             sin: as `cos`.
-            positions: (T,) int64, the row of cos and sin of each token.
+            positions: (T,) int64, the position of each token: its row of cos and sin.
             k_cache: (blocks, *cache_shape).
             v_cache: as `k_cache`.
-            block_size: tokens of a block.
+            block_size: number of tokens of a block.
             slots: (T,) int64, block * block_size + offset; negative for padding.
-            q_norm: (D,), weight of an RMSNorm per head before the rotation, or None.
+            q_norm: (D,), weight of an RMSNorm of each head before the rotation, or None.
             k_norm: as `q_norm`.
             eps: epsilon of the norms.
             offset: added to the weights of the norms.
             interleaved: which values form a pair; see `rotate_reference`.
-            scales: scales of K and V in a quantised cache, (blocks, *cache_shape[:2]) each.
+            scales: of K and V in a quantised cache, (blocks, *cache_shape[:2]) each; None: it is not quantised.
+
+        Returns:
+            The rotated q, (T, q_heads, D).
         """
         tokens, q_heads, dim = q.shape
         check_rotary(q, k, v, cos.shape[1], slots)
@@ -184,14 +187,16 @@ class CachedOperators:
         offset: float = 0.0,
         interleaved: bool = False,
     ) -> Tensor:
-        """Return the rotated q of a layer that reads the K and V of another layer, with the same bits as `rope_store`.
+        """Return q rotated by its positions (RoPE), for a layer that reads the K and V of another layer.
+
+        The result has the same bits as that of `rope_store`.
 
         Args:
             q: (T, q_heads, D).
             cos: (positions, pairs) float32, a table for all positions.
             sin: as `cos`.
-            positions: (T,) int64, the row of cos and sin of each token.
-            norm: (D,), weight of an RMSNorm per head before the rotation, or None.
+            positions: (T,) int64, the position of each token: its row of cos and sin.
+            norm: (D,), weight of an RMSNorm of each head before the rotation, or None.
             eps: epsilon of the norm.
             offset: added to the weight of the norm.
             interleaved: which values form a pair; see `rotate_reference`.
@@ -231,9 +236,9 @@ class CachedOperators:
         Args:
             k_cache: (blocks, *cache_shape).
             v_cache: as `k_cache`; may be the same tensor.
-            parts: (n, 4) int64, one copy per row: source block, target block, first, end.
-            scales: scales of K and V in a quantised cache.
-            dtype: dtype of the run, which determines the layout of a quantised cache.
+            parts: (n, 4) int64, one copy per row: source block, target block, first offset, end offset.
+            scales: scales of K and V in a quantised cache; None: the cache is not quantised.
+            dtype: dtype of activations, which determines the layout of a quantised cache; None if it is not quantised.
         """
         check_copy_parts(k_cache, v_cache, parts)
         self._checked("copy_parts", parts)
@@ -259,10 +264,10 @@ class CachedOperators:
         Args:
             k_cache: (blocks, *cache_shape).
             v_cache: as `k_cache`; may be the same tensor.
-            block_size: tokens of a block.
+            block_size: number of tokens of a block.
             moves: (n, 2) int64, source and target slot, each block * block_size + offset.
-            scales: scales of K and V in a quantised cache.
-            dtype: dtype of the run, which determines the layout of a quantised cache.
+            scales: scales of K and V in a quantised cache; None: the cache is not quantised.
+            dtype: dtype of activations, which determines the layout of a quantised cache; None if it is not quantised.
         """
         check_moves(k_cache, v_cache, moves)
         self._checked("move_slots", moves)
@@ -292,12 +297,12 @@ class CachedOperators:
             q: (T, q_heads, D), the queries of all sequences.
             k_cache: (blocks, *cache_shape).
             v_cache: as `k_cache`.
-            block_size: tokens of a block.
+            block_size: number of tokens of a block.
             block_tables: (sequences, blocks) int32.
-            items: from `attention_items`, planned for these tables with `pages(block_size)`; or from `whole_items` for
-                bidirectional attention.
-            rules: scale, window, cap, sinks (float32) and bias.
-            scales: scales of K and V in a quantised cache, (blocks, *cache_shape[:2]) each.
+            items: work items from `attention_items`, planned for these tables with `pages(block_size)`; or from
+                `whole_items` for bidirectional attention.
+            rules: scale, window, cap, sinks (float32) and bias of the scores.
+            scales: of K and V in a quantised cache, (blocks, *cache_shape[:2]) each; None: it is not quantised.
         """
         (tokens, q_heads, dim), sinks, bias = q.shape, rules.sinks, rules.bias
         kv_heads = k_cache.shape[1]
@@ -337,20 +342,20 @@ class CachedOperators:
         return out
 
     def _added(self, bias: Tensor, q_heads: int, scale: float) -> Tensor:
-        """Return the bias divided by the scale, because C code adds it before scaling, padded to whole vectors."""
+        # C code adds the bias before it scales the scores
         check_bias(bias, q_heads)
         return F.pad(bias.float() / scale, (0, self.lanes))
 
     def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
-        """Return a buffer for the attention state of rows between levels of `items`, or None if there is one level.
+        """Return a buffer for partial attention between the levels of `items`; None if there is one level.
 
-        The state of a row is its maximum score, its sum of weights and its weighted sum of V.
+        It has room for the maximum score, the sum of weights and the weighted sum of V of each row.
 
         Args:
-            items: the work items.
-            tokens: query tokens of the step.
-            q_heads: query heads.
-            width: values of a cached head, padding included.
+            items: the work items of attention.
+            tokens: number of query tokens of the step.
+            q_heads: number of query heads.
+            width: number of values of a cached head, padding included.
         """
         if items.levels == 1:
             return None
@@ -369,11 +374,11 @@ class CachedOperators:
 
         Args:
             layer: the layer's weights.
-            room: buffers of the step. x and residual in it are input and output.
+            room: buffers of the step. The layer reads x and the residual in them, and overwrites both with its output.
             k_cache: (blocks, *cache_shape).
             v_cache: as `k_cache`.
-            first: True if x is a copy of the residual.
-            scales: scales of K and V in a quantised cache.
+            first: True for the first layer, where x equals the residual.
+            scales: scales of K and V in a quantised cache; None: the cache is not quantised.
         """
         if not room.fits(layer):
             raise ValueError(
@@ -409,7 +414,6 @@ class CachedOperators:
         return Cache(*map(address, caches), address(k_scale), address(v_scale))
 
     def _function_of(self, name: str, dtype: torch.dtype, coded: bool = False) -> Any:
-        """Return the C function `name` for a dtype, from the library for quantised caches if `coded`."""
         functions = self._coded if coded else self._functions
         if coded and not functions:
             raise ValueError(f"{name}: the operators for a quantised cache are not loaded")
@@ -442,7 +446,7 @@ def _teams(fill: Any) -> Teams:
 
 
 def function_of(library: ctypes.CDLL, name: str, arguments: list[Any], result: Any = None) -> Any:
-    """Return function `name` of a library, with the ctypes types of its arguments and its result set."""
+    """Look up a function in a library, and set the ctypes types of its arguments and its result."""
     function = library[name]
     function.argtypes, function.restype = arguments, result
     return function

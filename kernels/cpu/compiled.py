@@ -138,7 +138,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (outputs, inputs); for a gated kind, the gate's rows above the rows of up.
             bias: (outputs,), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If shapes do not match.
@@ -154,7 +154,7 @@ class CompiledOperators(CachedOperators):
         """Quantise a weight (outputs, inputs) to int8 with one scale per output, as `quantize_weight` does.
 
         Returns:
-            Values (outputs, inputs) int8 and scales (outputs,) float32.
+            Quantised values (outputs, inputs) int8, and scales (outputs,) float32.
         """
         outputs, inputs = _check_weight(weight, None, "plain")
         codes = zeros_in_huge_pages((outputs, inputs), torch.int8)
@@ -171,7 +171,7 @@ class CompiledOperators(CachedOperators):
             codes: (outputs, inputs) int8.
             scales: (outputs,) float32.
             bias: (outputs,), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -188,7 +188,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (outputs, inputs).
             bias: (outputs,), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
@@ -203,7 +203,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (experts, outputs, inputs).
             bias: (experts, outputs), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
@@ -213,7 +213,6 @@ class CompiledOperators(CachedOperators):
         return PackedExperts(panels, _reordered(bias, order), shape, kind, starts, scales)
 
     def _rounded_int8(self, weight: Tensor, kind: Kind, panels: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise a weight (outputs, inputs) into `panels`, and return the starts and scales of its columns."""
         (outputs, inputs), gated = weight.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
         starts, scales = torch.empty(columns, dtype=torch.int32), torch.empty(columns)
@@ -236,9 +235,9 @@ class CompiledOperators(CachedOperators):
             codes: (outputs, inputs) int8 in -8 … 7.
             scales: (outputs, groups) float32.
             zeros: (outputs, groups) float32, the zero points, or None.
-            group: inputs that share a scale, a multiple of 8.
+            group: number of inputs that share a scale, a multiple of 8.
             bias: (outputs,), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If shapes do not match.
@@ -255,9 +254,9 @@ class CompiledOperators(CachedOperators):
 
         Args:
             weight: (outputs, inputs).
-            group: inputs that share a scale.
+            group: number of inputs that share a scale.
             bias: (outputs,), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If `weight` is not a matrix of floats.
@@ -282,9 +281,9 @@ class CompiledOperators(CachedOperators):
             codes: (experts, outputs, inputs) int8 in -8 … 7.
             scales: (experts, outputs, groups) float32.
             zeros: (experts, outputs, groups) float32, the zero points, or None.
-            group: inputs that share a scale, a multiple of 8.
+            group: number of inputs that share a scale, a multiple of 8.
             bias: (experts, outputs), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
 
         def packed(expert: int, panels: Tensor) -> Columns:
@@ -300,9 +299,9 @@ class CompiledOperators(CachedOperators):
 
         Args:
             weight: (experts, outputs, inputs).
-            group: inputs that share a scale.
+            group: number of inputs that share a scale.
             bias: (experts, outputs), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
         return self._int4_experts(
             weight, group, bias, kind, lambda at, panels: self._rounded_int4(weight[at], group, kind, panels)
@@ -316,7 +315,6 @@ class CompiledOperators(CachedOperators):
         kind: Kind,
         packed: Callable[[int, Tensor], Columns],
     ) -> PackedExperts:
-        """Pack int4 weights of experts; `packed` fills the panels of one expert and returns its Columns."""
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs) // 2, torch.uint8).view(count, -1)
@@ -334,7 +332,6 @@ class CompiledOperators(CachedOperators):
         kind: Kind,
         panels: Tensor,
     ) -> Columns:
-        """Pack an int4 weight into `panels`, and return the starts, scales and zeros of its columns."""
         outputs, inputs = codes.shape
         groups = -(-inputs // group) if group > 0 else 0
         if (
@@ -354,11 +351,8 @@ class CompiledOperators(CachedOperators):
         return starts, taken, self._in_panels(-scales * zeros, self._order(outputs, kind))
 
     def _rounded_int4(self, weight: Tensor, group: int, kind: Kind, panels: Tensor) -> Columns:
-        """Quantise a weight (outputs, inputs) into `panels`, and return the starts, scales and zeros of its columns.
-
-        Groups in which two scales have almost equal errors are quantised by the reference, because summing the errors
-        in another order could select the other scale.
-        """
+        # Groups in which two scales have almost equal errors are quantised by the reference, because summing the errors
+        # in another order could select the other scale
         outputs, inputs = weight.shape
         if not self.rounds_int4(weight, group):
             return self._packed_int4(*quantize_groups(weight, group), None, group, kind, panels)
@@ -381,16 +375,17 @@ class CompiledOperators(CachedOperators):
         return *self._int4_columns(scales, sums, kind), None
 
     def rounds_int4(self, weight: Tensor, group: int) -> bool:
-        """Return True if compiled code quantises this weight (…, inputs) to int4, and False if the reference does.
+        """Return True if compiled code can quantise this weight to int4, False if only the reference can.
 
-        `group` is the number of inputs that share a scale.
+        Args:
+            weight: (..., inputs).
+            group: number of inputs that share a scale.
         """
         lanes, inputs = 2 * self.lanes, weight.shape[-1]
         in_groups = 0 < group <= _MAX_GROUP and not inputs % group and not group % lanes
         return in_groups and weight.dtype in (torch.float32, torch.bfloat16)
 
     def _int4_columns(self, scales: Tensor, sums: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Return the starts of an int4 weight's sums and the scales of its groups, in the order of its columns."""
         scales = scales.float().contiguous()
         (outputs, groups), gated = scales.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
@@ -402,7 +397,6 @@ class CompiledOperators(CachedOperators):
         return starts, taken
 
     def _in_panels(self, grouped: Tensor, order: Tensor) -> Tensor:
-        """Reorder (outputs, groups) to (panels, groups, columns of a panel) float32."""
         wide = grouped.float().t()
         columns = torch.cat((wide, wide.new_zeros(len(wide), 1)), -1)[:, order]  # -1 selects the zero
         return columns.view(len(columns), -1, self.tile).transpose(0, 1).contiguous()
@@ -413,7 +407,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (experts, outputs, inputs).
             bias: (experts, outputs), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
         count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
@@ -432,7 +426,7 @@ class CompiledOperators(CachedOperators):
             codes: (experts, outputs, inputs) int8.
             scales: (experts, outputs) float32.
             bias: (experts, outputs), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
         count, outputs, inputs = _check_experts(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -453,7 +447,7 @@ class CompiledOperators(CachedOperators):
             codes: (experts, outputs, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
             exponents: (experts, outputs, inputs / 32) uint8, biased by 127.
             bias: (experts, outputs), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If shapes or dtypes do not match.
@@ -477,18 +471,17 @@ class CompiledOperators(CachedOperators):
             codes: (outputs, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
             exponents: (outputs, inputs / 32) uint8, biased by 127.
             bias: (outputs,), or None.
-            kind: the epilogue of the product.
+            kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         """
         return self.pack_expert_mxfp4(
             codes[None], exponents[None], None if bias is None else bias[None], kind
         )
 
     def layer_widens(self, dtype: torch.dtype) -> bool:
-        """Return True if `decoder_layer` supports MXFP4 weights in this dtype."""
+        """Return True if `decoder_layer` supports weights in MXFP4 with activations of this dtype."""
         return bool(self._functions["layer_widens", dtype]())
 
     def _by_column(self, matrix: Tensor, order: Tensor) -> Tensor:
-        """Reorder (outputs, width) to (panels, width, columns of a panel)."""
         lines = torch.cat((matrix, matrix.new_zeros(1, matrix.shape[1])))[order]  # -1 selects the zeros
         return lines.view(-1, self.tile, matrix.shape[1]).transpose(1, 2).contiguous()
 
@@ -498,7 +491,7 @@ class CompiledOperators(CachedOperators):
         Args:
             x: (R, inputs).
             weight: weights of a plain or gated kind.
-            starts: (experts + 1,) int64, the first row of each expert, and R.
+            starts: (experts + 1,) int64, the first row of each expert, and R at the end.
         """
         rows = len(x)
         if x.dim() != 2 or x.shape[1] != weight.inputs:
@@ -523,8 +516,8 @@ class CompiledOperators(CachedOperators):
             x: (T, inputs).
             gate_up: gate and up of the experts; its kind determines the activation.
             down: down projections of the experts.
-            choice: experts of each token.
-            loads: (experts,) int64; the number of rows of each expert is added.
+            choice: the experts that each token uses, with their weights.
+            loads: (experts,) int64; the number of tokens that use each expert is added to it.
 
         Raises:
             ValueError: If a chosen expert does not exist.
@@ -543,7 +536,8 @@ class CompiledOperators(CachedOperators):
 
         Args:
             factors: for each adapter, A (rank, inputs) and B (outputs, rank), or None if it does not change the layer.
-            places: if given, products read only that many adapters, which PackedLowRank.place selects.
+            places: number of places for adapters. Products read only adapters that `PackedLowRank.place` puts in a
+                place. None: each adapter has its own place.
 
         Raises:
             ValueError: If no adapter has factors, or shapes do not match.
@@ -565,12 +559,12 @@ class CompiledOperators(CachedOperators):
         return PackedLowRank(packed, len(b), a.shape[1], places)
 
     def low_rank(self, x: Tensor, factors: PackedLowRank, rows: AdaptedRows) -> Tensor:
-        """Return B A x of the n tokens that have an adapter, sorted by adapter: (n, outputs) float32.
+        """Return the LoRA product B A x of each token that has an adapter: (n, outputs) float32, sorted by adapter.
 
         Args:
             x: (T, inputs), all tokens of the step.
             factors: the LoRA factors A and B of all adapters.
-            rows: the tokens by adapter.
+            rows: the tokens of the step, sorted by adapter.
 
         Raises:
             ValueError: If shapes do not match.
@@ -594,13 +588,13 @@ class CompiledOperators(CachedOperators):
         return self._linear(x, weight, weight.structure)
 
     def adapted_linear(self, x: Tensor, weight: PackedWeight, values: Tensor, rows: AdaptedRows) -> Tensor:
-        """Compute `linear`, with the result of LoRA factors added before the activation.
+        """Compute `linear`, with LoRA products added before the activation.
 
         Args:
             x: (T, inputs).
             weight: the packed weight.
             values: (n, outputs) float32, returned by `low_rank` for these rows.
-            rows: the tokens by adapter.
+            rows: the tokens of the step, sorted by adapter.
 
         Raises:
             ValueError: If `values` was not returned by `low_rank`: the operator reads one panel beyond its end.
@@ -621,9 +615,9 @@ class CompiledOperators(CachedOperators):
         return y
 
     def argmax(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """Return the column of the greatest value in each row of x W^T: (T,) int64, without storing the product.
+        """Return the index of the greatest value in each row of x W^T: (T,) int64. The product is not stored.
 
-        Of equal values the lowest column is returned; -1 if the greatest is not finite or any value is NaN.
+        Of equal values the first counts. The result is -1 if the greatest value is not finite or any value is NaN.
 
         Args:
             x: (T, inputs).
@@ -690,11 +684,11 @@ class CompiledOperators(CachedOperators):
         return y, total
 
     def gate(self, gate_up: Tensor, kind: Kind) -> Tensor:
-        """Return act(gate) * up: (T, width).
+        """Return act(gate) * up, the gated activation of a feed-forward layer: (T, width).
 
         Args:
             gate_up: (T, 2 × width), the gate's values first.
-            kind: a gated kind, which determines the activation.
+            kind: a gated kind, such as "gated" (SiLU) or "gelu_gated"; it determines act.
         """
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if gate_up.shape[1] % 2:
@@ -704,7 +698,12 @@ class CompiledOperators(CachedOperators):
         return y
 
     def activate(self, x: Tensor, kind: Kind) -> Tensor:
-        """Apply an activation function to each value of x (T, width); `kind` names the function."""
+        """Apply an activation function to each value of x (T, width).
+
+        Args:
+            x: the values.
+            kind: the function: "silu", "gelu" or "exact_gelu".
+        """
         y = torch.empty_like(x)
         self._call("activate", x, x, y, *x.shape, KINDS[kind])
         return y
@@ -717,7 +716,7 @@ class CompiledOperators(CachedOperators):
         self._common["cap_logits"](logits.data_ptr(), *logits.shape, cap)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Set the logits of tokens that a mask excludes to -inf, in place.
+        """Set the logits of tokens that token masks exclude to -inf, in place.
 
         Args:
             logits: (any, vocab) float32.
@@ -737,14 +736,14 @@ class CompiledOperators(CachedOperators):
         )
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best allowed token of each row, and whether the mask excludes the row's best token.
+        """Return the most likely allowed token of each row, and whether the mask excludes a likelier one.
 
         Args:
             logits: (n, vocab) float32.
             bits: (n, ceil(vocab / 32)) int32, a mask per row; token t is excluded if bit t % 32 of word t // 32 is 0.
 
         Returns:
-            Tokens (n,) int64, and (n,) bool, as Ops.masked_argmax.
+            Tokens (n,) int64, and (n,) bool, True if the token with the greatest logit is excluded.
         """
         check_mask(logits, torch.empty(len(logits), dtype=torch.int32), bits)
         if logits.dtype != torch.float32:
@@ -759,7 +758,7 @@ class CompiledOperators(CachedOperators):
         return tokens, barred
 
     def latent_pages(self, block_size: int, dtype: torch.dtype) -> CachePages:
-        """Return how attention cuts a cache of latents with blocks of `block_size` tokens into tiles."""
+        """Return how attention divides a cache of latents with blocks of `block_size` tokens into tiles."""
         return CachePages(block_size, 1, self._functions["latent_tile", dtype]())
 
     def latent_attention(
@@ -772,10 +771,10 @@ class CompiledOperators(CachedOperators):
             cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
                 value.
             block_tables: (sequences, blocks) int32.
-            items: from `attention_items`, planned for these tables with `latent_pages`. Its `group` is the number of
-                heads that are computed together and must divide `heads`.
+            items: from `attention_items`, planned for these tables with `latent_pages`. `items.group` is the number of
+                heads that are computed together; it must divide `heads`.
             scale: factor of q · k.
-            rank: values of V.
+            rank: number of values of V.
         """
         check_latent_attention(q, cache, block_tables, rank)
         (tokens, heads, width), slice_heads = q.shape, items.group
@@ -826,7 +825,6 @@ def _check_experts(weight: Tensor, bias: Tensor | None, kind: Kind) -> tuple[int
 
 
 def _reordered(values: Tensor | None, order: Tensor) -> Tensor | None:
-    """Reorder (..., outputs) to (..., columns of the panels), with 0 for a column without output."""
     if values is None:
         return None
     return torch.cat((values, values.new_zeros(*values.shape[:-1], 1)), -1)[..., order]  # -1 selects the zero

@@ -13,7 +13,10 @@ TIMEOUT_S = 300  # for one process, which takes some seconds on an idle core
 
 
 class NoCompiler(RuntimeError):
-    """There is no C compiler, or it cannot build the CPU operators. The message contains its command and error."""
+    """There is no C compiler, or it cannot build the CPU operators.
+
+    The message contains the compiler's command and error.
+    """
 
 
 class Compilers:
@@ -25,7 +28,7 @@ class Compilers:
         self._lock = threading.Lock()
 
     def call(self, command: Sequence[str]) -> str:
-        """Run a command and return its stdout. Raises NoCompiler if it fails, times out, or is stopped."""
+        """Run a compiler command and return its stdout. Raises NoCompiler if it fails, times out, or is stopped."""
         try:
             process = self._started(command)
         except OSError as error:
@@ -55,7 +58,7 @@ class Compilers:
             _kill(process)
 
     def _started(self, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command in its own session, because Ctrl-C in a terminal must not stop the compiler."""
+        # In its own session, because Ctrl-C in a terminal must not stop the compiler
         pipe = subprocess.PIPE
         with self._lock:
             self.check()

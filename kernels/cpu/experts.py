@@ -11,11 +11,11 @@ from batchinfer_kernels.experts import Choice
 
 
 class ExpertsRoom:
-    """The buffers of one call of the compiled experts; `structure` points to them.
+    """The buffers of one call of the compiled experts operator.
 
     Attributes:
         y: (T, outputs), the result of the call.
-        structure: the argument of the C function.
+        structure: the argument of the C function, which points to the buffers.
 
     Raises:
         ValueError: If the weights do not match each other or x.
@@ -46,14 +46,14 @@ class ExpertsRoom:
 
 
 def wide_room(x: Tensor, *weights: PackedExperts) -> tuple[Tensor | None, int]:
-    """Return a buffer in which threads dequantise panels of MXFP4 weights, and its bytes per thread.
+    """Return a buffer in which each thread dequantises a panel of an MXFP4 weight, and its bytes per thread.
 
     Args:
-        x: the activations.
-        weights: weights of the call.
+        x: the activations, whose dtype the dequantised values get.
+        weights: the weights of a product.
 
     Returns:
-        (threads, bytes) uint8 and bytes; None and 0 if no weight is MXFP4.
+        (threads, bytes) uint8 and the number of bytes; None and 0 if no weight is MXFP4.
     """
     size = max(weight.wide_bytes(x.element_size()) for weight in weights)
     return (torch.empty(torch.get_num_threads(), size, dtype=torch.uint8) if size else None), size

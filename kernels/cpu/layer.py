@@ -38,12 +38,12 @@ class LayerSizes:
     """The sizes and constants that all layers of a model share.
 
     Attributes:
-        q_heads: query heads.
-        kv_heads: KV heads.
-        head_dim: values of a head.
+        q_heads: number of query heads.
+        kv_heads: number of KV heads.
+        head_dim: number of values of a head.
         scale: factor of q · k in attention.
         eps: epsilon of all norms.
-        soft_cap: cap of attention scores, or None.
+        soft_cap: cap of attention scores, cap × tanh(score / cap); None: no cap.
         offset: added to the weights of all norms.
     """
 
@@ -58,13 +58,13 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRotation:
-    """The rotary embedding of a layer's heads, and the norms before it.
+    """The rotary embedding of a layer's q and k, and their norms.
 
     Attributes:
         cos: (positions, pairs) float32.
         sin: as `cos`.
         interleaved: which values form a pair; see `rotate_reference`.
-        q_norm: (head_dim,), weight of the RMSNorm of q, or None.
+        q_norm: (head_dim,), weight of the RMSNorm of each q head before the rotation, or None.
         k_norm: as `q_norm`.
     """
 
@@ -75,7 +75,7 @@ class LayerRotation:
     k_norm: Tensor | None = None
 
     def structure(self, sizes: LayerSizes) -> RotationStructure:
-        """Return the rotation as a C structure; the tensors must outlive it.
+        """Return the rotation as a C structure, which points to the tensors: they must outlive it.
 
         Raises:
             ValueError: If the tables do not match the heads.
@@ -95,19 +95,19 @@ class LayerWeights:
     """The packed weights of a decoder layer, which a PackedLayer runs.
 
     Attributes:
-        norms: weights of the norms that the layer has, by the names in NORMS.
+        norms: weight of each norm that the layer has; the names are in NORMS.
         rotation: rotary embedding and norms of the heads.
         qkv: projection to q, k and v.
         o: projection of the attention output.
-        up: gate and up projection, of a gated kind or with an activation; the others are "plain".
+        up: gate and up projection, of a gated kind; or up projection with an activation. The other three are "plain".
         down: down projection.
         window: sliding window; None: full attention.
-        sinks: (q_heads,) float32, or None.
-        adapters: the LoRA factors for qkv, o, up and down; None: no adapter changes the product.
-        biases: biases of the norms, by the names in NORMS.
+        sinks: (q_heads,) float32, the attention sinks, or None.
+        adapters: the LoRA factors for each of qkv, o, up and down; None: no adapter changes this product.
+        biases: bias of each norm that has one; the names are in NORMS.
         centred: True if the norms are LayerNorms.
-        norms_sums: True: the norms apply to the sums after attention and after the feed-forward part, as in a post-norm
-            model. False: to the input of both, and optionally to their result.
+        norms_sums: True in a post-norm model: the norms apply to the sums of residual and output, after attention and
+            after the feed-forward part. False: they apply to the inputs of both parts, and optionally to their outputs.
     """
 
     norms: Mapping[str, Tensor]
@@ -125,7 +125,7 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[PackedWeight, ...]:
-        """Return the weights of the four products, in the order in which they run."""
+        """Return the weights qkv, o, up and down, in the order in which they run."""
         return self.qkv, self.o, self.up, self.down
 
 
@@ -203,16 +203,17 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlaces:
-    """The positions, cache slots and attention items of a step's T tokens.
+    """The positions and cache slots of a step's T tokens, and the work items of its attention.
 
     Attributes:
         positions: (T,) int64.
         slots: (T,) int64, block * block_size + offset.
         block_tables: (sequences, blocks) int32.
         items: work items of attention.
-        block_size: tokens of a block.
-        parts: (n, 4) int64, blocks to copy after the step's K and V are stored, as in `copy_parts`; None: none.
-        adapted: the tokens by LoRA adapter; None: no token has an adapter.
+        block_size: number of tokens of a block.
+        parts: (n, 4) int64, parts of blocks to copy after the step's K and V are stored, as in `copy_parts`; None:
+            none.
+        adapted: the tokens sorted by LoRA adapter; None: no token has an adapter.
     """
 
     positions: Tensor
@@ -224,7 +225,11 @@ class StepPlaces:
     adapted: AdaptedRows | None = None
 
     def check(self, tokens: int) -> None:
-        """Raise ValueError unless the tensors are contiguous on the CPU and match a step of `tokens` tokens."""
+        """Raise ValueError unless the tensors are contiguous on the CPU and have the right shapes.
+
+        Args:
+            tokens: number of tokens of the step.
+        """
         _check("positions", self.positions, (tokens,), torch.int64)
         _check("slots", self.slots, (tokens,), torch.int64)
         _check("block_tables", self.block_tables, tuple(self.block_tables.shape[:2]), torch.int32)
@@ -259,12 +264,12 @@ class LayerRoom:
 
     Args:
         x: (T, hidden), the input of the first layer.
-        layer: a layer; others with the same sizes can use the room.
-        places: the tokens' positions and slots.
+        layer: one of the layers; the others must have the same sizes.
+        places: positions, cache slots and work items of the tokens.
         cache_shape: shape of a cache block.
-        state: buffer from `attention_state`.
-        beside: room of the previous layers, which have other `places`. Its tensors are reused if the sizes match and
-            its x is this x.
+        state: buffer for partial attention, from `attention_state`; None if attention has one level.
+        beside: buffers of the previous layers, whose `places` differ. Its tensors are reused if the sizes match and
+            both have the same x.
 
     Raises:
         ValueError: If x or `places` do not match the layer.
@@ -297,15 +302,15 @@ class LayerRoom:
         self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts, adapted)
 
     def holds(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Return True if `x` and `residual` are this room's tensors, which hold the output of the last layer.
+        """Return True if `x` and `residual` are tensors of these buffers, which hold the last layer's output.
 
-        A layer with `norms_sums` has no residual; it must be None.
+        A post-norm layer (`norms_sums`) has no residual; `residual` must then be None.
         """
         left = None if self._layer.weights.norms_sums else self.residual
         return x is self.x and residual is left
 
     def fits(self, layer: PackedLayer) -> bool:
-        """Return True if the layer has the sizes for which this room was made."""
+        """Return True if the layer has the same sizes as the layer for which the buffers were made."""
         return layer.key == self._layer.key
 
     def _room_of_adapters(self, rows: AdaptedRows) -> AdaptedRoom:
@@ -350,7 +355,6 @@ class LayerRoom:
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError unless a tensor is None or contiguous on the CPU, with this shape and dtype."""
     if tensor is None:
         return
     if tensor.shape != shape or tensor.dtype != dtype:

@@ -17,11 +17,13 @@ _ROW = 64  # at least the columns of a panel
 class PackedLowRank:
     """The packed LoRA factors A and B of all adapters for one linear layer.
 
+    A product reads the adapters in its places. If there are fewer places than adapters, `place` selects them.
+
     Args:
         factors: A and B of each adapter; None for an adapter that does not change the layer.
-        outputs: outputs of the layer.
-        inputs: inputs of the layer.
-        places: if given, products read only this many adapters, which `place` selects.
+        outputs: number of outputs of the layer.
+        inputs: number of inputs of the layer.
+        places: number of places. None: each adapter has its own place.
     """
 
     def __init__(
@@ -41,14 +43,24 @@ class PackedLowRank:
         self.structure = LowRankStructure(*self._halves, self.count, outputs, self.most_rank)
 
     def place(self, number: int, place: int) -> None:
-        """Make products read adapter `number` at index `place`; both count from 1. Copies no factors."""
+        """Put an adapter into a place, so that products of this place use it. Copies no factors.
+
+        Args:
+            number: number of the adapter, from 1.
+            place: number of the place, from 1.
+        """
         own = self._kept[number - 1]
         for at, half in enumerate(self._halves):
             half[place - 1] = Weight() if own is None else own[at].structure
 
 
 def check_adapted_rows(rows: AdaptedRows, tokens: int) -> None:
-    """Raise ValueError unless the rows match a step of `tokens` tokens and the C operators can read them."""
+    """Raise ValueError unless the tensors of `rows` have the dtype and shapes that the C operators read.
+
+    Args:
+        rows: the tokens of the step, sorted by adapter.
+        tokens: number of tokens of the step.
+    """
     parts = rows.order, rows.places, rows.starts
     whole = all(part.dtype == torch.int64 and part.dim() == 1 and part.is_contiguous() for part in parts)
     if not whole or len(rows.places) != tokens or len(rows.starts) < 2 or int(rows.starts[-1]) != tokens:
@@ -62,14 +74,14 @@ def count_without_adapter(rows: AdaptedRows) -> int:
 
 
 class AdaptedRoom:
-    """The buffers of low-rank products of the tokens that have an adapter.
+    """The buffers for the LoRA products of the tokens that have an adapter, which the layers of a step share.
 
     Args:
-        rows: the tokens by adapter.
+        rows: the tokens of the step, sorted by adapter.
         dtype: dtype of the activations.
-        inputs: the most inputs of a product.
-        rank: the greatest rank of an adapter.
-        outputs: the most outputs of a product.
+        inputs: maximum number of inputs of a product.
+        rank: maximum rank of an adapter.
+        outputs: maximum number of outputs of a product.
     """
 
     def __init__(self, rows: AdaptedRows, dtype: torch.dtype, inputs: int, rank: int, outputs: int) -> None:
@@ -83,12 +95,12 @@ class AdaptedRoom:
 
 
 def with_added_values(weight: Weight, values: Tensor, rows: AdaptedRows) -> Weight:
-    """Return a copy of a weight's C structure whose product also adds low-rank results.
+    """Return a copy of a weight's C structure whose product also adds LoRA products.
 
     Args:
-        weight: the structure.
-        values: (n, outputs) float32, the results for the n tokens that have an adapter, sorted by adapter.
-        rows: the tokens by adapter.
+        weight: the C structure of the weight.
+        values: (n, outputs) float32, the LoRA products of the n tokens that have an adapter, sorted by adapter.
+        rows: the tokens of the step, sorted by adapter.
     """
     found = Weight.from_buffer_copy(weight)
     found.added, found.added_places = address(values), address(rows.places)

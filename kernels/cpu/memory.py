@@ -23,10 +23,10 @@ _TRIMMED_BYTES = 1 << 30
 
 
 def zeros_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros, in huge pages if it has at least LEAST_BYTES.
+    """Return a tensor of zeros, in huge pages if it has at least LEAST_BYTES bytes.
 
-    The system allocates and clears the memory on first access: a cache is sized for the longest rows, and most jobs
-    touch a small part of it. Huge pages make kernels faster that read scattered blocks or stream weights.
+    The system allocates the memory on first access, so a large cache takes little memory until it is filled. Huge pages
+    make kernels faster that read scattered blocks or stream weights.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST_BYTES:
@@ -44,18 +44,20 @@ def _huge_pages(size: int) -> mmap.mmap:
 
 
 class ReusedPages:
-    """Allocates tensors in the memory of tensors that were freed.
+    """Allocates tensors in host memory, and reuses the memory of tensors that were freed.
 
-    The layers of a model have equal sizes, and clearing new pages would double the time of filling them.
+    It is used to load layers of equal sizes one after the other: new pages would have to be cleared by the system
+    first, which doubles the time of filling them.
     """
 
     def __init__(self) -> None:
         self._free, self._old, self._keeps = list[mmap.mmap](), list[mmap.mmap](), True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor in host memory, in freed memory of up to twice its size if there is any.
+        """Return an uninitialised tensor in host memory.
 
-        The memory of tensors below LEAST_BYTES is not reused.
+        It reuses freed memory of one to two times its size, if there is any. Memory below LEAST_BYTES bytes is not
+        reused.
         """
         size = math.prod(shape) * dtype.itemsize
         if size < LEAST_BYTES:
@@ -66,16 +68,15 @@ class ReusedPages:
         return torch.from_numpy(held).view(dtype).view(shape)
 
     def forget(self) -> None:
-        """Release the free memory that no tensor has used since the previous call."""
+        """Release the free memory that has not been reused since the previous call of `forget`."""
         self._free, self._old = [], self._free
 
     def close(self) -> None:
-        """Release all free memory; memory of tensors that are freed later is released with the tensor."""
+        """Release all free memory, and from now on the memory of each tensor with the tensor."""
         self._keeps = False
         self._free, self._old = [], []
 
     def _taken(self, size: int) -> mmap.mmap | None:
-        """Remove and return the smallest free memory mapping of `size` to 2 × `size` bytes; None if there is none."""
         fitting = [each for each in (*self._free, *self._old) if size <= len(each) <= 2 * size]
         if not fitting:
             return None
@@ -89,9 +90,9 @@ class ReusedPages:
 
 
 class HugePages:
-    """Allocates small tensors side by side in huge pages.
+    """Allocates small tensors next to each other in huge pages.
 
-    A piece of memory is freed with the last tensor in it. A large tensor gets its own memory.
+    The memory of a page is freed with the last tensor in it. A large tensor gets its own memory.
     """
 
     def __init__(self) -> None:

@@ -33,32 +33,40 @@ MAX_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the w
 
 
 def padded(size: int) -> int:
-    """Return `size`, the bytes of one output's weights, rounded up to a multiple of STEP_BYTES."""
+    """Return the number of bytes of one output's weights, rounded up to a multiple of STEP_BYTES."""
     return -(-size // STEP_BYTES) * STEP_BYTES
 
 
 def codes_room(rows: int, inputs: int) -> Tensor:
-    """Return an uninitialised buffer for `rows` rows of `inputs` quantised activations, large enough on any CPU."""
+    """Return an uninitialised buffer for quantised activations, large enough for their format on any CPU.
+
+    Args:
+        rows: number of rows of activations.
+        inputs: number of values of a row.
+    """
     return torch.empty(rows, MAX_CODE_BYTES * padded(inputs), dtype=torch.uint8)
 
 
 def is_gated(kind: Kind) -> bool:
-    """Return True if a weight of this kind consists of a gate above an up projection."""
+    """Return True if a product of this kind computes act(gate) * up: its weight has the gate's rows above up's rows."""
     return kind.endswith("gated")
 
 
 class PackedWeight:
-    """A weight in the layout of the compiled operators (panels.h), maybe quantised.
+    """A weight in the layout of the compiled operators, maybe quantised.
+
+    The weight is stored in panels, groups of columns that are multiplied together (panels.h). A column is one output.
 
     Args:
         panels: the values.
-        bias: bias of each column of the panels, or None.
+        bias: bias of each column, or None.
         shape: (outputs, inputs).
-        kind: the epilogue of the product.
-        starts: -128 × the sum of each column's values, as int32; for int4 as floats, with scales. None: not quantised.
+        kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
+        starts: initial value of each column's sum, -128 × the sum of its values, because activations are stored with an
+            offset of 128: int32, or floats with scales for int4. None: not quantised.
         scales: scale of each column, or of each column and group.
         zeros: -scale × zero point of each column and group, or None.
-        group: inputs of a column that share a scale, for int4; else 0.
+        group: number of inputs of a column that share a scale, for int4; else 0.
     """
 
     def __init__(
@@ -80,7 +88,7 @@ class PackedWeight:
 
     @property
     def columns(self) -> int:
-        """Return the columns of the product: the outputs, or half of them for a gated weight."""
+        """Return the number of columns of the product: all outputs, or half of them for a gated weight."""
         return self.outputs // 2 if is_gated(self.kind) else self.outputs
 
     @property
@@ -93,25 +101,25 @@ class PackedWeight:
 
     @property
     def quantized(self) -> bool:
-        """Return True if the weight is multiplied by quantised activations."""
+        """Return True if activations are quantised before they are multiplied by the weight, as for int8 and int4."""
         return self._kept[1] is not None
 
     @property
     def widened(self) -> bool:
-        """Return True if the weight is MXFP4, which is dequantised before it is multiplied."""
+        """Return True if the weight is MXFP4. It is dequantised before the product; activations are not quantised."""
         return self.panels.dtype == torch.uint8 and not self.quantized
 
 
 class PackedExperts(PackedWeight):
-    """The weights of several experts, (outputs, inputs) each, in consecutive panels.
+    """The packed weights of several experts, (outputs, inputs) each.
 
     Args:
         panels: the values, one row per expert.
         bias: bias of each expert's columns, or None.
         shape: (experts, outputs, inputs).
-        kind: the epilogue of the product.
+        kind: what the product ends with: nothing ("plain"; "float" for a float32 result) or an activation.
         starts: as in PackedWeight, one row per expert.
-        scales: as in PackedWeight, one row per expert; exponents of MXFP4 values (mxfp4.h).
+        scales: as in PackedWeight, one row per expert; for MXFP4 the exponents (mxfp4.h).
         group: as in PackedWeight; 32 for MXFP4.
         zeros: as in PackedWeight, one row per expert.
     """
@@ -131,7 +139,11 @@ class PackedExperts(PackedWeight):
         self.count = shape[0]
 
     def wide_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a dequantised MXFP4 panel with values of `itemsize` bytes; 0 for other weights."""
+        """Return the bytes of a dequantised panel of an MXFP4 weight; 0 for other weights.
+
+        Args:
+            itemsize: bytes per dequantised value.
+        """
         exponents = self._kept[2]
         if not self.widened or exponents is None:
             return 0

@@ -29,14 +29,16 @@ KEY_SLACK = 64  # further keys of padding, because short contexts are cheap to p
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """G sequences that are computed together, padded to Q queries and N blocks each (K = N × block_size keys).
+    """A group of G sequences whose attention is computed together, padded to Q queries and N blocks each.
+
+    K = N × block_size is the number of keys of a padded sequence.
 
     Attributes:
         blocks: (G × N,) int64, the blocks of each sequence in the cache.
         shape: (G, Q, N).
-        queries: (G × Q,) int64, the step's tokens; padding repeats the sequence's last query.
+        queries: (G × Q,) int64, indices of the step's tokens; padding repeats the sequence's last query.
         real: (n,) int64, the indices in `queries` that are not padding; None: all.
-        unused: (G, 1, K, 1) bool, True for slots after a sequence's end, or before every window.
+        unused: (G, 1, K, 1) bool, True for slots after a sequence's end, or before the windows of all layers.
         masks: by window, (G, 1, Q, K) bool, True if the query sees the key.
         query_at: (G, Q) int64, on the host, the position of each query.
     """
@@ -55,11 +57,11 @@ class SequenceShape:
     """Adjacent queries of one sequence, and the keys that they see.
 
     Attributes:
-        row: row of the block table.
-        start: first query token of the step.
+        row: index of the sequence in the block tables.
+        start: index of the first query among the step's tokens.
         queries: number of queries.
-        context: number of keys that they see.
-        later: keys of `context` after the last query.
+        context: number of keys of the sequence up to the last one that the queries see.
+        later: number of keys of `context` after the last query.
     """
 
     row: int
@@ -72,11 +74,11 @@ class SequenceShape:
 def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[list[SequenceShape]]:
     """Group sequences of similar size, so that padding each to the largest of its group stays within limits.
 
-    Long chunks are cut before.
+    Sequences with many queries are cut into pieces first.
 
     Args:
         shapes: the sequences of a step.
-        causal: False: queries also see later keys.
+        causal: False if queries also see later keys.
     """
     tiles = [tile for shape in shapes for tile in _tiles(shape, causal)]
     ordered = sorted(tiles, key=lambda s: (s.queries, s.context), reverse=True)
@@ -90,7 +92,6 @@ def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[li
 
 
 def _tiles(shape: SequenceShape, causal: bool) -> Iterator[SequenceShape]:
-    """Cut the queries of a sequence into pieces, to bound the memory of masks and scores."""
     most = max(1, MAX_GROUP_PAIRS // shape.context)
     for at in range(0, shape.queries, most):
         queries = min(most, shape.queries - at)
@@ -122,11 +123,11 @@ def build_group(
 
     Args:
         members: the sequences, from `group_sequences`.
-        block_tables: (sequences, max blocks).
-        block_size: tokens of a block.
-        windows: windows of the model's layers; None: full attention.
-        causal: False: queries also see later keys.
-        tree: the keys that queries in draft trees see, if there are any; there is then no window.
+        block_tables: (sequences, blocks), the block tables of all sequences of the step.
+        block_size: number of tokens of a block.
+        windows: the different sliding windows of the model's layers; None: full attention.
+        causal: False if queries also see later keys.
+        tree: the keys that queries in draft trees see; it requires full attention. None: there are no draft trees.
     """
     most, device = max(s.queries for s in members), block_tables.device
     blocks = -(-max(s.context for s in members) // block_size)
@@ -168,14 +169,13 @@ def _mask(query_at: Tensor, key_at: Tensor, contexts: Tensor, window: int | None
 
 
 def _tree_mask(tree: TreeMask, queries: Tensor, keys: int) -> Tensor:
-    """Return True for keys that the step's queries (G, Q) see in their draft trees: (G, 1, Q, keys)."""
     chosen = queries.flatten().numpy()
     seen = TreeMask(tree.last[chosen], tree.bits[chosen]).seen(0, len(chosen), keys)
     return torch.from_numpy(seen).view(len(queries), 1, -1, keys)
 
 
 def _gather(cache: Tensor, group: AttentionGroup) -> Tensor:
-    """Return the cached K or V of a group, (G, kv_heads, K, D), with 0 in unused slots, which may hold NaN."""
+    # Unused slots may hold NaN
     members, _, blocks = group.shape
     pages = cache.index_select(0, group.blocks).view(members, blocks, *cache.shape[1:])
     return pages.transpose(1, 2).flatten(2, 3).masked_fill_(group.unused, 0)
@@ -194,8 +194,8 @@ def grouped_attention(
         q: (T, q_heads, D), the queries of all sequences.
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
-        groups: from `build_group`; together they have all queries.
-        rules: scale, window, cap, sinks and bias.
+        groups: from `build_group`; together they contain all queries of the step.
+        rules: scale, window, cap, sinks and bias of the scores.
     """
     out = torch.empty_like(q)
     for group in groups:
@@ -214,9 +214,9 @@ def grouped_latent_attention(
         q: (T, heads, D), the queries of all sequences.
         cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
             value.
-        groups: from `build_group`; together they have all queries.
+        groups: from `build_group`; together they contain all queries of the step.
         scale: factor of q · k.
-        rank: values of V.
+        rank: number of values of V.
     """
     check_latent_attention(q, cache, groups[0].blocks[None], rank)
     out = q.new_empty(*q.shape[:2], rank)
@@ -241,10 +241,7 @@ def _attend(
     group: AttentionGroup,
     rules: ScoreRules,
 ) -> Tensor:
-    """Compute attention of a group of sequences over gathered K and V: (G × Q, heads, D).
-
-    The heads that share a KV head become rows of one query matrix, so K and V are read once for all of them.
-    """
+    # The heads that share a KV head become rows of one query matrix, so K and V are read once for all of them
     (members, queries, _), (_, heads, dim) = group.shape, q.shape
     kv_heads, sinks = k.shape[1], rules.sinks
     share = heads // kv_heads
@@ -263,7 +260,6 @@ def _attend(
 
 
 def _biased(bias: Tensor, group: AttentionGroup, mask: Tensor, heads: tuple[int, int]) -> Tensor:
-    """Return a bias of the scores, (G, kv_heads, share * queries, keys), with -inf for keys that `mask` excludes."""
     keys = mask.shape[-1]
     reach = bias.shape[1] // 2
     distances = torch.arange(keys)[None, None] - group.query_at[..., None]
@@ -275,10 +271,6 @@ def _biased(bias: Tensor, group: AttentionGroup, mask: Tensor, heads: tuple[int,
 def _weighed(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention with a cap of scores or with sinks (kv_heads, rows), in float32: (G, kv_heads, rows, D).
-
-    q is (G, kv_heads, rows, D), k and v are (G, kv_heads, keys, D); `mask` is True for keys that a row sees.
-    """
     scores = (q.float() @ k.float().transpose(-1, -2)) * scale
     if soft_cap is not None:
         scores = (scores / soft_cap).tanh_() * soft_cap

@@ -17,7 +17,10 @@ START_S = 10.0  # the longest wait for the second team to start
 
 
 class SpinControl:
-    """Switches how long OpenMP threads spin before they sleep. Does nothing if torch does not use GNU OpenMP."""
+    """Switches how long idle OpenMP threads wait actively (spin) before they sleep.
+
+    Does nothing if torch does not use GNU OpenMP.
+    """
 
     def __init__(self) -> None:
         self._runtime = _loaded_runtime()
@@ -50,7 +53,7 @@ class SpinControl:
 
 
 def _hold_team(runtime: ctypes.CDLL, ready: threading.Event, end: threading.Event) -> None:
-    """Start an OpenMP team with more threads than cores, set `ready`, and keep the team until `end` is set."""
+    # While a team with more threads than cores exists, GNU OpenMP shortens the spinning of all teams
     nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL) is a no-op
     runtime.GOMP_parallel(nothing, None, runtime.omp_get_num_procs() + 1, 0)
     ready.set()
@@ -58,10 +61,7 @@ def _hold_team(runtime: ctypes.CDLL, ready: threading.Event, end: threading.Even
 
 
 def _loaded_runtime() -> ctypes.CDLL | None:
-    """Return the GNU OpenMP library if this process has loaded it, else None.
-
-    A second copy would not control torch's threads.
-    """
+    # Only if torch has loaded it: a second copy would not control torch's threads
     noload = getattr(os, "RTLD_NOLOAD", None)
     if noload is None:
         return None

@@ -58,7 +58,7 @@ class Cache(ctypes.Structure):
 
 
 class Teams(ctypes.Structure):
-    """The C structure `Teams` of teams.h: pointers to the operators that run within a team of threads."""
+    """The C structure `Teams` of teams.h: pointers to operators that run within a team of threads."""
 
     _fields_ = [(name, _P) for name in ("store", "copy", "attend")]
 
@@ -129,7 +129,7 @@ class PartsStructure(ctypes.Structure):
 
     @classmethod
     def of(cls, parts: Tensor | None) -> PartsStructure:
-        """Return the structure of copies (n, 4) int64, a tensor that must outlive it; None: no copies."""
+        """Return the C structure of the copies in a tensor (n, 4) int64, which must outlive it; None: no copies."""
         return cls(address(parts), 0 if parts is None else len(parts))
 
 
@@ -173,7 +173,12 @@ class ExpertsStructure(ctypes.Structure):
 
 
 def scoring(scale: float, soft_cap: float | None) -> dict[str, float]:
-    """Return the fields of `Attention` that scale products of q and k, and cap scores unless `soft_cap` is None."""
+    """Return the fields of `Attention` that scale and cap scores.
+
+    Args:
+        scale: factor of q · k.
+        soft_cap: cap of scores, cap × tanh(score / cap); None: no cap.
+    """
     if soft_cap is None:
         return {"scale": scale * LOG2_E, "cap": 0.0, "within": 0.0}
     return {"scale": LOG2_E, "cap": soft_cap, "within": scale / soft_cap}

@@ -41,10 +41,10 @@ class KVTiles:
     """The tiling of an attention kernel.
 
     Attributes:
-        rows: query rows of a tile: queries × query heads per KV head.
-        keys: keys of a tile.
-        warps: warps of a program.
-        stages: stages of the compiler's software pipeline.
+        rows: number of query rows of a tile: queries × query heads per KV head.
+        keys: number of keys of a tile.
+        warps: number of warps of a program.
+        stages: number of stages of the compiler's software pipeline.
     """
 
     rows: int
@@ -168,8 +168,8 @@ def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
     processors / kv_heads.
 
     Args:
-        total_keys: keys of all sequences.
-        kv_heads: KV heads; each has its own programs.
+        total_keys: number of keys of all sequences.
+        kv_heads: number of KV heads; each has its own programs.
         device: the GPU.
     """
     programs = PROGRAMS_PER_PROCESSOR * processors(device)
@@ -182,8 +182,8 @@ def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
     A part of a full tile of rows is expensive, so there are fewer programs than with `choose_segment`.
 
     Args:
-        total_keys: keys to read: shared keys × tiles of query rows, summed over groups.
-        kv_heads: KV heads; each has its own programs.
+        total_keys: number of keys to read: shared keys × tiles of query rows, summed over groups.
+        kv_heads: number of KV heads; each has its own programs.
         device: the GPU.
     """
     programs = PREFIX_PROGRAMS_PER_PROCESSOR * processors(device)
@@ -262,7 +262,7 @@ def kernel_arguments(
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
         work: kind of kernel, such as "decode"; it determines the tiles.
-        queries: the most queries of a sequence in decode attention.
+        queries: maximum number of queries of a sequence in decode attention.
         trees: True if some queries are in draft trees.
 
     Raises:

@@ -110,7 +110,7 @@ def merge_parts(
     Args:
         own: rows and their splits.
         parts: the parts.
-        group: query heads that one program merges.
+        group: number of query heads that one program merges.
         out: (T, q_heads, D).
         lse: (T, q_heads) float32, or None if it is not needed.
         sinks: (q_heads,), or None.

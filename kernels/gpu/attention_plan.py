@@ -39,9 +39,9 @@ class AttentionShape:
 
     Attributes:
         dtype: dtype of q.
-        q_heads: query heads.
-        kv_heads: KV heads.
-        head_dim: values of a head.
+        q_heads: number of query heads.
+        kv_heads: number of KV heads.
+        head_dim: number of values of a head.
         deterministic: True if a row's bits must not depend on other rows.
         causal: False for the bidirectional attention of an encoder; chunks are then whole prompts.
         latent: True if the cache holds latents: there is one KV head, and the first values of K are V.
@@ -80,10 +80,10 @@ class AttentionShape:
         at most twice as much.
 
         Args:
-            rows: queries of the step.
-            longest: the most keys of a query.
+            rows: number of queries of the step.
+            longest: maximum number of keys of a query.
             device: the GPU.
-            queries: the most queries of a sequence.
+            queries: maximum number of queries of a sequence.
         """
         if self.deterministic:
             spare = most_segments(rows, longest) if longest > SEGMENT else 0
@@ -120,10 +120,10 @@ class Room:
     """The fixed sizes of a captured graph, which every replayed step must fit.
 
     Attributes:
-        longest: the most keys of a sequence.
+        longest: maximum number of keys of a sequence.
         sharing: the most parts, items and members of shared prefixes; see Prefixes. None: as the first step needs,
             rounded up to powers of two to limit the number of different graphs.
-        queries: the most queries of a sequence; more than one if drafts are verified.
+        queries: maximum number of queries of a sequence; more than one if drafts are verified.
     """
 
     longest: int
@@ -553,9 +553,9 @@ def find_shared(
         query_lens: queries of each sequence.
         context_lens: keys of each sequence, queries included.
         tables: block tables of the sequences.
-        block_size: tokens of a block.
+        block_size: number of tokens of a block.
         unit: shared keys are rounded down to a multiple of this; AttentionShape.unit.
-        queries: the most queries of a sequence in a group.
+        queries: maximum number of queries of a sequence in a group.
     """
 
     def whole_units(blocks: Ints) -> Ints:

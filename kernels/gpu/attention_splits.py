@@ -44,7 +44,7 @@ class Splits:
         window: sliding window of the layers.
         align: the first key of a window is rounded down to a multiple of this.
         keys: (n,), own keys of each row when the items were made.
-        queries: the most queries of a row.
+        queries: maximum number of queries of a row.
     """
 
     array: StepArray
@@ -82,12 +82,12 @@ class Splitter:
     """Splits the keys of rows into work items, to fill the GPU evenly or, if `deterministic`, at fixed positions.
 
     Attributes:
-        kv_heads: programs per work item.
+        kv_heads: number of programs per work item.
         device: device of the items.
         deterministic: True to split at multiples of SEGMENT keys.
-        longest: the most keys of a row if a graph reads the items. Their number is then padded to one of a few sizes.
-            None: it is not padded.
-        queries: the most queries of a row.
+        longest: maximum number of keys of a row if a graph reads the items. Their number is then padded to one of a few
+            sizes. None: it is not padded.
+        queries: maximum number of queries of a row.
     """
 
     kv_heads: int

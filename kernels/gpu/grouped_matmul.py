@@ -65,7 +65,7 @@ def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
         from_ptr: input row of each sorted row; None if both are equal.
         expert: the expert.
         inside: number of the tile among the tiles of the expert.
-        ROWS: rows of a tile.
+        ROWS: number of rows of a tile.
 
     Returns:
         The sorted rows (ROWS,), the input row of each, and the end (exclusive) of the expert's rows.
@@ -248,7 +248,7 @@ def tile_ends(starts: Tensor, rows: int, ends: Tensor | None = None) -> Tensor:
 
     Args:
         starts: (experts + 1,), the first row of each expert.
-        rows: rows of a tile.
+        rows: number of rows of a tile.
         ends: ExpertRows.ends, from which the result is taken if given.
     """
     if ends is not None:

@@ -43,8 +43,8 @@ def why_not(head_dim: int, block_size: int, window: int | None = None, value_byt
     """Return why the prefill kernel for compute capability 9.0 does not support a cache, or None if it does.
 
     Args:
-        head_dim: values of a head.
-        block_size: tokens of a block.
+        head_dim: number of values of a head.
+        block_size: number of tokens of a block.
         window: window of the layer, or None.
         value_bytes: bytes of a cached value; 1 for a quantised cache.
     """

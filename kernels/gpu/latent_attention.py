@@ -223,7 +223,7 @@ def latent_attention(
         block_tables: (S, max blocks) int32.
         plan: from `plan_attention` with a `latent` shape, without shared prefixes.
         scale: factor of q · k.
-        rank: values of V.
+        rank: number of values of V.
         out: (T, heads, rank), contiguous; written if given.
 
     Raises:

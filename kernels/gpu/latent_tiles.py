@@ -31,8 +31,8 @@ def latent_tiles(dtype: torch.dtype, rank: int, rows: int, deterministic: bool) 
 
     Args:
         dtype: dtype of q.
-        rank: values of a latent.
-        rows: rows of a work item: queries × query heads. In deterministic mode the tiles do not depend on it.
+        rank: number of values of a latent.
+        rows: number of rows of a work item: queries × query heads. In deterministic mode the tiles do not depend on it.
         deterministic: True if a row's bits must not depend on other rows.
     """
     rows = FEWEST_ROWS if deterministic else min(MAX_ROWS, max(FEWEST_ROWS, next_power_of_2(rows)))

@@ -31,11 +31,11 @@ class Tiles:
     """The tiling of a matrix product.
 
     Attributes:
-        outputs: outputs of a tile.
-        rows: rows of x of a tile.
-        inputs: inputs of a tile.
-        warps: warps of a program.
-        stages: stages of the compiler's software pipeline.
+        outputs: number of outputs of a tile.
+        rows: number of rows of x of a tile.
+        inputs: number of inputs of a tile.
+        warps: number of warps of a program.
+        stages: number of stages of the compiler's software pipeline.
     """
 
     outputs: int
@@ -51,8 +51,8 @@ class Cut:
 
     Attributes:
         tiles: outputs, rows and inputs of a tile.
-        segment: inputs of a segment.
-        splits: programs per tile of outputs and rows; 1: one program computes all segments in turn.
+        segment: number of inputs of a segment.
+        splits: number of programs per tile of outputs and rows; 1: one program computes all segments in turn.
         segments: number of segments.
     """
 
@@ -147,11 +147,11 @@ def choose_cut(
 
     Args:
         kind: kind of operands.
-        outputs: outputs of the weight.
-        rows: rows of x.
-        inputs: inputs of the weight.
+        outputs: number of outputs of the weight.
+        rows: number of rows of x.
+        inputs: number of inputs of the weight.
         deterministic: True: the order of sums depends only on outputs, inputs and `aligned`.
-        processors: multiprocessors of the GPU.
+        processors: number of multiprocessors of the GPU.
         span: the inputs that a tile must have, if they are packed together or share a scale.
         aligned: True if rows are aligned to 16 bytes.
     """
@@ -182,11 +182,11 @@ def grouped_tiles(
 
     Args:
         kind: kind of operands.
-        outputs: outputs of a weight.
-        rows: rows of x.
+        outputs: number of outputs of a weight.
+        rows: number of rows of x.
         groups: number of weights.
         deterministic: True: the tiles do not depend on the number of rows.
-        processors: multiprocessors of the GPU.
+        processors: number of multiprocessors of the GPU.
         aligned: True if rows are aligned to 16 bytes.
         span: the inputs that a tile must have, if they are packed together or share a scale.
     """

@@ -36,9 +36,9 @@ def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) ->
     segment is at most the number of programs (`prefix_segment`), and the sum of rows at most `most_members`.
 
     Args:
-        rows: rows (queries) of the step.
-        members: rows of a work item.
-        kv_heads: KV heads.
+        rows: number of rows (queries) of the step.
+        members: number of rows of a work item.
+        kv_heads: number of KV heads.
         device: the GPU.
     """
     return most_members(rows) + members * _programs(PREFIX_PROGRAMS_PER_PROCESSOR, kv_heads, device)
@@ -48,10 +48,10 @@ def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -
     """Return the most partial results over the keys that rows read on their own, if not split at fixed positions.
 
     Args:
-        rows: rows (queries) of the step.
-        kv_heads: KV heads.
+        rows: number of rows (queries) of the step.
+        kv_heads: number of KV heads.
         device: the GPU.
-        queries: the most queries of a sequence; each has its own part of every item of the sequence.
+        queries: maximum number of queries of a sequence; each has its own part of every item of the sequence.
     """
     return rows + queries * _programs(PROGRAMS_PER_PROCESSOR, kv_heads, device)
 

@@ -160,7 +160,7 @@ def prefill_items(
     Args:
         query_lens: queries of each sequence.
         context_lens: keys of each sequence, queries included.
-        tokens_per_item: the most queries of an item.
+        tokens_per_item: maximum number of queries of an item.
         first_rows: first row of q of each sequence; by default sequences follow one another.
         causal: False: queries see all keys of their sequence.
     """
@@ -183,8 +183,8 @@ def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic:
 
     Args:
         dtype: dtype of q.
-        head_dim: values of a head.
-        group: query heads per KV head.
+        head_dim: number of values of a head.
+        group: number of query heads per KV head.
         deterministic: as in `prefill_attention`.
     """
     return choose_tiles("deterministic" if deterministic else "prefill", dtype, head_dim).rows // group
@@ -232,7 +232,7 @@ def prefill_attention(
         items: from `prefill_items`, used instead of the lengths. Queries outside items are not written. Made from the
             lengths if not given.
         deterministic: True: a row's bits depend only on its own sequence.
-        segment: keys that are folded at a time in deterministic mode.
+        segment: number of keys that are folded at a time in deterministic mode.
         causal: False: queries also see later keys.
         nearby: (T,) int32, TreeMask.nearby of queries in draft trees; excludes a window.
         out: like q, written if given.

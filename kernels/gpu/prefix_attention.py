@@ -132,8 +132,8 @@ def prefix_members(dtype: torch.dtype, head_dim: int, group: int, deterministic:
 
     Args:
         dtype: dtype of q.
-        head_dim: values of a head.
-        group: query heads per KV head.
+        head_dim: number of values of a head.
+        group: number of query heads per KV head.
         deterministic: as in `decode_attention`.
     """
     return choose_tiles("deterministic" if deterministic else "prefix", dtype, head_dim).rows // group
