@@ -51,7 +51,7 @@ def advance_rows_reference(
 ) -> None:
     """Write the inputs of one decode step for n sequences into `kept`.
 
-    The step is one of several that are launched together; it reads tokens that the host has not seen.
+    The host launches several such steps at once, before it reads their tokens.
 
     `kept.positions` must hold the positions of the previous step; they are incremented.
 

@@ -91,9 +91,10 @@ def check_tree_paths(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents: Te
 
 
 def tree_paths_reference(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents: Tensor) -> Tensor:
-    """Return the accepted nodes of each of R draft trees, from the root on, padded with NO_NODE: (R, M) int32.
+    """Return the accepted nodes of each of R draft trees, in order from the root, padded with NO_NODE: (R, M) int32.
 
-    A node is accepted if its parent is accepted and its token equals the token sampled after its parent.
+    A node is accepted if its parent is accepted and its token equals the token sampled after its parent. The root of a
+    tree is the last verified token, which is not a node itself.
 
     Args:
         tokens: (n,) int64, the token sampled after each row of a step.
@@ -119,7 +120,7 @@ def tree_paths_reference(tokens: Tensor, firsts: Tensor, drafts: Tensor, parents
 
 
 def check_moves(k_cache: Tensor, v_cache: Tensor, moves: Tensor) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `move_slots_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `move_slots_reference` accepts."""
     check_copy_parts(k_cache, v_cache, torch.empty(0, FIELDS, dtype=torch.int64))
     if moves.dim() != 2 or moves.shape[1] != 2 or moves.dtype != torch.int64:
         raise ValueError(f"moves are {tuple(moves.shape)} {moves.dtype}, expected (n, 2) int64")

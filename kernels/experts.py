@@ -14,12 +14,12 @@ from batchinfer_kernels.routing import Routing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The experts of each of T tokens, and the weights of their results.
+    """The experts that each of T tokens uses, and the weights of their results.
 
     Attributes:
         experts: (T, chosen) int64, the numbers of the experts.
         weights: (T, chosen) float32, the weight of each expert's result.
-        counts: (experts,) int32, the number of tokens of each expert; None if not counted.
+        counts: (experts,) int32, the number of tokens that use each expert; None if not counted.
     """
 
     experts: Tensor
@@ -32,7 +32,7 @@ class Groups:
     """The R rows of a step, one per token and chosen expert, sorted by expert and then by token.
 
     Attributes:
-        order: (R,) int64, for each sorted row: token × experts per token + index of the choice.
+        order: (R,) int64, for each sorted row: token × experts per token + number of the choice among the token's.
         starts: (experts + 1,) int64, the first sorted row of each expert; the last value is R.
     """
 
@@ -41,9 +41,9 @@ class Groups:
 
 
 def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-    """Choose the experts of each of T tokens from the router's logits, in float32, without a host synchronisation.
+    """Choose the experts of each of T tokens from the router's logits, in float32.
 
-    torch.topk breaks ties, as in transformers.
+    torch.topk breaks ties, as in transformers. The host does not wait for a GPU.
 
     Args:
         logits: (T, experts).
@@ -73,16 +73,15 @@ def check_logits(logits: Tensor, routing: Routing, correction: Tensor | None) ->
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid of each value. Equal values give equal bits, whatever their position in the tensor.
+    """Return the sigmoid of each value, float32. Equal values give equal bits, whatever their position in the tensor.
 
-    On a CPU, torch uses other instructions for the last values of a tensor, which may change the last bit. Computing in
-    float64 and rounding removes the difference.
+    It is computed in float64 and rounded, because torch.sigmoid on a CPU uses other instructions for the last values of
+    a tensor.
     """
     return x.double().sigmoid().to(x.dtype)
 
 
 def _within_groups(scores: Tensor, routing: Routing) -> Tensor:
-    """Return the scores (T, experts), with -inf for experts outside the best `routing.chosen_groups` groups."""
     grouped = scores.view(len(scores), routing.groups, -1)
     if routing.group_score == "max":
         of_groups = grouped.amax(-1)
@@ -101,7 +100,9 @@ def _weighted(scores: Tensor, routing: Routing) -> Tensor:
 
 
 def group_by_expert(experts: Tensor, count: int) -> Groups:
-    """Sort the rows of a step, one per token and chosen expert, by expert, without a host synchronisation.
+    """Sort the rows of a step by expert; there is one row per token and chosen expert.
+
+    The host does not wait for a GPU.
 
     Args:
         experts: (T, chosen) int64, the experts of each token, all below `count`.
@@ -122,14 +123,14 @@ def experts_reference(
 ) -> Tensor:
     """Return the weighted sum of the results of each token's experts: (T, N).
 
-    The result of an expert is down(act(gate(x)) * up(x)), rounded to x's dtype after each product. The sum is
-    accumulated in float32 in the order of the choice.
+    The result of an expert is down(act(gate(x)) * up(x)), rounded to x's dtype after each product. The results are
+    added in float32, in the order of the choice.
 
     Args:
         x: (T, K), T tokens of K inputs.
         gate_up: (E, 2 I, K), the gate of each of E experts above its up projection.
         down: (E, N, I), with N outputs.
-        choice: experts of each token.
+        choice: the experts that each token uses, with their weights.
         activation: activation of the gate.
         gate_up_bias: (E, 2 I), or None.
         down_bias: (E, N), or None.
@@ -143,11 +144,11 @@ def experts_reference(
 
 
 def combine_reference(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the results of each token's experts: (T, N), accumulated in float32.
+    """Return the weighted sum of the results of each token's experts: (T, N), added in float32.
 
     Args:
         made: (R, N), the results of rows sorted by expert.
-        order: (R,) int64, as in Groups: the token and choice of each row.
+        order: (R,) int64, `Groups.order`: the token and choice of each row.
         weights: (T, chosen) float32; R is T × chosen.
     """
     by_token = torch.empty_like(made)
@@ -160,7 +161,7 @@ def combine_reference(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def check_choice(x: Tensor, choice: Choice) -> None:
-    """Raise ValueError unless the choice has one row of experts and weights for each row of x."""
+    """Raise ValueError unless `choice` has one row of experts and weights for each row of x."""
     experts, weights = choice.experts, choice.weights
     if experts.dim() != 2 or len(experts) != len(x) or experts.dtype != torch.int64:
         raise ValueError(f"experts are {tuple(experts.shape)} {experts.dtype}, there are {len(x)} rows")

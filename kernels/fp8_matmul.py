@@ -56,7 +56,7 @@ def fp8_matmul_reference(
 ) -> Tensor:
     """Return x W^T + bias for a float8_e4m3fn weight: (T, N), or (T, N / 2) with an activation.
 
-    x is quantised per row. The float32 sums are multiplied by the scale of the row and the scale of the output.
+    x is quantised to float8 per row. The float32 sums are multiplied by the scales of the row and of the output.
 
     Args:
         x: (T, K) floats.
@@ -80,7 +80,7 @@ def check_fp8_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `fp8_matmul_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `fp8_matmul_reference` accepts."""
     check_matmul(x, codes.shape, bias, out_dtype, activation)
     if codes.dtype != FP8:
         raise ValueError(f"codes are {codes.dtype}, not {FP8}")

@@ -15,7 +15,7 @@ from batchinfer_kernels.arithmetic import Activation as Activation
 
 
 def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return act(gate) * up: (T, intermediate).
+    """Return act(gate) * up, the gated activation of a feed-forward layer: (T, intermediate).
 
     Args:
         gate_up: (T, 2 × intermediate), the gate's values first, then the values of up.

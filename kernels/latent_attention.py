@@ -36,7 +36,7 @@ def latent_attention_reference(
         q: (T, heads, D), the queries of all sequences, one sequence after the other.
         cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
             value.
-        block_tables: (sequences, max blocks) int32.
+        block_tables: (sequences, blocks) int32.
         query_lens: queries of each sequence, its last tokens.
         context_lens: keys of each sequence, queries included.
         scale: factor of q · k.

@@ -140,7 +140,7 @@ def grouped_mxfp4_matmul_reference(
         x: (R, K), rows sorted by expert.
         codes: (experts, N, K / 2) uint8, as in `mxfp4_values`.
         exponents: (experts, N, K / 32) uint8.
-        starts: (experts + 1,) int64, the first row of each expert, and R.
+        starts: (experts + 1,) int64, the first row of each expert, and R at the end.
         bias: (experts, N), or None.
         activation: gated activation of the result, or None.
     """

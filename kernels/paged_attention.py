@@ -60,7 +60,7 @@ def check_attention_extras(
     Args:
         q: (T, q_heads, D).
         k_cache: (blocks, kv_heads, block_size, D).
-        sinks: (q_heads,), or None.
+        sinks: (q_heads,), the attention sinks, or None.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
     """
@@ -132,10 +132,10 @@ def paged_attention_lse_reference(
         q: (T, q_heads, D), the queries of all sequences, one sequence after the other.
         k_cache: (blocks, kv_heads, block_size, D). An int8 or float8_e4m3fn cache holds rounded k / k_scale.
         v_cache: as k_cache.
-        block_tables: (sequences, max blocks) int32.
+        block_tables: (sequences, blocks) int32.
         query_lens: queries of each sequence, its last tokens.
         context_lens: keys of each sequence, queries included.
-        rules: scale, window, cap, sinks and bias.
+        rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as k_scale.
         causal: False: queries also see later keys; a window then limits the distance on both sides.

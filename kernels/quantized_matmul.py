@@ -167,7 +167,7 @@ def grouped_int4_matmul_reference(
     Args:
         x: (R, K), rows sorted by expert.
         weights: the weights of the experts, with N outputs each.
-        starts: (experts + 1,) int64, the first row of each expert, and R.
+        starts: (experts + 1,) int64, the first row of each expert, and R at the end.
         bias: (experts, N), or None.
         activation: gated activation of the result, or None.
     """

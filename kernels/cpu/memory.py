@@ -46,8 +46,8 @@ def _huge_pages(size: int) -> mmap.mmap:
 class ReusedPages:
     """Allocates tensors in host memory, and reuses the memory of tensors that were freed.
 
-    It is used to load layers of equal sizes one after the other: new pages would have to be cleared by the system
-    first, which doubles the time of filling them.
+    It is used to load layers of equal sizes: new pages would have to be cleared by the system first, which would double
+    the time of filling them.
     """
 
     def __init__(self) -> None:

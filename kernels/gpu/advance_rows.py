@@ -37,16 +37,16 @@ def _advance_rows_kernel(
 
 
 def advance_rows(tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows) -> None:
-    """Write the inputs of one decode step of a multi-step launch into `kept`, as `advance_rows_reference` does.
+    """Write the inputs of one decode step into `kept`, as `advance_rows_reference` does.
 
-    All tensors must be contiguous.
+    The host launches several such steps at once. All tensors must be contiguous.
 
     Args:
         tokens: (n,) int64, the tokens that the previous step sampled; negative for none.
-        step: number of the step, counted from 0.
-        firsts: (n,) int32, the context length of each sequence in step 0.
-        repeats: (n,) int32, the number of steps in which each sequence has a token.
-        kept: tensors that are changed in place.
+        step: index of the step in the launch, from 0.
+        firsts: (n,) int32, the number of tokens of each sequence in step 0, the newest one included.
+        repeats: (n,) int32, the number of steps that each sequence needs. In later steps it repeats its last one.
+        kept: the tensors that the step reads; changed in place.
     """
     check_advance_rows(tokens, firsts, repeats, kept)
     tables, block_size, slots, contexts, token_ids, positions = kept

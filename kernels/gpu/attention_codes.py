@@ -20,7 +20,7 @@ from batchinfer_kernels.gpu.attention_core import LOG2E, capped, key_scales, mas
 
 @triton.jit
 def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
-    """Return one byte of each int16 word as an exact float16: the lower byte for PLANE 0, the upper for PLANE 1.
+    """Convert one byte of each int16 word to float16 exactly: the lower byte for PLANE 0, the upper for PLANE 1.
 
     CODES is the format of the bytes: "int8", "fp8" (float8_e4m3fn, converted by the hardware) or "fp8_bits"
     (float8_e4m3fn without hardware support; the result is 2^-8 × the value).
@@ -40,9 +40,9 @@ def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def power_of_2(size):
-    """Return the largest power of two that is at most `size`, and its inverse; not finite if `size` is not.
+    """Return the largest power of two that is at most `size`, and its inverse, for each value.
 
-    `size` is float32 and not negative; values are converted one by one.
+    `size` is float32 and not negative. If it is not finite, the results are not finite.
     """
     exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
     return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
@@ -52,7 +52,7 @@ def power_of_2(size):
 def within_float16(at, real, D: tl.constexpr, D_PAD: tl.constexpr):
     """Load rows of q, and scale each by a power of two to magnitudes below 2.
 
-    `at` are pointers (rows, D_PAD) to the values. Rows that are not `real` and values from D on are 0.
+    `at` are pointers (rows, D_PAD) to the values. Rows that are not `real`, and values from index D on, are 0.
 
     Returns:
         The scaled rows (rows, D_PAD) float16, and the power of two that each row was divided by, (rows,) float32.
@@ -65,9 +65,9 @@ def within_float16(at, real, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def value_scales(scales):
-    """Split the float32 scale of each key's V into 2^e × m with m in [1, 2), and return (e, m, 2^-e).
+    """Split each float32 scale into 2^e × m with m in [1, 2), and return (e, m, 2^-e).
 
-    e is at least -60; for a smaller scale m is below 1.
+    They are scales of V in a quantised cache. e is at least -60; for a smaller scale m is below 1.
     """
     # A scale that is not finite gives e = 128 and an m that is not finite
     exponent = tl.maximum(scales.to(tl.int32, bitcast=True) & 0x7F800000, 67 << 23)
@@ -91,11 +91,11 @@ def attend_codes(
 
     - q_at (ROWS, 1): offset of each row's first value in q. Rows that are not `real` are padding.
     - row_at (ROWS,): position of each row's query, -1 for padding.
-    - table_ptr: block table of the sequence. k_ptr and v_ptr: cached values of the KV head as int16 words; K in "fp8"
-      as float8. stride_block and stride_key are in words.
+    - table_ptr: block table of the sequence. k_ptr, v_ptr: cached values of the KV head as int16 words; K in "fp8" as
+      float8. stride_block, stride_key: in words.
+    - plain: keys before it need no mask of draft trees. nearby (ROWS,): `TreeMask.nearby`, or None.
     - least: the first key that any row sees, used with WINDOW.
-    - nearby (ROWS,): `TreeMask.nearby`, applied to keys from `plain` on; None: no row is in a draft tree.
-    - scale, cap, window: as in ScoreRules. CODES: as in `code_values`.
+    - scale, cap, window: as in ScoreRules. CAP, WINDOW: whether they apply. CODES: as in `code_values`.
     """
     HALF: tl.constexpr = D_PAD // 2
     CODE: tl.constexpr = 256.0 if CODES == "fp8_bits" else 1.0

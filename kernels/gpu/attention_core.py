@@ -21,7 +21,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
-    """Convert cached values to `dtype`, the dtype of q, which holds every quantised value exactly.
+    """Convert cached values to `dtype`, the dtype of q, without scaling. Every quantised value is exact in it.
 
     CODES is the format of the cache: "none" (x is returned as it is), "int8", "fp8" (converted by the hardware), or
     "fp8_bits" (float8_e4m3fn as uint8, for hardware without that format).
@@ -40,16 +40,16 @@ def widened(x, dtype: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def times(unit: tl.constexpr, a, b, c):
-    """Return a, b and c multiplied by `unit`.
+    """Return a, b and c multiplied by the constant `unit`.
 
-    They are strides divided by a common divisor: a constant factor tells the compiler how far loads are aligned.
+    Strides are passed divided by a common divisor `unit`: the constant factor tells the compiler how loads are aligned.
     """
     return a * unit, b * unit, c * unit
 
 
 @triton.jit
 def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexpr):
-    """Return the attention state of ROWS query rows before any key, in which only attention sinks count.
+    """Return the attention state of ROWS query rows before it has seen a key: only attention sinks count.
 
     The state is (weighted sum of V (ROWS, D_PAD), maximum score (ROWS,), sum of weights (ROWS,)), with scores in units
     of log2. `heads` are the query heads of the rows and `seen` marks rows that are not padding; sinks_ptr is None
@@ -65,9 +65,9 @@ def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexp
 
 @triton.jit
 def key_scales(ptr, inside, WHOLE: tl.constexpr):
-    """Load the scales of a tile of quantised keys from the pointers `ptr`; keys that are not `inside` get 0.
+    """Load the scales of a tile of quantised keys from the pointers `ptr`. Keys that are not `inside` get 0.
 
-    WHOLE states that all keys are inside.
+    WHOLE is true if all keys are inside.
     """
     if WHOLE:
         return tl.load(ptr)
@@ -77,7 +77,7 @@ def key_scales(ptr, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def capped(scores, scale, cap):
-    """Return tanh(scores × scale / cap): capped scores, which the caller multiplies by `cap`."""
+    """Return tanh(scores × scale / cap). The caller multiplies it by `cap` to get capped scores."""
     # tanh(y) = 1 - 2 / (1 + e^2y) is correct for infinite y too
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / cap * (2.0 * LOG2E))))
 
@@ -86,8 +86,8 @@ def capped(scores, scale, cap):
 def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Return the scores (rows, keys) of a tile, with -inf for keys that a row does not see.
 
-    A row sees keys that are `inside`; with CAUSAL no keys after its position `row_at`; with WINDOW only keys less than
-    `window` positions before it, or on both sides of it if not CAUSAL. `key` holds the positions of the keys.
+    A row sees keys that are `inside` the sequence. With CAUSAL, it sees no keys after its own position. With WINDOW, it
+    sees only keys less than `window` positions away. `key` and `row_at` are the positions of keys and rows.
     """
     seen = inside[None, :]
     if CAUSAL:
@@ -103,8 +103,8 @@ def visible(scores, key, row_at, inside, window, CAUSAL: tl.constexpr, WINDOW: t
 def mask_trees(scores, key, row_at, nearby):
     """Return the scores (rows, keys) of a tile, with -inf for keys that a row's `TreeMask.nearby` excludes.
 
-    `key` and `row_at` are the positions of keys and rows; `nearby` (rows,) int32 are bits of the 32 keys up to the
-    row's own.
+    `key` and `row_at` are the positions of keys and rows. Bit d of `nearby` (rows,) int32 is 1 if the row sees the key
+    d positions before its own.
     """
     away = row_at[:, None] - key[None, :]
     seen = (away > 31) | (((nearby[:, None] >> (away & 31)) & 1) != 0)
@@ -113,10 +113,10 @@ def mask_trees(scores, key, row_at, nearby):
 
 @triton.jit
 def tree_begin(row_at, nearby, first, end, TILE: tl.constexpr):
-    """Return the first key of the first tile that needs tree masks, or `end` if no tile of the keys [first, end) does.
+    """Return the first key that needs tree masks, rounded down to whole tiles; `end` if no key needs them.
 
-    A tile needs them if a row of a draft tree may not see one of its keys. Tiles of TILE keys are counted from `first`;
-    `row_at` and `nearby` are as in `mask_trees`.
+    A key in [first, end) needs them if it is among the 32 keys up to a row in a draft tree. Tiles of TILE keys are
+    counted from `first`; `row_at` and `nearby` are as in `mask_trees`.
     """
     least = tl.min(tl.where(nearby == -1, 2147483647, row_at - 31), 0)
     return tl.where(least < end, first + tl.maximum(least - first, 0) // TILE * TILE, end)
@@ -129,7 +129,7 @@ def attend_span(
     D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WHOLE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys [first, end) of a sequence, and return the new attention state of ROWS query rows.
+    """Attend to the keys [first, end) of a sequence, and return the updated attention state of ROWS query rows.
 
     The state (`total` (ROWS, D_PAD), `top` and `mass` (ROWS,)) is the weighted sum of V, the maximum score in units of
     log2, and the sum of weights.
@@ -137,11 +137,11 @@ def attend_span(
     - row_at: position of each row's query, -1 for padding. least: the first key that any row sees, used with WINDOW.
     - table_ptr: block table of the sequence. k_ptr and v_ptr: the caches at the KV head. k_scale_ptr and v_scale_ptr:
       scales of a quantised cache, else None.
-    - bias_ptr (ROWS,): pointers to each row's bias for the key at its own position, or None. nearby: `TreeMask.nearby`,
-      or None if no row is in a draft tree.
+    - bias_ptr (ROWS,): pointers to each row's bias for the key at the row's own position, or None. nearby:
+      `TreeMask.nearby`, or None if no row is in a draft tree.
     - scale, cap, window: as in ScoreRules; CAP and WINDOW state whether they apply.
-    - WHOLE: the span is whole tiles, and every row sees all of it. CAUSAL False: rows also see keys after their
-      position. CODES: as in `widened`.
+    - WHOLE: [first, end) is whole tiles, and every row sees all of their keys. CAUSAL False: rows also see keys after
+      their position. CODES: as in `widened`.
     """
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, D_PAD)
@@ -198,7 +198,7 @@ def attend_span(
 
 @triton.jit
 def as_part(total, top, mass):
-    """Convert an attention state into the attention output (rows, D) over its keys, and their log2-sum-exp (rows,).
+    """Convert an attention state into the attention output (rows, D), and the log2-sum-exp of scores (rows,).
 
     The state is the weighted sum of V (`total`), the maximum score in units of log2 (`top`) and the sum of weights
     (`mass`). Without keys the output is 0 and the log2-sum-exp -inf.
@@ -210,10 +210,10 @@ def as_part(total, top, mass):
 
 @triton.jit
 def fold(total, top, mass, part, lse):
-    """Fold the attention output over further keys, `part`, with its log2-sum-exp `lse`, into an attention state.
+    """Add attention over further keys to an attention state, and return the new state.
 
     The state is the weighted sum of V (`total`), the maximum score in units of log2 (`top`) and the sum of weights
-    (`mass`); the new one is returned. A part without keys (lse -inf) changes no bit.
+    (`mass`). `part` is the attention output over the further keys, and `lse` its log2-sum-exp; -inf changes no bit.
     """
     higher = tl.maximum(top, lse)
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -225,9 +225,9 @@ def fold(total, top, mass, part, lse):
 
 @triton.jit
 def first_own_key(context, start, window, ALIGN, WINDOW: tl.constexpr):
-    """Return the first key that a decode query reads: `start`, or with WINDOW a later one, at its window or before.
+    """Return the first key that a decode query reads: `start`, or a later key if it has a sliding window (WINDOW).
 
-    The query is at the end of `context` keys. Keys are skipped in multiples of ALIGN, counted from `start`.
+    The query is at the end of `context` keys. Keys before the window are skipped in multiples of ALIGN from `start`.
     """
     if WINDOW:
         behind = tl.maximum(context - window - start, 0)

@@ -38,7 +38,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class KVTiles:
-    """The tiling of an attention kernel.
+    """The tile of query rows and keys that an attention kernel computes at a time, and its launch options.
 
     Attributes:
         rows: number of query rows of a tile: queries × query heads per KV head.
@@ -88,8 +88,8 @@ _SINGLE: dict[Work, dict[int, KVTiles]] = {
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int, coded: bool = False) -> KVTiles:
     """Return the tiles of an attention kernel for this GPU.
 
-    For a quantised cache there may be fewer keys or more warps, but the same number of rows: one plan serves both kinds
-    of cache.
+    A quantised cache may change the number of keys or warps, but not of rows, because one plan serves both kinds of
+    cache.
 
     Args:
         work: kind of kernel, such as "decode".
@@ -114,7 +114,6 @@ def _tiles(arch: str, work: Work, dtype: torch.dtype, padded: int, coded: bool) 
 def _decode_tiles(
     arch: str, work: Work, dtype: torch.dtype, padded: int, codes: str, rows: int, trees: bool
 ) -> KVTiles:
-    """Return the tiles of decode attention for up to `rows` rows (queries × query heads per KV head) per sequence."""
     coded = codes != "none"
     if work == "deterministic" or rows <= FEWEST_ROWS:
         return _tiles(arch, work, dtype, padded, coded)
@@ -126,10 +125,8 @@ def _decode_tiles(
 
 
 def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
-    """Return `tiles` changed so that registers do not spill with a quantised cache and draft trees. Not measured.
-
-    With eight warps the assembler uses at most 128 registers; 64 rows of the largest heads need more.
-    """
+    # Registers must not spill with a quantised cache and draft trees: with eight warps the assembler uses at most 128,
+    # and 64 rows of the largest heads need more. Not measured
     if padded == 128 and tiles.rows == 32:
         return replace(tiles, warps=4)
     if padded == 256 and codes == "fp8":
@@ -138,7 +135,7 @@ def _for_trees(tiles: KVTiles, padded: int, codes: str) -> KVTiles:
 
 
 def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
-    """Return `tiles` changed so that registers do not spill with a quantised cache. Not measured."""
+    # Registers must not spill with a quantised cache. Not measured
     if work == "coded decode":
         # The two warps measured on an H100 spill with heads of 72 and 80 on compute capability 10.0
         return KVTiles(16, 64, 4, 5) if arch == "100" and padded == 128 else tiles
@@ -152,7 +149,6 @@ def _for_codes(arch: str, work: Work, tiles: KVTiles, padded: int) -> KVTiles:
 
 
 def _from_memory(arch: str) -> bool:
-    """Return True if tensor cores read operands from shared memory; also if nothing is compiled (arch "")."""
     return arch == "" or (arch.isdigit() and 90 <= int(arch) < 120)
 
 
@@ -162,10 +158,9 @@ def padded_dim(head_dim: int) -> int:
 
 
 def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
-    """Return the keys that one program of decode attention reads, so that all programs fill the GPU evenly.
+    """Return the number of keys that one program of decode attention reads, so that the programs fill the GPU evenly.
 
-    Sequences with more keys are split. There are at most as many segments as sequences plus PROGRAMS_PER_PROCESSOR ×
-    processors / kv_heads.
+    A sequence with more keys is split among several programs. The result is at least LEAST_SEGMENT.
 
     Args:
         total_keys: number of keys of all sequences.
@@ -177,9 +172,9 @@ def choose_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
 
 
 def prefix_segment(total_keys: int, kv_heads: int, device: torch.device) -> int:
-    """Return the keys of a shared prefix that one program reads, a power of 2.
+    """Return the number of keys of a shared prefix that one program reads, a power of 2.
 
-    A part of a full tile of rows is expensive, so there are fewer programs than with `choose_segment`.
+    The programs are fewer than with `choose_segment`, because a program computes a full tile of rows.
 
     Args:
         total_keys: number of keys to read: shared keys × tiles of query rows, summed over groups.
@@ -195,15 +190,15 @@ def copy_to_device(
 ) -> Tensor:
     """Copy values to the device as a tensor of `dtype` without blocking the host.
 
-    The copy is queued before later kernels, which may read the tensor.
+    Kernels that are launched later may read the tensor, because they run after the copy.
     """
     return copy_to_pinned(np.ascontiguousarray(values, dtype), device).to(device, non_blocking=True)
 
 
 def copy_to_pinned(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the values as a tensor in pinned host memory if `device` is a GPU, else without a copy.
+    """Return the values as a tensor in pinned host memory, which a GPU copies without blocking the host.
 
-    A GPU copies from pinned memory without blocking the host.
+    If `device` is a CPU, the tensor shares the memory of `values`.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
@@ -218,7 +213,7 @@ def check_attention(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Raise ValueError for tensors that the attention kernels do not support: shapes, dtypes, strides, head sizes."""
+    """Raise ValueError unless the attention kernels support the tensors: shapes, dtypes, strides and head size."""
     check_paged_attention(q, k_cache, v_cache, block_tables)
     check_attention_extras(q, k_cache, sinks, k_scale, v_scale)
     group, dim = q.shape[1] // k_cache.shape[1], q.shape[2]
@@ -251,14 +246,14 @@ def kernel_arguments(
     queries: int = 1,
     trees: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments that all attention kernels over the cache share, by name.
+    """Return the arguments that all attention kernels over a KV cache share, by name.
 
     Args:
         q: (T, q_heads, D).
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
-        block_tables: (sequences, max blocks) int32.
-        rules: scale, window, cap, sinks and bias.
+        block_tables: (sequences, blocks) int32.
+        rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
         work: kind of kernel, such as "decode"; it determines the tiles.
@@ -296,7 +291,6 @@ def kernel_arguments(
 
 
 def _codes(dtype: torch.dtype, arch: str) -> str:
-    """Return the name that kernels use for the format of a cache of this dtype; see `attention_core.widened`."""
     if dtype == torch.int8:
         return "int8"
     if dtype != torch.float8_e4m3fn:
@@ -348,12 +342,9 @@ def _options(
 def _registers(
     arch: str, tiles: KVTiles, dtype: torch.dtype, head_dim: int, deterministic: bool
 ) -> dict[str, int]:
-    """Return the launch option that bounds registers per thread, if a kernel would spill without it.
-
-    Without a bound, NVIDIA's assembler aims at 80, 128 or 168 registers to keep more warps resident, and spills if a
-    kernel needs a few more. With a bound it hoists more loads, and kernels with operands in registers spill unless
-    heads are the largest. AMD's compiler has no such option.
-    """
+    # Without a bound, NVIDIA's assembler aims at 80, 128 or 168 registers to keep more warps resident, and spills if a
+    # kernel needs a few more. With a bound it hoists more loads, and kernels with operands in registers spill unless
+    # heads are the largest. AMD's compiler has no such option
     padded = padded_dim(head_dim)
     large = padded == MAX_HEAD_DIM or (padded == 128 and deterministic and _from_memory(arch))
     wants_many = dtype == torch.float32 or (large and tiles.rows > 16)
@@ -361,9 +352,6 @@ def _registers(
 
 
 def _precision(arch: str, head_dim: int) -> str:
-    """Return how float32 is multiplied; products of other dtypes are exact in any case.
-
-    "tf32x3" is three products of tensor cores with an error of about 2^-22 (Ootomo and Yokota, 2022). Without tensor
-    cores only the smallest tiles do not spill on compute capability 9.0; with them the largest heads spill.
-    """
+    # "tf32x3" is three products of tensor cores with an error of about 2^-22 (Ootomo and Yokota, 2022). Without tensor
+    # cores only the smallest tiles do not spill on compute capability 9.0; with them the largest heads spill
     return "tf32x3" if arch.isdigit() and padded_dim(head_dim) < 256 else "ieee"

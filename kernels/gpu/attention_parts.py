@@ -15,16 +15,16 @@ from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
 
 @dataclass(frozen=True, slots=True)
 class OwnKeys:
-    """The keys that each of n rows of decode attention reads on its own, and how they are split among programs.
+    """The keys that n rows of decode attention read for themselves, and how these keys are split among programs.
 
-    A row is one query of one sequence or, with `chunks`, all queries of one sequence. S and T are the sequences and the
-    query tokens.
+    Other keys are shared: they are read once per group of rows. A row is one query of one sequence or, with `chunks`,
+    all queries of one sequence. S and T are the numbers of sequences and of query tokens.
 
     Attributes:
-        contexts: (S,) int32, keys of each sequence; with `chunks` (T,), keys that each query sees.
-        splits: the split of each row's keys.
+        contexts: (S,) int32, number of keys of each sequence; with `chunks` (T,), number of keys that each query sees.
+        splits: how each row's own keys are split.
         rows: (n, 2) int32, the row of q and the sequence of each row; None: row i is the query of sequence i.
-        starts: (n,) int32, leading keys of each row that it shares with other rows and does not read here; None: 0.
+        starts: (n,) int32, number of leading keys of each row that are shared, and not read here; None: 0.
         shared: (queries + 1,) int32, Prefixes.places; given together with `starts`.
         chunks: (S, 2) int32, the first row of q and the number of queries of each sequence; None: each has one query.
         nearby: (T,) int32, TreeMask.nearby, only with `chunks`; None: no query is in a draft tree.
@@ -39,7 +39,7 @@ class OwnKeys:
     nearby: Tensor | None = None
 
     def check(self, q: Tensor, block_tables: Tensor, window: int | None) -> None:
-        """Raise ValueError unless the tensors match q and the block tables, and the splits are for this window."""
+        """Raise ValueError unless the tensors match q and the block tables, and splits are for this sliding window."""
         queries = len(q) if self.rows is None else len(self.rows)
         count = queries if self.chunks is None else len(self.chunks)
         sequences = count if self.rows is None else block_tables.shape[0]
@@ -74,14 +74,14 @@ class OwnKeys:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Buffers for the attention output of queries over parts of their keys, and its log2-sum-exp.
+    """Buffers for partial attention results: the output of a query over a part of its keys, and its log2-sum-exp.
 
-    Parts over shared keys come first, indexed by `Prefixes.places`; parts over own keys follow, indexed by
-    `Splits.places`.
+    Parts over shared keys come first, at the indices in `Prefixes.places`. Parts over a row's own keys follow, at the
+    indices in `Splits.places`.
 
     Attributes:
         values: (shared + own parts, q_heads, D) float32, the attention output over each part.
-        lses: (shared + own parts, q_heads) float32.
+        lses: (shared + own parts, q_heads) float32, the log2-sum-exp of each part's scores.
         first_own: index of the first part over own keys.
     """
 
@@ -91,7 +91,13 @@ class Parts:
 
     @staticmethod
     def of(q: Tensor, shared: int, own: int) -> Parts:
-        """Allocate buffers for `shared` parts over shared keys and `own` parts over own keys, for q (T, q_heads, D)."""
+        """Allocate the buffers on q's device.
+
+        Args:
+            q: (T, q_heads, D), the queries.
+            shared: number of parts over shared keys.
+            own: number of parts over own keys.
+        """
         shape = (shared + own, q.shape[1])
         values = torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device)
         return Parts(values, torch.empty(shape, dtype=torch.float32, device=q.device), shared)
@@ -105,15 +111,17 @@ def merge_parts(
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Fold the parts of each query, first the parts over shared keys, into its row of `out` and `lse`.
+    """Merge the partial attention results of each query, and write them to its row of `out` and `lse`.
+
+    Parts over shared keys are merged first.
 
     Args:
-        own: rows and their splits.
-        parts: the parts.
+        own: the rows and their splits.
+        parts: the partial results.
         group: number of query heads that one program merges.
         out: (T, q_heads, D).
         lse: (T, q_heads) float32, or None if it is not needed.
-        sinks: (q_heads,), or None.
+        sinks: (q_heads,), the attention sinks, or None.
     """
     heads, dim = parts.values.shape[1:]
     merge_state_kernel[(len(own.splits.places) - 1, cdiv(heads, group))](

@@ -42,8 +42,8 @@ class AttentionShape:
         q_heads: number of query heads.
         kv_heads: number of KV heads.
         head_dim: number of values of a head.
-        deterministic: True if a row's bits must not depend on other rows.
-        causal: False for the bidirectional attention of an encoder; chunks are then whole prompts.
+        deterministic: True if the bits of a sequence must not depend on other sequences of the step.
+        causal: False for the bidirectional attention of an encoder; each step then computes whole prompts.
         latent: True if the cache holds latents: there is one KV head, and the first values of K are V.
     """
 
@@ -62,22 +62,24 @@ class AttentionShape:
 
     @property
     def programs(self) -> int:
-        """Return the programs per work item of decode attention: KV heads or, over latents, tiles of query heads."""
+        """Return the number of programs of a work item of decode attention.
+
+        They are KV heads or, for latents, tiles of query heads.
+        """
         return head_tiles(self.q_heads) if self.latent else self.kv_heads
 
     @property
     def chunk_tokens(self) -> int:
-        """Return the most prompt tokens of a work item of prefill attention."""
+        """Return the maximum number of prompt tokens of a work item of prefill attention."""
         if self.latent:
             return chunk_tokens(self.q_heads)
         return prefill_tokens(self.dtype, self.head_dim, self.group, self.deterministic)
 
     def spare_part_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return an upper bound of the bytes of partial attention results in a step with `rows` queries.
+        """Return an upper bound of the bytes of partial attention results in a step.
 
-        The bound covers steps in which sequences differ in length or share prefixes: if all rows have `longest` keys
-        and share nothing, by default no row is split. In deterministic mode the bound is exact; graphs round it up, to
-        at most twice as much.
+        Steps need this memory if sequences differ in length or share prefixes. In deterministic mode each row is split,
+        and a captured graph rounds the bound up, to at most twice as much.
 
         Args:
             rows: number of queries of the step.
@@ -96,18 +98,19 @@ class AttentionShape:
 
     @property
     def unit(self) -> int:
-        """Return the unit, in keys, that shared prefixes are rounded down to: a tile, or if deterministic a segment."""
+        """Return a number of keys: shared prefixes are rounded down to a multiple of it."""
         return SEGMENT if self.deterministic else choose_tiles("prefix", self.dtype, self.head_dim).keys
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Sequences whose first keys are in the same blocks.
+    """Sequences of a step whose first keys are in the same blocks of the cache.
 
-    Of two prefixes of the same sequence, the shorter comes first, and all sequences of the longer one share it.
+    If a sequence is in several prefixes, the shorter one comes first in a list, and has all sequences of the longer
+    one.
 
     Attributes:
-        sequences: numbers of the sequences in the step.
+        sequences: indices of the sequences in the step.
         keys: number of leading keys that they share.
     """
 
@@ -117,12 +120,12 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The fixed sizes of a captured graph, which every replayed step must fit.
+    """The sizes for which a captured graph is made; every step that it replays must fit them.
 
     Attributes:
         longest: maximum number of keys of a sequence.
-        sharing: the most parts, items and members of shared prefixes; see Prefixes. None: as the first step needs,
-            rounded up to powers of two to limit the number of different graphs.
+        sharing: maximum numbers of parts, items and members of shared prefixes; see Prefixes. None: the numbers of the
+            first step, rounded up to powers of two to limit the number of different graphs.
         queries: maximum number of queries of a sequence; more than one if drafts are verified.
     """
 
@@ -133,21 +136,21 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The attention launches of one step, made by `plan_attention` and used by every layer.
+    """The attention work of one step, made by `plan_attention` on the host and used by every layer.
 
-    Decode attention computes single queries, or with `chunks` a few per sequence; prefill attention computes the
-    others.
+    Decode attention computes sequences with a single query or, with `chunks`, with a few queries. Prefill attention
+    computes all other sequences.
 
     Attributes:
         arrays: the arrays of all plans of the step.
         held: the arrays that this plan uses, by name: items, rows, chunks, contexts and nearby.
-        lengths: (n,), contexts of the sequences in decode attention.
-        starts: (n,), leading keys that each of these sequences shares.
+        lengths: (n,), number of keys of each sequence in decode attention.
+        starts: (n,), number of leading keys that each of these sequences shares with others.
         longest: `Room.longest`; None if the step is not captured into a graph.
         prefixes: the shared keys; None: nothing is shared.
-        splitter: splits the own keys of sequences among programs.
-        splits: splits of the own keys, by window of the layers.
-        lens: (n,), queries of each sequence, if the plan has `chunks`.
+        splitter: splits the other keys among programs.
+        splits: how these keys are split, by sliding window of the layers (None: full attention).
+        lens: (n,), number of queries of each sequence, if the plan has `chunks`.
         causal: False for bidirectional attention.
     """
 
@@ -169,22 +172,28 @@ class LaunchPlan:
 
     @property
     def rows(self) -> Tensor | None:
-        """Return (n, 2) int32, the row of q and the sequence of each single query; None: sequence i has row i."""
+        """Return the row of q and the sequence of each query in decode attention, (n, 2) int32.
+
+        The result is None if both are the same number.
+        """
         return self._tensor("rows")
 
     @property
     def chunks(self) -> Tensor | None:
-        """Return (S, 2) int32, the first row of q and the queries of each sequence in decode; None: each has one."""
+        """Return (S, 2) int32, the first row of q and the number of queries of each sequence; None: all have one."""
         return self._tensor("chunks")
 
     @property
     def contexts(self) -> Tensor:
-        """Return the keys of each sequence, (S,) int32; with `chunks`, the keys that each query sees, (T,)."""
+        """Return the number of keys of each sequence, (S,) int32.
+
+        With `chunks`, it is the number of keys that each query sees, (T,).
+        """
         return self.held["contexts"].tensor
 
     @property
     def nearby(self) -> Tensor | None:
-        """Return TreeMask.nearby of the queries, (T,) int32; None: no query is in a draft tree."""
+        """Return `TreeMask.nearby`, the keys that queries in draft trees see, (T,) int32; None: there are no trees."""
         return self._tensor("nearby")
 
     def _tensor(self, name: str) -> Tensor | None:
@@ -197,24 +206,31 @@ class LaunchPlan:
 
     @property
     def deterministic(self) -> bool:
-        """Return True if keys are split at fixed positions."""
+        """Return True if keys are split at fixed positions, so that results do not depend on other sequences."""
         return self.splitter.deterministic
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Return all sizes on which the launches of a captured step depend, except its number of rows."""
+        """Return the sizes of the plan that a captured graph fixes, except the number of sequences and `longest`.
+
+        A graph can only run plans with equal sizes.
+        """
         p = self.prefixes
         shared = () if p is None else (p.parts, *[len(p.held[name].values) for name in ("items", "members")])
         return ("nearby" in self.held, *shared, *[splits.sizes for splits in self.splits.values()])
 
     def splits_of(self, window: int | None) -> Splits:
-        """Return the splits of own keys for layers with a window. Raises ValueError if the plan does not include it."""
+        """Return how own keys are split for layers with a sliding window; None: full attention.
+
+        Raises:
+            ValueError: If the plan was not made for this window.
+        """
         if window not in self.splits:
             raise ValueError(f"the plan is for windows of {list(self.splits)}, not {window}")
         return self.splits[window]
 
     def with_windows(self, windows: Collection[int | None]) -> LaunchPlan:
-        """Return the plan of the same step with splits for layers with these sliding windows; None: full attention."""
+        """Return the plan of the same step for layers with these sliding windows; None: full attention."""
         if windows == self.splits.keys():
             return self
         known, whole, split = self.splits, (self.lengths, self.starts), self.splitter.split
@@ -226,20 +242,21 @@ class LaunchPlan:
         return replace(self, held={name: one for name, one in self.held.items() if name != "items"})
 
     def place(self) -> None:
-        """Copy the plan's arrays to the device; must be called before a capture."""
+        """Copy the plan's arrays to the device. Must be called before a graph is captured."""
         self.arrays.place()
 
     def grown(self, context_lens: Sequence[int], beside: LaunchPlan | None = None) -> LaunchPlan:
-        """Return the plan of a later step of the same sequences in the same Room, with longer contexts.
+        """Return the plan of a later step of the same sequences, which have more keys.
 
-        Shared prefixes stay the same, and splits are kept while they cover the new keys.
+        Shared prefixes stay the same, and other keys are split again only if necessary.
 
         Args:
-            context_lens: the new context lengths.
-            beside: another plan of the later step; if it grew from a plan with the same arrays, its arrays are used.
+            context_lens: the new number of keys of each sequence.
+            beside: another plan of the later step. If both grew from plans with the same arrays, they share the new
+                arrays.
 
         Raises:
-            ValueError: If the plan has no room, has chunks, or a context exceeds the room.
+            ValueError: If the plan was made without a Room, has chunks, or a sequence exceeds the Room.
         """
         lengths = np.array(context_lens, np.int64)
         fits = self.longest is not None and len(lengths) == len(self.lengths) and "chunks" not in self.held
@@ -254,18 +271,15 @@ class LaunchPlan:
         return self._on(arrays, splits, lengths)
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True if a graph of this plan stays valid until contexts have grown to `context_lens`."""
+        """Return True if a graph of this plan is valid in all steps until the sequences have `context_lens` keys."""
         lengths = np.array(context_lens, np.int64)
         if self.longest is None or "chunks" in self.held or lengths.max() > self.longest:
             return False
         return all(self._serve(own, lengths) for own in self.splits.values())
 
     def _serve(self, splits: Splits, lengths: Ints) -> bool:
-        """Return True if the splits of own keys stay valid while contexts grow to `lengths`.
-
-        A window drops keys in whole segments, so a row at fixed positions may need one more segment on the way than at
-        the end.
-        """
+        # A window drops keys in whole segments, so a row at fixed positions may need one more segment on the way than
+        # at the end
         further = int((lengths - self.lengths).max(initial=0))
         on_the_way = further if self.deterministic and splits.window is not None else 1
         ahead = (further - at for at in range(on_the_way))
@@ -273,7 +287,9 @@ class LaunchPlan:
         return all(serve(splits, np.minimum(self.lengths + n, lengths), self.starts) for n in ahead)
 
     def refilled(self, other: LaunchPlan) -> LaunchPlan:
-        """Return plan `other`, with its arrays copied into this plan's tensors, which a captured graph reads.
+        """Copy the arrays of plan `other` into this plan's tensors, and return plan `other` with these tensors.
+
+        A captured graph reads this plan's tensors, so its next replay computes the step of `other`.
 
         Raises:
             ValueError: If the graph would launch other kernels for `other`. Give both plans the same Room.
@@ -287,7 +303,6 @@ class LaunchPlan:
         return other._on(self.arrays, splits, other.lengths)
 
     def _on(self, arrays: StepArrays, splits: Mapping[int | None, Splits], lengths: Ints) -> LaunchPlan:
-        """Return the plan with its arrays replaced by the arrays of the same numbers in `arrays`."""
         p = self.prefixes
         return replace(
             self,
@@ -323,19 +338,19 @@ def plan_attention(
     windows: Collection[int | None] = (None,),
     tree: TreeMask | None = None,
 ) -> LaunchPlan:
-    """Plan the attention of a step of S sequences, each with one chunk of queries. Copies to the device do not block.
+    """Plan the attention of a step of S sequences. Copies of the plan to the device do not block the host.
 
     Args:
-        query_lens: queries of each sequence.
-        context_lens: keys of each sequence, its queries included.
+        query_lens: number of queries of each sequence.
+        context_lens: number of keys of each sequence, its queries included.
         shape: properties of the model.
         device: device of the plan's arrays.
-        shared: prefixes from `find_shared` or from the planner, outer levels first. They are rounded down to
-            `shape.unit`, and used for sequences with a single query while there is room for their parts.
-        room: given if the step is captured into a graph or replayed (`refilled`). Each sequence then has one query, or
-            at most `room.queries` and possibly none. Padding sequences have context 0.
-        windows: windows of the layers that use the plan; None: full attention.
-        tree: draft trees of the step's tokens, without padding.
+        shared: prefixes from `find_shared` or from the planner, shorter ones first. They are rounded down to
+            `shape.unit`, and used for sequences in decode attention while there is room for their parts.
+        room: the sizes of a captured graph, if the step is captured or replayed (`refilled`). Each sequence then has at
+            most `room.queries` queries. Padding sequences have 0 keys.
+        windows: sliding windows of the layers that use the plan; None: full attention.
+        tree: the keys that queries in draft trees see, without padding; None: there are no draft trees.
 
     Raises:
         ValueError: If shared prefixes do not nest, or do not match their sequences or the room.
@@ -378,14 +393,12 @@ def plan_attention(
 
 
 def _branching(lens: Ints, nearby: NDArray[np.integer] | None) -> NDArray[np.bool_]:
-    """Return True for each of S sequences, with `lens` queries each, that has a query in a draft tree."""
     if nearby is None:
         return np.zeros(len(lens), bool)
     return np.bincount(np.repeat(np.arange(len(lens)), lens), nearby != -1, len(lens)) > 0
 
 
 def _seen(lens: Ints, contexts: Ints) -> Ints:
-    """Return the number of keys that each query sees, (T,). A padding query without context sees none."""
     return np.repeat(contexts - np.cumsum(lens), lens) + np.arange(1, lens.sum() + 1)
 
 
@@ -397,7 +410,7 @@ def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Queries `rows` that share the keys [first, end) of `sequence`; `part` is the number of their first part."""
+    """Queries `rows` that share the keys [first, end) of `sequence`. `part` is their first part."""
 
     rows: Ints
     sequence: int
@@ -415,13 +428,7 @@ def _plan_prefixes(
     arrays: StepArrays,
     room: Room | None,
 ) -> tuple[Prefixes | None, Ints]:
-    """Add the arrays of shared prefixes to `arrays`.
-
-    `few` are the sequences of decode attention. Over latents nothing is shared.
-
-    Returns:
-        The prefixes, or None, and the number of shared keys of each sequence of `few`.
-    """
+    # Nothing is shared over latents
     starts, parts = np.zeros(len(few), np.int64), np.zeros(len(few), np.int64)
     if shape.latent:
         return None, starts
@@ -457,7 +464,6 @@ def _plan_prefixes(
 
 
 def _queries_of(rows: Ints, counts: Ints) -> Ints:
-    """Return the numbers of the queries of `rows`, if row i has counts[i] queries."""
     if counts.max(initial=1) == 1 == counts.min(initial=1):
         return rows
     own = counts[rows]
@@ -474,10 +480,7 @@ def _most_parts(rows: int, members: int, shape: AttentionShape, device: torch.de
 def _spans(
     shared: Sequence[SharedPrefix], lens: Ints, contexts: Ints, few: Ints, unit: int
 ) -> Iterator[tuple[Ints, int, int]]:
-    """Yield (rows, first, end) for the keys [first, end) that rows share, outer levels first.
-
-    A row is an index into `few`, the sequences of decode attention.
-    """
+    # A row is an index into `few`, the sequences of decode attention. Outer levels come first
     row_of = np.full(len(lens), -1)
     row_of[few] = np.arange(len(few))
     starts = np.zeros(len(few), np.int64)
@@ -501,10 +504,7 @@ def _spans(
 
 
 def _outer(spans: list[tuple[Ints, int, int]], counts: Ints) -> list[tuple[Ints, int, int]]:
-    """Return the levels of shared keys that fit the capacity of a step; levels with a smaller `first` take precedence.
-
-    A level inside one that is dropped is dropped too. `counts` are the queries of each row.
-    """
+    # Levels with a smaller `first` take precedence; a level inside one that is dropped is dropped too
     room, ends, kept = most_members(int(counts.sum())), np.zeros(len(counts), np.int64), []
     for span in sorted(spans, key=lambda span: span[1]):
         members, first, end = span
@@ -517,10 +517,7 @@ def _outer(spans: list[tuple[Ints, int, int]], counts: Ints) -> list[tuple[Ints,
 
 
 def _items(levels: list[_Level], segment: int, most: int) -> tuple[Ints, Ints]:
-    """Return the work items (m, 6) of shared keys, the largest first, and the rows of each item.
-
-    An item is up to `most` rows of a level × `segment` keys.
-    """
+    # An item is up to `most` rows of a level × `segment` keys; the largest come first
     found, members, before = [np.empty((0, 6), np.int64)], [np.empty(0, np.int64)], 0
     for level in levels:
         firsts = np.arange(0, len(level.rows), most), np.arange(level.first, level.end, segment)
@@ -545,17 +542,18 @@ def find_shared(
     unit: int,
     queries: int = 1,
 ) -> list[SharedPrefix]:
-    """Find the prefixes that sequences with at most `queries` queries share, from block tables on the host.
+    """Find the prefixes that sequences with few queries share, from their block tables.
 
-    A group has at least LEAST_SHARERS sequences, and shares at least LEAST_SHARED_KEYS keys beyond the enclosing group.
+    At least LEAST_SHARERS sequences share a prefix. It has at least LEAST_SHARED_KEYS keys more than any shorter prefix
+    of these sequences.
 
     Args:
-        query_lens: queries of each sequence.
-        context_lens: keys of each sequence, queries included.
+        query_lens: number of queries of each sequence.
+        context_lens: number of keys of each sequence, queries included.
         tables: block tables of the sequences.
         block_size: number of tokens of a block.
-        unit: shared keys are rounded down to a multiple of this; AttentionShape.unit.
-        queries: maximum number of queries of a sequence in a group.
+        unit: prefixes are rounded down to a multiple of this number of keys; AttentionShape.unit.
+        queries: maximum number of queries of a sequence; sequences with more share nothing.
     """
 
     def whole_units(blocks: Ints) -> Ints:

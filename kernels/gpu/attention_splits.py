@@ -32,18 +32,19 @@ COLUMNS = 4  # int32 fields of an item
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The own keys of n rows of decode attention, cut into m work items by a `Splitter`.
+    """The keys that n rows of decode attention read for themselves, cut into m work items by a `Splitter`.
 
-    A row has at most `queries` queries of one sequence. Each item of a row yields one part per query.
+    A row is one or, with `queries` above 1, several queries of one sequence. Each item of a row yields one partial
+    attention result per query.
 
     Attributes:
-        array: items, then places, in one array.
-        count: m, padding included.
-        parts: capacity for parts.
-        whole: True if every row is one item, and no parts are merged.
-        window: sliding window of the layers.
-        align: the first key of a window is rounded down to a multiple of this.
-        keys: (n,), own keys of each row when the items were made.
+        array: an array with the items, then the indices of partial results.
+        count: m, the number of items, padding included.
+        parts: number of partial results for which there is room.
+        whole: True if every row is one item, so that no partial results are merged.
+        window: sliding window of the layers; None: full attention.
+        align: keys before the window are skipped in multiples of this number.
+        keys: (n,), number of own keys of each row when the items were made.
         queries: maximum number of queries of a row.
     """
 
@@ -60,33 +61,35 @@ class Splits:
     def items(self) -> Tensor:
         """Return the work items (m, 4) int32 on the device.
 
-        The fields are: row (-1 for padding), the item's first key within the row, its number of keys, and the index of
-        its part for the row's first query. Keys count from `first_own_key`.
+        The fields are: row (-1 for padding), the item's first key, its number of keys, and the index of the partial
+        result of the row's first query. Keys count from the row's first own key, see `first_own_key`.
         """
         return self.array.tensor[: COLUMNS * self.count].view(self.count, COLUMNS)
 
     @cached_property
     def places(self) -> Tensor:
-        """Return (T + 1,) int32 on the device: the parts of query i have the indices places[i] to places[i + 1]."""
+        """Return (T + 1,) int32 on the device: query i has the partial results [places[i], places[i + 1])."""
         return self.array.tensor[COLUMNS * self.count :]
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Return all sizes on which the launches of a captured graph depend."""
+        """Return all sizes of the splits that a captured graph fixes. A graph can only run splits with equal sizes."""
         counts = (self.count, self.parts, len(self.keys), self.queries, len(self.array.values))
         return *counts, self.whole, self.window, self.align
 
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """Splits the keys of rows into work items, to fill the GPU evenly or, if `deterministic`, at fixed positions.
+    """Splits the keys of rows into work items, so that programs fill the GPU evenly.
+
+    In deterministic mode it splits at fixed positions instead, so that results do not depend on other rows.
 
     Attributes:
         kv_heads: number of programs per work item.
         device: device of the items.
         deterministic: True to split at multiples of SEGMENT keys.
-        longest: maximum number of keys of a row if a graph reads the items. Their number is then padded to one of a few
-            sizes. None: it is not padded.
+        longest: maximum number of keys of a row, if a captured graph reads the items. Their number is then padded to
+            one of a few sizes. None: it is not padded.
         queries: maximum number of queries of a row.
     """
 
@@ -98,7 +101,7 @@ class Splitter:
 
     @property
     def align(self) -> int:
-        """Return the unit, in keys: the first key of a window is rounded down to a multiple of it."""
+        """Return a number of keys: keys before a sliding window are skipped in multiples of it."""
         return SEGMENT if self.deterministic else UNIT
 
     def split(
@@ -114,12 +117,13 @@ class Splitter:
         """Split the keys of n rows into work items; row i reads the keys [starts[i], contexts[i]).
 
         Args:
-            contexts: (n,), keys of each row's sequence.
-            starts: (n,), leading keys that each row does not read.
+            contexts: (n,), number of keys of each row's sequence.
+            starts: (n,), number of leading keys that each row does not read, because they are shared.
             window: sliding window of the layers; None: full attention.
-            segment: about the keys of an item, chosen from the total by default; not used if `deterministic`.
-            lens: (n,), queries of each row; a query sees the keys up to its own. None: each row has one.
-            arrays: the step's arrays, which receive the items; new ones if not given.
+            segment: approximate number of keys of an item. None: chosen from the total. Not used if `deterministic`.
+            lens: (n,), number of queries of each row, which are the last tokens of its sequence. None: each row has
+                one.
+            arrays: the step's arrays, which receive the items; None: new arrays.
             number: number of the array in `arrays` to replace; None: an array is added.
         """
         ends = contexts if lens is None else contexts - np.maximum(lens, 1) + 1
@@ -150,23 +154,30 @@ class Splitter:
         return Splits(array, count, parts, whole, window, self.align, keys, self.queries)
 
     def grown(self, splits: Splits, contexts: Ints, starts: Ints, arrays: StepArrays) -> Splits:
-        """Return the splits for longer contexts of the same single-query rows; items change only if necessary.
+        """Return the splits for the same rows with more keys. Each row must have a single query.
+
+        The items stay the same if they cover the new keys.
 
         Args:
             splits: the earlier splits.
-            contexts: (n,), the new contexts.
-            starts: (n,), leading keys that each row does not read.
-            arrays: made by `again` from the arrays of `splits`.
+            contexts: (n,), the new number of keys of each row's sequence.
+            starts: (n,), number of leading keys that each row does not read.
+            arrays: the arrays of the later step, made by `again` from the arrays of `splits`.
         """
         if self.serve(splits, contexts, starts):
             return replace(splits, array=splits.array.of(arrays))
         return self.split(contexts, starts, splits.window, arrays=arrays, number=splits.array.number)
 
     def serve(self, splits: Splits, contexts: Ints, starts: Ints) -> bool:
-        """Return True if the splits still cover all keys of the same single-query rows with longer contexts.
+        """Return True if the items of earlier splits also cover the new keys of the same rows.
 
-        By default a row's last item also covers new keys, up to LEAST_SEGMENT of them. At fixed positions splits are
-        valid until a row needs one more segment. `contexts` and `starts` are (n,), as in `split`.
+        By default a row's last item also covers new keys, up to LEAST_SEGMENT of them. In deterministic mode the items
+        are valid until a row needs one more segment.
+
+        Args:
+            splits: the earlier splits.
+            contexts: (n,), the new number of keys of each row's sequence.
+            starts: (n,), number of leading keys that each row does not read.
         """
         keys = self._own(contexts, starts, splits.window, contexts)
         if self.deterministic:
@@ -175,17 +186,13 @@ class Splitter:
         return not begun and bool((keys - splits.keys).max(initial=0) < LEAST_SEGMENT)
 
     def _own(self, contexts: Ints, starts: Ints, window: int | None, nearest: Ints) -> Ints:
-        """Return the number of keys that each row reads on its own, from `first_own_key` on.
-
-        `nearest` is the number of keys that a row's first query sees.
-        """
+        # Own keys begin at `first_own_key`; `nearest` is the number of keys that a row's first query sees
         if window is None:
             return contexts - starts
         behind = np.maximum(nearest - window - starts, 0)
         return contexts - starts - behind // self.align * self.align
 
     def _cut(self, keys: Ints, segment: int | None) -> tuple[Ints, Ints]:
-        """Return the number of work items of each row, and the keys of each item except the last."""
         if self.deterministic:
             return -(-keys // SEGMENT), np.full(len(keys), SEGMENT)
         segment = segment or choose_segment(int(keys.sum()), self.kv_heads, self.device)
@@ -194,16 +201,13 @@ class Splitter:
         return -(-keys // lengths), lengths
 
     def _splits_anyway(self, rows: int) -> bool:
-        """Return True if a captured graph reserves parts even if no row is split now.
-
-        With few rows any long row is split, and one graph serves both cases.
-        """
+        # With few rows any long row is split. A captured graph then reserves parts even if no row is split now, so that
+        # one graph serves both cases
         if self.longest is None or self.deterministic:
             return False
         return rows < most_own(0, self.kv_heads, self.device)
 
     def _room(self, rows: int, items: int, queries: int = 1) -> int:
-        """Return the number of items (of parts if a row has several queries) that a graph has room for."""
         if self.longest is None:
             return items
         if not self.deterministic:

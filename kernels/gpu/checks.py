@@ -26,7 +26,7 @@ def check_vectors(length: int, dtype: torch.dtype, **tensors: Tensor | None) -> 
 
 
 def unit_columns(**tensors: Tensor) -> None:
-    """Raise ValueError unless the last dimension of each given tensor has stride 1."""
+    """Raise ValueError unless the last dimension of each given tensor has stride 1, as the kernels need."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"the last dimension of {name} has stride {tensor.stride(-1)}, expected 1")

@@ -22,7 +22,6 @@ _LEAST = tl.constexpr(-(1 << 63))
 
 @triton.jit
 def _ranked(x, number):
-    """Return x and its number as one integer that is greater for a greater x and, if equal, for the lower number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
@@ -38,7 +37,6 @@ def _number(rank):
 def _within_groups(
     preferred, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, TOP_TWO: tl.constexpr
 ):
-    """Return the experts' scores, with -inf for experts outside the CHOSEN best of GROUPS groups."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     grouped = tl.reshape(preferred, (GROUPS, SIZE))
     inside = tl.arange(0, SIZE)
@@ -101,16 +99,16 @@ def _choose_kernel(
 
 
 def can_choose(routing: Routing) -> bool:
-    """Return True if the kernel supports the rule: at most MAX_EXPERTS experts, and groups that are powers of two."""
+    """Return True if `choose_experts` supports the routing: at most MAX_EXPERTS experts, in 2^n groups."""
     sizes = (routing.experts, routing.groups)
     whole = all(size == next_power_of_2(size) for size in sizes)
     return routing.experts <= MAX_EXPERTS and (routing.chosen_groups == routing.groups or whole)
 
 
 def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-    """Choose the experts of each of T tokens as experts.choose_experts does, and count the tokens of each expert.
+    """Choose the experts of each of T tokens, and count the tokens of each expert.
 
-    Of equally good experts the lowest number is chosen.
+    The contract is that of `experts.choose_experts`, but of equally good experts the lowest number is chosen.
 
     Args:
         logits: (T, experts); rows may be strided.

@@ -31,13 +31,13 @@ def _combine_kernel(
 
 
 def combine(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the results of each token's experts: (T, N), accumulated in float32.
+    """Return the weighted sum of the results of each token's experts: (T, N), added in float32.
 
-    Sums run in the order of the choice, so a token's bits do not depend on other tokens.
+    Results are added in the order of the token's choices, so a token's bits do not depend on other tokens.
 
     Args:
         made: (R, N), the results of rows sorted by expert; rows may be strided.
-        places: (R,) int64, the row in `made` of token × chosen + choice; -1: no row, and nothing is added.
+        places: (R,) int64, for each token × chosen + choice its row in `made`; -1: no row, and nothing is added.
         weights: (T, chosen) float32; R is T × chosen.
     """
     if (

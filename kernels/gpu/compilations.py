@@ -9,10 +9,10 @@ import triton
 
 
 def announce_compilations(compiling: Callable[[], AbstractContextManager[object]]) -> None:
-    """Enter the context manager `compiling()` during each compilation of a Triton kernel in this process from now on.
+    """Call `compiling` before each compilation of a Triton kernel in this process, and enter the context it returns.
 
-    Triton calls a hook before each compilation that is not in memory, and another after it, but none if the compilation
-    fails. In that case the context is left when the next one is entered.
+    The context is left when the compilation ends. If a compilation fails, Triton calls no hook: its context is left
+    when the next one is entered.
     """
     entered = ExitStack()
 

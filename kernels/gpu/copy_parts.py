@@ -38,7 +38,7 @@ def copy_parts(k_cache: Tensor, v_cache: Tensor, parts: Tensor) -> None:
     Args:
         k_cache: (blocks, kv_heads, block_size, D), contiguous, of any dtype.
         v_cache: as k_cache; may be the same tensor.
-        parts: (n, 4) int64, contiguous, one copy per row: source block, target block, first, end.
+        parts: (n, 4) int64, contiguous, one copy per row: source block, target block, first offset, end offset.
     """
     check_copy_parts(k_cache, v_cache, parts)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous() and parts.is_contiguous()):

@@ -184,30 +184,32 @@ def decode_attention(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `paged_attention_reference` does, for one query per sequence or, with `chunks`, a few.
+    """Compute attention over a paged KV cache, for one query per sequence or, with `chunks`, a few.
 
-    Lengths are on the device, and a context of 0 gives zeros. The launches depend only on the sizes of `splits` and
-    `prefixes`, so they can be captured. Everything except q is prepared once per step and used by all layers.
+    The contract is `paged_attention_reference`. The number of keys of a sequence is read on the device; with 0 keys the
+    output is 0. Launches depend only on the sizes of `splits` and `prefixes`, so they can be captured into a graph. All
+    layers of a step use the same plan.
 
     Args:
         q: (S, q_heads, D); with `rows` or `chunks` (T, q_heads, D).
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
-        block_tables: (S, max blocks) int32.
-        context_lens: (S,) int32, the keys of each sequence; with `chunks` (T,) int32, the keys up to each query's own.
-        splits: splits of the keys among programs, made for this window.
-        rules: scale, window, cap, sinks and bias.
+        block_tables: (S, blocks) int32.
+        context_lens: (S,) int32, number of keys of each sequence; with `chunks` (T,) int32, keys up to each query's
+            own.
+        splits: how keys are split among programs, made for this window.
+        rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
-        rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too. The output of
-            other rows is not written.
-        prefixes: shared keys, from `plan_attention`, which are read once per group.
+        rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too. The output of other
+            rows is not written.
+        prefixes: shared keys, from `plan_attention`, which are read once per group of sequences.
         chunks: (S, 2) int32, the first row of q and the number of queries of each sequence, its last tokens. All rows
             of q must be in a chunk.
-        nearby: (T,) int32, TreeMask.nearby, only with `chunks`.
-        deterministic: True: a row's bits depend only on its own keys. `splits` must be deterministic too.
-        out: like q, written if given.
-        lse: (T, q_heads) float32, the natural log-sum-exp, written if given.
+        nearby: (T,) int32, TreeMask.nearby, only with `chunks`; None: no query is in a draft tree.
+        deterministic: True if a row's bits must depend only on its own keys. `splits` must be deterministic too.
+        out: like q; receives the output if given.
+        lse: (T, q_heads) float32; receives the natural log-sum-exp of scores if given.
 
     Returns:
         The output, like q.
@@ -242,15 +244,15 @@ def attend_own(
     lse: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Compute decode attention over the keys that rows read on their own.
+    """Compute decode attention over the keys that rows read for themselves.
 
     Args:
         own: the rows, their keys and splits.
-        arguments: from `kernel_arguments`.
-        parts: receives the results if rows are split or share keys; None: they are written to `out` and `lse`.
+        arguments: kernel arguments from `kernel_arguments`.
+        parts: receives partial results if rows are split or share keys; None: results are written to `out` and `lse`.
         out: (T, q_heads, D).
-        lse: (T, q_heads) float32, or None.
-        sinks: (q_heads,), or None.
+        lse: (T, q_heads) float32, or None if it is not needed.
+        sinks: (q_heads,), the attention sinks, or None.
     """
     heads, queries = out.shape[1], own.splits.queries
     tokens = min(queries, arguments["ROWS"] // arguments["GROUP"])
@@ -282,10 +284,8 @@ def attend_own(
 
 
 def _in_words(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the kernel arguments, with a quantised cache as 16-bit words if `attend_codes` supports the case.
-
-    It does not support odd head sizes, deterministic mode and float32, which needs more than float16.
-    """
+    # `attend_codes` reads a quantised cache as 16-bit words. It does not support odd head sizes, deterministic mode and
+    # float32, which needs more than float16
     codes, even = arguments["CODES"], arguments["D"] % 2 == 0 and arguments["UNIT"] % 2 == 0
     if codes == "none" or not even or arguments["SEGMENTED"] or dtype == torch.float32:
         return {**arguments, "WORDS": False}

@@ -38,11 +38,6 @@ def _attend_keys(
     TILE: tl.constexpr, PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,  # the span is whole tiles, and every row sees all of it
 ):  # fmt: skip
-    """Attend to the keys [first, end) of a sequence and return the new attention state of the query rows.
-
-    The state is the weighted sum of V (`total`), the maximum score in units of log2 (`top`) and the sum of weights
-    (`mass`).
-    """
     dim, v_dim, shared_dim = tl.arange(0, DIM_PADDED), tl.arange(0, V_PADDED), tl.arange(0, SHARED_PADDED)
     for start in range(first, end, TILE):
         key = start + tl.arange(0, TILE)
@@ -84,10 +79,7 @@ def _decompressed_attention_kernel(
     DIM_PADDED: tl.constexpr, V_PADDED: tl.constexpr, SHARED_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute causal attention of one work item (queries of one sequence) and one head per program.
-
-    `scale` includes log2(e).
-    """
+    # scale includes log2(e)
     item, head = items_ptr + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
     first_key, first_row = tl.load(item).to(tl.int64), tl.load(item + 1).to(tl.int64)
     tokens, first_at, end = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
@@ -123,25 +115,28 @@ def _decompressed_attention_kernel(
 
 
 def decompressed_tokens(dtype: torch.dtype) -> int:
-    """Return the most query tokens of a work item of `decompressed_attention`: `tokens_per_item` of `prefill_items`."""
+    """Return the maximum number of query tokens of a work item of `decompressed_attention`.
+
+    It is the argument `tokens_per_item` of `prefill_items`.
+    """
     return _tiles(architecture(), dtype).rows
 
 
 def decompressed_attention(
     q: Tensor, k: Tensor, v: Tensor, shared: Tensor, items: Tensor, scale: float, out: Tensor
 ) -> None:
-    """Compute causal attention with K and V of every head, which were computed from latents, into `out`.
+    """Compute causal attention with K and V of every head that were computed from latents, and write it to `out`.
 
-    It computes what `decompressed_attention_reference` does, for chunks of queries that `items` describe.
+    The contract is `decompressed_attention_reference`, for the queries in `items`.
 
     Args:
         q: (T, heads, P + R), queries; P values are multiplied by `k` and R by `shared`.
         k: (heads, N, P), the part of the N keys of all sequences that each head has for itself.
         v: (heads, N, V), the values.
         shared: (N, R), the rotated part of the keys, which all heads share.
-        items: (n, 5) int32: index of the sequence's first key in `k`, first row of q, rows, position of the first row
-            in its sequence, and end of the keys that the rows see. They are made by `prefill_items` with
-            `decompressed_tokens`, with the first field replaced.
+        items: (n, 5) int32, work items: index of the sequence's first key in `k`, first row of q, number of rows,
+            position of the first row in its sequence, and end of the keys that the rows see. They are made by
+            `prefill_items` with `decompressed_tokens`, and the first field is replaced.
         scale: factor of q · k.
         out: (T, heads, V) in q's dtype. Rows outside items are not written.
 

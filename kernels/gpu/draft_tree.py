@@ -28,7 +28,6 @@ def _tree_paths_kernel(
     rows_ptr, order_ptr,  # None: the order of rows is not needed
     PLACES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Find the accepted nodes of one draft tree per program."""
     tree = tl.program_id(0)
     place = tl.arange(0, PADDED)
     inside = place < PLACES
@@ -55,18 +54,19 @@ def tree_paths(
     rows: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Return the accepted nodes of each of R draft trees, from the root on, padded with -1: (R, M) int32.
+    """Return the accepted nodes of each of R draft trees, in order from the root, padded with -1: (R, M) int32.
 
-    A node is accepted if its parent is accepted and its token equals the token sampled after its parent. All tensors
-    must be contiguous.
+    A node is accepted if its parent is accepted and its token equals the token sampled after its parent. The root of a
+    tree is the last verified token, which is not a node itself. All tensors must be contiguous.
 
     Args:
         tokens: (n,) int64, the token sampled after each row of a step.
         firsts: (R,) int64, the row of each tree's last verified token. The rows of its M nodes follow in order.
         drafts: (R, M) int64, the tokens of the nodes.
         parents: (R, M) int64, the index of each node's parent within its tree; -1 for the last verified token.
-        rows: (R,) int64, the row in `order` of each tree's last verified token; None: `order` is not needed.
-        order: (any,) int64. After each tree's row, the rows of its accepted nodes are written here.
+        rows: (R,) int64, the index in `order` of each tree's last verified token. Given together with `order`.
+        order: int64 vector. After each tree's last verified token, the rows of its accepted nodes are written in order;
+            other entries stay. A draft head reads accepted tokens in this order. None: not needed.
     """
     check_tree_paths(tokens, firsts, drafts, parents)
     check_contiguous(tokens=tokens, firsts=firsts, drafts=drafts, parents=parents, rows=rows, order=order)
@@ -90,7 +90,6 @@ def _move_slots_kernel(
     heads, block_size,
     PLACES: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the accepted nodes of one draft tree per program, for a range of values of one head in one cache."""
     STRETCHES: tl.constexpr = (D + WIDTH - 1) // WIDTH
     tree = tl.program_id(0) * PLACES
     head, stretch = tl.program_id(1) // STRETCHES, tl.program_id(1) % STRETCHES
@@ -110,9 +109,9 @@ def _move_slots_kernel(
 
 
 def move_slots(caches: Sequence[Tensor], slots: Tensor, paths: Tensor) -> None:
-    """Copy the K and V of each tree's accepted nodes to the slots of its first nodes, in the order of the path.
+    """Copy the K and V of each draft tree's accepted nodes to the slots of its first nodes, in order from the root.
 
-    Caches of equal shape share a launch.
+    The accepted tokens are then consecutive in the cache. Caches of equal shape share a launch.
 
     Args:
         caches: K and V caches (blocks, heads, block_size, D), contiguous, of any dtypes, without duplicates.

@@ -19,7 +19,7 @@ FIRST_WITH_FP8 = 89
 
 
 def why_not_fp8() -> str | None:
-    """Return why this GPU cannot multiply float8_e4m3fn; None if it can, or if kernels are interpreted."""
+    """Return the reason why this GPU cannot multiply float8_e4m3fn; None if it can, or if kernels are interpreted."""
     found = architecture()
     if found == "" or (found.isdigit() and int(found) >= FIRST_WITH_FP8):
         return None
@@ -40,7 +40,7 @@ def fp8_matmul(
 ) -> Tensor:
     """Multiply x by a float8_e4m3fn weight as `fp8_matmul_reference` does.
 
-    The first of two launches quantises the rows of x.
+    x is quantised per row by a launch of its own.
 
     Args:
         x: (T, K); rows may be strided.

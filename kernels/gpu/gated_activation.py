@@ -24,7 +24,7 @@ def _sigmoid(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """Return the activation function of x, float32; ACTIVATION is "silu", "gelu" or "gelu_tanh"."""
+    """Return the activation function of x, float32; ACTIVATION is its name: "silu", "gelu" or "gelu_tanh"."""
     if ACTIVATION == "silu":
         return x * _sigmoid(x)
     elif ACTIVATION == "gelu":

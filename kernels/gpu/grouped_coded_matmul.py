@@ -35,10 +35,10 @@ def grouped_coded_matmul_kernel(
 ):  # fmt: skip
     """Multiply one tile of rows of one expert by a tile of its packed weight's outputs per program.
 
-    - from_ptr: the row of x of each sorted row; None: they are the same.
+    - from_ptr: for each row sorted by expert, the row of x; None: x is sorted.
     - groups_ptr (experts, groups, outputs): int4 scales, or MXFP4 exponents as uint8. zeros_ptr: zero points, or None.
     - starts_ptr (experts + 1,): first row of each expert. ends_ptr (experts,): end of each expert's row tiles.
-    - EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: outputs, rows and inputs of a tile.
+    - EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a tile.
     """
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
@@ -83,11 +83,11 @@ def grouped_mxfp4_matmul(
     Args:
         x: (R, K), or (any, K) with `from_rows`; rows may be strided.
         weights: packed weights of E experts with N outputs.
-        starts: (E + 1,) int64, the first row of each expert, and R.
+        starts: (E + 1,) int64, the first row of each expert, and R at the end.
         bias: (E, N), or None.
         activation: gated activation of the result, or None.
-        from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
-        ends: the ends of tiles, ExpertRows.ends of gpu.sort_by_expert; computed if not given.
+        from_rows: (R,) int64, row r is x[from_rows[r]]; None: x has the R rows.
+        ends: `ExpertRows.ends` from gpu.sort_by_expert, which count row tiles; computed if not given.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
 
     Raises:
@@ -113,11 +113,11 @@ def grouped_int4_matmul(
     Args:
         x: (R, K), or (any, K) with `from_rows`; rows may be strided.
         weights: packed weights of E experts with N outputs; scales have x's dtype.
-        starts: (E + 1,) int64, the first row of each expert, and R.
+        starts: (E + 1,) int64, the first row of each expert, and R at the end.
         bias: (E, N), or None.
         activation: gated activation of the result, or None.
-        from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
-        ends: the ends of tiles, ExpertRows.ends of gpu.sort_by_expert; computed if not given.
+        from_rows: (R,) int64, row r is x[from_rows[r]]; None: x has the R rows.
+        ends: `ExpertRows.ends` from gpu.sort_by_expert, which count row tiles; computed if not given.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
     """
     if weights.scales.dtype != x.dtype:

@@ -44,10 +44,10 @@ from batchinfer_kernels.grouped_matmul import check_grouped_matmul
 
 @triton.jit
 def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr):
-    """Return the expert of a tile of rows, or `experts` if the tile is unused, and the tile's number within the expert.
+    """Return the expert of a tile of rows, and the tile's number among the tiles of this expert.
 
     - ends_ptr (experts,): the cumulative number of row tiles up to each expert.
-    - row_tile: the tile, below the launched number `row_tiles`.
+    - row_tile: the tile, below the launched number `row_tiles`. For an unused tile the returned expert is `experts`.
     - EXPERTS: `experts`, rounded up to a power of 2.
     """
     number = tl.arange(0, EXPERTS)
@@ -58,17 +58,17 @@ def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr
 
 @triton.jit
 def rows_of_tile(starts_ptr, from_ptr, expert, inside, ROWS: tl.constexpr):
-    """Return the rows of a tile of an expert.
+    """Return the rows of one tile of an expert's rows.
 
     Args:
         starts_ptr: first row of each expert, in rows sorted by expert.
-        from_ptr: input row of each sorted row; None if both are equal.
-        expert: the expert.
+        from_ptr: row of x of each row sorted by expert; None: x is sorted.
+        expert: number of the expert.
         inside: number of the tile among the tiles of the expert.
         ROWS: number of rows of a tile.
 
     Returns:
-        The sorted rows (ROWS,), the input row of each, and the end (exclusive) of the expert's rows.
+        The rows of the tile (ROWS,), the row of x of each, and the end (exclusive) of the expert's rows.
     """
     end = tl.load(starts_ptr + expert + 1).to(tl.int32)
     row = tl.load(starts_ptr + expert).to(tl.int32) + inside * ROWS + tl.arange(0, ROWS)
@@ -88,11 +88,12 @@ def grouped_matmul_kernel(
 ):  # fmt: skip
     """Multiply one tile of rows of one expert by a tile of its weight's outputs per program.
 
-    - from_ptr: the row of x of each sorted row; None: they are the same.
+    - from_ptr: for each row sorted by expert, the row of x; None: x is sorted.
     - scales_ptr, row_scales_ptr, bias_ptr: scales of outputs and rows, and bias; each may be None.
     - block_scales_ptr, lines_ptr, group_scales_ptr: as in `matmul_kernel`, with block scales per expert.
     - starts_ptr (experts + 1,): first row of each expert. ends_ptr (experts,): end of each expert's row tiles.
-    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: outputs, rows and inputs of a tile.
+    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a
+      tile.
     """
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
@@ -157,13 +158,13 @@ def grouped_matmul(
     Args:
         x: (R, K), or (any, K) with `from_rows`; rows may be strided.
         weight: (E, N, K) of x's dtype, or int8 or float8_e4m3fn values with `scales`.
-        starts: (E + 1,) int64, the first row of each of E experts, and R.
+        starts: (E + 1,) int64, the first row of each of E experts, and R at the end.
         bias: (E, N), or None.
         scales: (E, N) float32, of a quantised weight; with `lines` (E, S, ceil(K / 128)), as in BlockWeight.
         lines: (N,) int32, BlockWeight.lines, for a weight with one scale per block.
         activation: gated activation of the result, or None.
-        from_rows: (R,) int64, row r is x[from_rows[r]]; rows are not copied.
-        ends: the ends of tiles, ExpertRows.ends of gpu.sort_by_expert; computed if not given.
+        from_rows: (R,) int64, row r is x[from_rows[r]]; None: x has the R rows.
+        ends: `ExpertRows.ends` from gpu.sort_by_expert, which count row tiles; computed if not given.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
 
     Returns:
@@ -247,9 +248,9 @@ def tile_ends(starts: Tensor, rows: int, ends: Tensor | None = None) -> Tensor:
     """Return the cumulative number of row tiles up to each expert: (experts,) int64.
 
     Args:
-        starts: (experts + 1,), the first row of each expert.
+        starts: (experts + 1,), the first row of each expert in rows sorted by expert, and their number.
         rows: number of rows of a tile.
-        ends: ExpertRows.ends, from which the result is taken if given.
+        ends: `ExpertRows.ends`, which contains the result; None: it is computed.
     """
     if ends is not None:
         return ends[(rows // LEAST_HEIGHT).bit_length() - 1]

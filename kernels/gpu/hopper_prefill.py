@@ -48,7 +48,7 @@ VARYING = ["stride_table"]
 def first_key(first_at, window, WINDOW: gl.constexpr):
     """Return the first key that any query of a work item sees.
 
-    `first_at` is the position of the item's first query; WINDOW states whether there is a sliding window.
+    `first_at` is the position of the item's first query; WINDOW is true if there is a sliding window.
     """
     if WINDOW:
         return gl.maximum(first_at - window + 1, 0)
@@ -60,8 +60,8 @@ def first_key(first_at, window, WINDOW: gl.constexpr):
 def page_shift(page, least, end, SIZE: gl.constexpr):
     """Return the shift in rows of a page of keys in its tile: key `page` + i is at row i - shift.
 
-    It is negative for pages that reach beyond `end`, the sequence's last key, and positive for the page that contains
-    `least`, the first key of the window. SIZE is the keys of a page.
+    It is negative for a page that reaches beyond `end`, the end of the sequence. It is positive for the page that
+    contains `least`, the first key of the window. SIZE is the number of keys of a page.
     """
     return gl.minimum(gl.maximum(end - page, 0), SIZE) - SIZE + gl.maximum(least - page, 0)
 
@@ -71,7 +71,6 @@ def _load_tile(
     desc, ring, slot, first, table_ptr, kv_head, least, end,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Wait until buffer `slot` % STAGES of a ring is empty, and start to load the keys from `first` on into it."""
     tiles, full, empty = ring
     stage = slot % STAGES
     PAGES: gl.constexpr = TILE // SIZE
@@ -90,12 +89,12 @@ def load_tiles(
     k_desc, v_desc, k_ring, v_ring, tables_ptr, stride_table, item_ptr, kv_head, window,
     TILE: gl.constexpr, SIZE: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, CODES: gl.constexpr,
 ):  # fmt: skip
-    """Run the loading warp of one work item: load tiles of K and V into their ring buffers as these are emptied.
+    """Run the loading warp of one work item: load tiles of K and V into ring buffers as these become empty.
 
     - k_desc, v_desc: tensor descriptors of the caches, (blocks, kv_heads, SIZE, D).
-    - k_ring, v_ring: (tiles, full, empty), STAGES buffers with a barrier each for full and empty; both are the same
-      ring with CODES, a quantised cache.
-    - item_ptr: the item, from `prefill_items`. TILE and SIZE: keys of a tile and of a page.
+    - k_ring, v_ring: (tiles, full, empty), STAGES buffers with a barrier each for full and empty; with CODES (a
+      quantised cache) both are the same ring.
+    - item_ptr: the item, from `prefill_items`. TILE and SIZE: numbers of keys of a tile and of a page.
     """
     table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
     end = gl.load(item_ptr + 4)
@@ -115,7 +114,6 @@ def _widen_tile(
     codes, slot, ring, i, scale_ptr, stride_scale, table_ptr, kv_head, first, least, end,
     TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Wait for a quantised tile and for an empty buffer in a ring of values, and write value × scale to the buffer."""
     ROWS: gl.constexpr = 32  # rows at a time, limited by registers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D_PAD, D_PAD // 16], [4, 1], [1, 0])
     tiles, full, empty = ring
@@ -150,7 +148,7 @@ def widen_tiles(
 
     - codes: the ring (tiles, full, empty) of quantised tiles, K and V in turn.
     - k_ring, v_ring: the rings that receive dequantised tiles.
-    - item_ptr: the item, from `prefill_items`. TILE and SIZE: keys of a tile and of a page.
+    - item_ptr: the item, from `prefill_items`. TILE and SIZE: numbers of keys of a tile and of a page.
     """
     table_ptr = tables_ptr + gl.load(item_ptr).to(gl.int64) * stride_table
     end = gl.load(item_ptr + 4)
@@ -170,14 +168,12 @@ def widen_tiles(
 
 @gluon.jit
 def _await(ring, i, STAGES: gl.constexpr):
-    """Wait until tile i of a ring of buffers is loaded."""
     _tiles, full, _empty = ring
     mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
 
 
 @gluon.jit
 def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Wait until tile i of the keys is loaded, and start its product with q."""
     _await(k_ring, i, STAGES)
     tiles, _full, _empty = k_ring
     k = tiles.index(i % STAGES).reshape([TILE, q_rows.shape[1]])
@@ -186,7 +182,6 @@ def _key_product(q_rows, k_ring, i, blank, TILE: gl.constexpr, STAGES: gl.conste
 
 @gluon.jit
 def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Start to add weights × tile i of the values, which is loaded, to the total."""
     tiles, _full, _empty = v_ring
     v = tiles.index(i % STAGES).reshape([TILE, total.type.shape[1]])
     return warpgroup_mma(weights, v, total, is_async=True)
@@ -194,14 +189,16 @@ def _value_product(weights, v_ring, i, total, TILE: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _empty(ring, i, STAGES: gl.constexpr):
-    """Signal that this warp group has read tile i of a ring of buffers."""
     _tiles, _full, empty = ring
     mbarrier.arrive(empty.index(i % STAGES))
 
 
 @gluon.jit
 def capped(scores, rate):
-    """Return tanh(scores × scale / cap); `rate` is 2 log2(e) × scale / cap. The caller multiplies the result by cap."""
+    """Return tanh(scores × scale / cap). The caller multiplies it by `cap` to get capped scores.
+
+    `rate` is 2 log2(e) × scale / cap.
+    """
     # tanh(y) = 1 - 2 / (1 + e^2y) is correct for infinite y too
     return 1.0 - 2.0 / (1.0 + gl.exp2(scores * rate))
 
@@ -213,8 +210,8 @@ def visible(
 ):  # fmt: skip
     """Return the scores (rows, TILE) of a tile, with -inf for keys outside the sequence, or that a row does not see.
 
-    A row sees keys up to its position `row_at` and within its window. The tile begins at key `first`; the item reads
-    the keys [least, end) in pages of SIZE keys, see `page_shift`.
+    A row sees keys up to its position `row_at`, and within its window if WINDOW. The tile begins at key `first`. The
+    item reads the keys [least, end) in pages of SIZE keys, see `page_shift`.
     """
     # A thread computes one column and gets the others by a layout conversion: computing all needs too many registers
     column = first + gl.arange(0, TILE, gl.BlockedLayout([1], [32], [4], [0]))
@@ -232,10 +229,10 @@ def visible(
 
 @gluon.jit
 def fold_scores(scores, top, mass, unit, WINDOW: gl.constexpr):
-    """Fold the scores (rows, keys) of a tile into the running softmax of the rows.
+    """Add the scores (rows, keys) of a tile to the running softmax of the rows.
 
-    `top` and `mass` are the maximum score in units of log2 and the sum of weights so far; `unit` > 0 converts scores to
-    units of log2.
+    `top` and `mass` are each row's maximum score × `unit` and sum of weights so far. `unit` is the scale of scores ×
+    log2(e), above 0. WINDOW is true if rows may see no key of the tile.
 
     Returns:
         The weights of the tile, the new maximum, the new sum of weights, and the factor for sums of earlier tiles.
@@ -257,8 +254,8 @@ def row_places(
 ):  # fmt: skip
     """Return the offsets of a warp group's rows in q or out, (ROWS, D_PAD), and which of their values are not padding.
 
-    PART is the number of the warp group; the strides are of tokens and heads in q or out. A row is a query and one of
-    the GROUP query heads of `kv_head`.
+    A row is a query and one of the GROUP query heads of `kv_head`. PART is the number of the warp group. The strides
+    are from token to token and head to head in q or out.
     """
     # Reloaded each time, because no register is free to keep it while tiles are multiplied
     first_row = gl.load(item_ptr + 1, volatile=True)
@@ -281,8 +278,9 @@ def multiply_tiles(
     - strides: strides of a token and a head in q, then in out.
     - q_tiles (GROUPS, ROWS, D_PAD): shared memory for q, then for the output.
     - k_ring, v_ring: (tiles, full, empty), buffers of K and V with a barrier each for full and empty.
-    - unit: converts scores to units of log2. rate: see `capped`.
-    - WINDOW and CAP state whether `window` and a cap apply; TILE and SIZE are the keys of a tile and of a page.
+    - unit: scale of scores × log2(e). rate: see `capped`.
+    - WINDOW and CAP state whether `window` and a cap apply; TILE and SIZE are the numbers of keys of a tile and of a
+      page.
     """
     ROWS: gl.constexpr = q_tiles.shape[1]
     D_PAD: gl.constexpr = q_tiles.shape[2]
@@ -359,7 +357,6 @@ def _ring(
     dtype: gl.constexpr, LAYOUT: gl.constexpr, TILE: gl.constexpr, SIZE: gl.constexpr, D_PAD: gl.constexpr,
     STAGES: gl.constexpr, READERS: gl.constexpr,
 ):  # fmt: skip
-    """Allocate STAGES tile buffers, each with a barrier that signals that it is full, and one that it is empty."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE // SIZE, 1, SIZE, D_PAD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -434,15 +431,18 @@ def hopper_prefill(
     v_scale: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Compute attention of query chunks as `prefill_attention` does, on compute capability 9.0, into `out`.
+    """Compute attention of query chunks on compute capability 9.0 (Hopper), and write it to `out`.
+
+    The contract is `prefill_attention`.
 
     Args:
         q: (T, q_heads, D), bfloat16 or float16.
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
-        block_tables: (sequences, max blocks) int32.
-        items: from `prefill_items` with at most `hopper_tokens` tokens. Queries outside items are not written.
-        rules: scale, window, cap and sinks.
+        block_tables: (sequences, blocks) int32.
+        items: work items from `prefill_items` with at most `hopper_tokens` tokens each. Queries outside items are not
+            written.
+        rules: scale, sliding window, cap and sinks of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
         out: like q.
@@ -504,7 +504,7 @@ def _options(dim: int, group: int, size: int, coded: bool) -> dict[str, Any]:
 
 
 def _pages(cache: Tensor) -> TensorDescriptor:
-    """Return a tensor descriptor for copies of one page of one KV head, zero-padded to the padded head size."""
+    # One copy moves one page of one KV head, zero-padded to the padded head size
     page = [1, 1, cache.shape[2], padded_dim(cache.shape[3])]
     size = cache.element_size()
     layout = gl.NVMMASharedLayout(min(128, page[3] * size), 8 * size, 4)

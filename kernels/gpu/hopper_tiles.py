@@ -17,12 +17,12 @@ LEAST_BLOCK = 8  # rows after which the swizzle pattern of shared memory repeats
 
 @dataclass(frozen=True, slots=True)
 class Registers:
-    """The registers per thread of each kind of warp in the prefill kernel for compute capability 9.0.
+    """The number of registers per thread of each kind of warp in the prefill kernel for compute capability 9.0.
 
     Attributes:
-        multiplier: of the warp groups that multiply.
-        widener: of the warp group that dequantises; 0: there is none.
-        loader: of the warp that loads.
+        multiplier: registers of the warp groups that multiply.
+        widener: registers of the warp group that dequantises; 0: there is no such group.
+        loader: registers of the warp that loads.
     """
 
     multiplier: int
@@ -31,7 +31,10 @@ class Registers:
 
     @property
     def launched(self) -> int:
-        """Return the registers per thread at launch: the average over warp groups, with the loading warp as a group."""
+        """Return the number of registers per thread at launch: the average over warp groups.
+
+        The loading warp counts as a group.
+        """
         groups = GROUPS + (self.widener > 0) + 1
         return (GROUPS * self.multiplier + self.widener + self.loader) // groups
 
@@ -40,12 +43,12 @@ REGISTERS, REGISTERS_OF_CODES = Registers(232, 0, 40), Registers(200, 72, 40)
 
 
 def why_not(head_dim: int, block_size: int, window: int | None = None, value_bytes: int = 2) -> str | None:
-    """Return why the prefill kernel for compute capability 9.0 does not support a cache, or None if it does.
+    """Return the reason why the prefill kernel for compute capability 9.0 does not support a cache; None if it does.
 
     Args:
         head_dim: number of values of a head.
         block_size: number of tokens of a block.
-        window: window of the layer, or None.
+        window: sliding window of the layer; None: full attention.
         value_bytes: bytes of a cached value; 1 for a quantised cache.
     """
     multiple, largest = ALIGNED_BYTES // value_bytes, LARGEST_CODED if value_bytes == 1 else MAX_HEAD_DIM
@@ -60,5 +63,9 @@ def why_not(head_dim: int, block_size: int, window: int | None = None, value_byt
 
 
 def hopper_tokens(group: int) -> int:
-    """Return the most query tokens of a work item, for `group` query heads per KV head."""
+    """Return the maximum number of query tokens of a work item of `hopper_prefill`.
+
+    Args:
+        group: number of query heads per KV head.
+    """
     return GROUPS * ROWS // group

@@ -35,7 +35,6 @@ MERGED = 4  # heads whose parts one program merges
 
 @triton.jit
 def _rows_of(tile, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the query and the head of each of the ROWS rows of tile number `tile`, counted within its work item."""
     if HEADS % ROWS == 0:  # all rows belong to one query, which takes fewer registers
         first = tile * ROWS
         return tl.full([ROWS], first // HEADS, tl.int32), first % HEADS + tl.arange(0, ROWS)
@@ -49,7 +48,7 @@ def _load_queries(
     q_ptr, token, head, real, q_stride_token, q_stride_head,
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of q in two parts: the RANK values that are multiplied by latents, and the other values."""
+    # In two parts: the RANK values that are multiplied by latents, and the other values
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     row_ptr = q_ptr + token[:, None] * q_stride_token + head[:, None] * q_stride_head
     q = tl.load(row_ptr + value[None, :], mask=real[:, None] & (value < RANK)[None, :], other=0.0)
@@ -67,11 +66,7 @@ def _attend_latents(
     WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the attention state of ROWS query rows over the keys [first, end) of a sequence in a cache of latents.
-
-    The state is the weighted sum of V, the maximum score in units of log2, and the sum of weights. The first RANK
-    values of a token are also its V.
-    """
+    # The first RANK values of a token are also its V
     value, rest = tl.arange(0, RANK_PADDED), RANK + tl.arange(0, REST_PADDED)
     total = tl.zeros([ROWS, RANK_PADDED], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -213,18 +208,18 @@ def latent_attention(
 ) -> Tensor:
     """Compute causal attention over a paged cache of latents for all queries of a step: (T, heads, rank).
 
-    It computes what `latent_attention_reference` does. If the plan has no prefill items, the launch can be captured
-    into a graph.
+    The contract is `latent_attention_reference`. If the plan has no prefill items, the launch can be captured into a
+    graph.
 
     Args:
         q: (T, heads, D).
         cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
             value.
-        block_tables: (S, max blocks) int32.
-        plan: from `plan_attention` with a `latent` shape, without shared prefixes.
+        block_tables: (S, blocks) int32.
+        plan: the step's plan from `plan_attention` with a `latent` shape, without shared prefixes.
         scale: factor of q · k.
         rank: number of values of V.
-        out: (T, heads, rank), contiguous; written if given.
+        out: (T, heads, rank), contiguous; receives the result if given.
 
     Raises:
         ValueError: If shapes, dtypes or the plan do not match.

@@ -17,12 +17,20 @@ FEWEST_ROWS = 16  # the smallest number of rows of a tensor core product
 
 
 def chunk_tokens(heads: int) -> int:
-    """Return the most prompt tokens of a work item of attention over latents, with `heads` query heads."""
+    """Return the maximum number of prompt tokens of a work item of attention over latents.
+
+    Args:
+        heads: number of query heads.
+    """
     return max(1, MAX_ROWS // heads)
 
 
 def head_tiles(heads: int) -> int:
-    """Return the number of programs that share the `heads` query heads of a token, in attention over latents."""
+    """Return the number of programs among which the query heads of a token are divided in attention over latents.
+
+    Args:
+        heads: number of query heads.
+    """
     return cdiv(heads, MAX_ROWS)
 
 

@@ -21,11 +21,8 @@ def _log_probabilities_kernel(
     of_chosen_ptr, top_ptr, ids_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the log-probabilities of one row per program.
-
-    The next most likely token is the best of the chunks' best tokens. Its chunk is then read again to find the token
-    after it.
-    """
+    # The next most likely token is the best of the chunks' best tokens. Its chunk is then read again to find the token
+    # after it
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
@@ -57,8 +54,8 @@ def _log_probabilities_kernel(
 def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities of the chosen and the most likely tokens, as `log_probabilities_reference` does.
 
-    The launches depend only on the shape of logits. Each of the `most` tokens costs one pass over a chunk of the row,
-    which is meant for some tens of tokens.
+    Launches depend only on shapes, so they can be captured into a graph. `most` should be at most some tens, because
+    each token costs a pass over a chunk of the row.
 
     Args:
         logits: (rows, vocab); rows may be strided.
@@ -67,7 +64,7 @@ def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor
 
     Returns:
         Three tensors: the log-probability of each chosen token, (rows,) float32; the log-probabilities of the top
-            tokens, (rows, most) float32 in descending order; and their ids, (rows, most) int64.
+        tokens, (rows, most) float32 in descending order; and their ids, (rows, most) int64.
     """
     check_log_probabilities(logits, chosen, most)
     check_logits(logits)

@@ -16,7 +16,6 @@ TILE = 2048
 
 @triton.jit
 def _mask_kernel(logits_ptr, stride, vocab, rows_ptr, bits_ptr, words, TILE: tl.constexpr):
-    """Write -inf to the masked logits of a range of tokens in one row per program, without reading logits."""
     index = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     word = tl.load(bits_ptr + index * words + ids // 32, mask=ids < vocab, other=-1)
@@ -27,7 +26,7 @@ def _mask_kernel(logits_ptr, stride, vocab, rows_ptr, bits_ptr, words, TILE: tl.
 
 
 def mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Set the logits of tokens that a mask excludes to -inf, in place.
+    """Set the logits of tokens that token masks exclude to -inf, in place.
 
     Args:
         logits: (any, vocab); rows may be strided.

@@ -38,8 +38,8 @@ def matmul(
         weight: (N, K) of x's dtype; rows may be strided.
         bias: (N,), or None.
         out_dtype: x's dtype by default, or float32.
-        activation: activation of the gate, the first half of the columns; None: the result is not gated.
-        deterministic: True if a row's bits must not depend on the number of rows.
+        activation: activation of the gate, the first half of the weight's outputs; None: the result is not gated.
+        deterministic: True if a row's bits must not depend on the number of rows or the row's place among them.
     """
     check_matmul(x, weight.shape, bias, out_dtype, activation)
     check_same_dtype(x=x, weight=weight)

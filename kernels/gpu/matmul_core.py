@@ -31,9 +31,9 @@ PART_LINES, PART_ROWS = 32, 64
 
 @triton.jit
 def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
-    """Return (tile of outputs, tile of rows) of program number `place`.
+    """Return the numbers (tile of outputs, tile of rows) of program number `place`.
 
-    Programs run over all row tiles for TOGETHER output tiles, then for the next ones, which keeps operands in the L2
+    Consecutive programs compute all row tiles of TOGETHER output tiles before the next ones, so operands stay in the L2
     cache. `line_tiles` and `row_tiles` are the numbers of tiles.
     """
     group = place // (TOGETHER * row_tiles)
@@ -45,9 +45,10 @@ def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit
 def weight_row(line, outputs, ACTIVATION: tl.constexpr):
-    """Return the row of the weight whose product is output `line` of a tile; with an activation, gate and up alternate.
+    """Return the row of the weight that belongs to line `line` of a tile's outputs.
 
-    `outputs` is the number of the weight's rows; lines beyond the last row get the last one.
+    With a gated activation, rows of gate and up alternate in a tile. `outputs` is the number of the weight's rows;
+    lines beyond the last row get the last row.
     """
     if ACTIVATION == "none":
         return tl.minimum(line, outputs - 1)
@@ -77,7 +78,7 @@ def segment_sums(
     """Return weight x, (LINES, ROWS), summed over the inputs [first, end).
 
     - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values.
-    - inputs: all inputs. EVEN: they are whole tiles. SUM: dtype of the sums.
+    - inputs: number of all inputs. EVEN: they are whole tiles. SUM: dtype of the sums.
     """
     sums = tl.zeros((LINES, ROWS), SUM)
     at = tl.arange(0, INPUTS)
@@ -106,7 +107,7 @@ def block_segment_sums(
     - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values. EVEN: `inputs` are whole
       tiles.
     - scales_at (LINES,), group_scales_at (ROWS,): pointers to the scales of lines and rows for the first INPUTS inputs;
-      group_stride leads to the next scales of rows.
+      group_stride: distance to the next scales of rows.
     """
     sums = tl.zeros((LINES, ROWS), tl.float32)
     at = tl.arange(0, INPUTS)
@@ -171,9 +172,10 @@ def matmul_kernel(
     - block_scales_ptr (blocks, groups of inputs), lines_ptr (outputs,), group_scales_ptr (groups of inputs, rows):
       scales of the weight's blocks, the block of each output, and scales of x; all or none. group_stride: row stride of
       group_scales.
-    - parts_ptr (splits, lines, rows): receives the sums of segments; None: sums are not split.
-    - segment: tiles of inputs per segment. IN_TURN: one program computes all segments in turn.
-    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: outputs, rows and inputs of a tile.
+    - parts_ptr (splits, outputs, rows): receives the sums of segments; None: sums are not split.
+    - segment: number of tiles of inputs per segment. IN_TURN: one program computes all segments in turn.
+    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a
+      tile.
     """
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
@@ -213,9 +215,10 @@ def give(
     rows, outputs, stride_y, all_lines, all_rows,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's sums (LINES, ROWS) to `parts_ptr` if sums are split; else finish them and write to y_ptr.
+    """Write a tile's sums (LINES, ROWS) to `parts_ptr` if sums are split; else finish them and write them to y_ptr.
 
-    `all_lines` and `all_rows` are the sizes of a part; the other arguments are as in `finish`.
+    `all_lines` and `all_rows` are the numbers of outputs and rows in `parts_ptr`, padded to tiles; the other arguments
+    are as in `finish`.
     """
     if parts_ptr is not None:
         line = tl.program_id(1).to(tl.int64) * all_lines + first_line + tl.arange(0, LINES)
@@ -232,11 +235,11 @@ def finish(
     sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
     ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Apply scales, bias and gated activation to a tile's sums (LINES, ROWS), round once, and write to y_ptr.
+    """Apply scales, bias and gated activation to a tile's sums (LINES, ROWS), round them, and write them to y_ptr.
 
     - first_line: first output of the tile. row (ROWS,): the rows of x.
     - scales_ptr, row_scales_ptr, bias_ptr: scales of outputs and rows, and bias; each may be None.
-    - rows, outputs: rows of x, and outputs of the weight; the tile may exceed both.
+    - rows, outputs: numbers of rows of x and outputs of the weight; values of the tile beyond them are not written.
     """
     line = first_line + tl.arange(0, LINES)
     from_row = weight_row(line, outputs, ACTIVATION)
@@ -290,9 +293,9 @@ class BlockScales:
     """The scales of a product whose operands are float8 with one scale per block.
 
     Attributes:
-        scales: (blocks, groups of 128 inputs) float32, of the weight.
-        lines: (N,) int32, the block of each output.
-        group_scales: (groups of 128 inputs, T) float32, of x.
+        scales: (blocks, groups of 128 inputs) float32, scales of the weight.
+        lines: (N,) int32, the row of `scales` that each output uses.
+        group_scales: (groups of 128 inputs, T) float32, scales of x.
     """
 
     scales: Tensor
@@ -307,13 +310,13 @@ class Operands:
     Attributes:
         x: (T, K), maybe quantised.
         weight: one row per output, maybe quantised or packed.
-        outputs: N, the outputs of the weight.
+        outputs: N, the number of outputs of the weight.
         out_dtype: dtype of the result.
         scales: (N,) float32, scale of each output; None: not quantised per output.
         row_scales: (T,) float32, scale of each row of x; None: not quantised per row.
         bias: (N,), or None.
         activation: gated activation of the result, or None.
-        blocks: scales of blocks, or None.
+        blocks: the scales of float8 operands with one scale per block, or None.
     """
 
     x: Tensor
@@ -342,7 +345,7 @@ def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
 
     Args:
         operands: x and the weight.
-        kind: kind of operands, by which tiles are chosen.
+        kind: kind of operands, such as "half" or "int8", by which tiles are chosen.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
     """
     blocks = operands.blocks
@@ -358,16 +361,16 @@ def multiply(operands: Operands, kind: Kind, deterministic: bool) -> Tensor:
 def launch(
     kernel: Any, given: Operands, kind: Kind, deterministic: bool, span: int | None = None, **more: Any
 ) -> Tensor:
-    """Run a kernel with the arguments of `matmul_kernel`, and add up the segments if sums are split.
+    """Run a matmul kernel with the arguments of `matmul_kernel`, and add up the segments if sums are split.
 
     If the weight's rows are aligned but the rows of x are not, x is copied: tiles then depend only on the weight.
 
     Args:
-        kernel: the kernel.
+        kernel: the Triton kernel, which may have further arguments.
         given: x and the weight.
-        kind: kind of operands, by which tiles are chosen.
-        deterministic: see gpu.matmul.
-        span: the inputs that a tile must have, if they are packed together or share a scale.
+        kind: kind of operands, such as "half" or "int8", by which tiles are chosen.
+        deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+        span: inputs per tile, if a number of inputs is packed together or shares a scale; None: any number.
         more: further arguments of the kernel.
 
     Returns:
@@ -397,7 +400,12 @@ def launch(
 
 
 def is_aligned(values: Tensor, pitch: int) -> bool:
-    """Return True if rows with a stride of `pitch` values keep an alignment of 16 bytes."""
+    """Return True if rows that are aligned to 16 bytes stay so with a stride of `pitch` values.
+
+    Args:
+        values: a tensor with the dtype of the rows.
+        pitch: number of values from one row to the next.
+    """
     return pitch * values.element_size() % 16 == 0
 
 

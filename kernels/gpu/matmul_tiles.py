@@ -28,12 +28,12 @@ MANY = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiling of a matrix product.
+    """The tile of a matrix product that one program computes, and the launch options of its kernel.
 
     Attributes:
         outputs: number of outputs of a tile.
         rows: number of rows of x of a tile.
-        inputs: number of inputs of a tile.
+        inputs: number of inputs that are multiplied at a time.
         warps: number of warps of a program.
         stages: number of stages of the compiler's software pipeline.
     """
@@ -47,12 +47,12 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The tiles of a product, and how its sums over inputs are split.
+    """The tiles of a matrix product, and how its sums over inputs are split into segments.
 
     Attributes:
-        tiles: outputs, rows and inputs of a tile.
+        tiles: the tile that a program computes.
         segment: number of inputs of a segment.
-        splits: number of programs per tile of outputs and rows; 1: one program computes all segments in turn.
+        splits: number of programs among which the inputs of a tile are divided; 1: one program computes all segments.
         segments: number of segments.
     """
 
@@ -146,14 +146,14 @@ def choose_cut(
     """Return the tiles and the split of a product for this GPU. All sizes must be at least 1.
 
     Args:
-        kind: kind of operands.
+        kind: kind of operands, such as "half" or "int8".
         outputs: number of outputs of the weight.
         rows: number of rows of x.
         inputs: number of inputs of the weight.
-        deterministic: True: the order of sums depends only on outputs, inputs and `aligned`.
+        deterministic: True if the order of sums must depend only on outputs, inputs and `aligned`.
         processors: number of multiprocessors of the GPU.
-        span: the inputs that a tile must have, if they are packed together or share a scale.
-        aligned: True if rows are aligned to 16 bytes.
+        span: inputs per tile, if a number of inputs is packed together or shares a scale; None: any number.
+        aligned: True if the rows of x and of the weight are aligned to 16 bytes.
     """
     if deterministic and kind != "int8":  # integer sums are exact in any order
         tiles = _fitted(kind, _narrow(kind, _DETERMINISTIC[kind], True), span, aligned)
@@ -181,14 +181,14 @@ def grouped_tiles(
     Sums over inputs are not split, because many weights already make many tiles.
 
     Args:
-        kind: kind of operands.
+        kind: kind of operands, such as "half" or "int8".
         outputs: number of outputs of a weight.
         rows: number of rows of x.
         groups: number of weights.
-        deterministic: True: the tiles do not depend on the number of rows.
+        deterministic: True if the tiles must not depend on the number of rows.
         processors: number of multiprocessors of the GPU.
-        aligned: True if rows are aligned to 16 bytes.
-        span: the inputs that a tile must have, if they are packed together or share a scale.
+        aligned: True if the rows of x and of the weights are aligned to 16 bytes.
+        span: inputs per tile, if a number of inputs is packed together or shares a scale; None: any number.
     """
     if deterministic and kind != "int8":
         return _fitted(kind, _narrow(kind, _DETERMINISTIC[kind], True), span, aligned)
@@ -198,10 +198,7 @@ def grouped_tiles(
 
 
 def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cut:
-    """Return a cut with a fixed tile and fixed segments, so that sums do not depend on the number of rows.
-
-    Few rows run one program per segment, many rows one program for all segments in turn.
-    """
+    # With few rows, each segment is a program; with many rows, one program computes all segments in turn
     wanted = DETERMINISTIC_PROGRAMS // cdiv(outputs, tiles.outputs)
     segment = _segment(inputs, wanted, tiles)
     segments = cdiv(inputs, segment)
@@ -209,7 +206,7 @@ def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cu
 
 
 def _by_rows(kind: Kind, outputs: int, rows: int, processors: int) -> Tiles:
-    """Return the widest tile for these rows that occupies every multiprocessor, else the next narrower one."""
+    # The widest tile must occupy every multiprocessor, else the next narrower one is used
     table = _TILES[kind]
     bounds = sorted(table)
     at = next(i for i, bound in enumerate(bounds) if rows <= bound)
@@ -221,18 +218,15 @@ def _by_rows(kind: Kind, outputs: int, rows: int, processors: int) -> Tiles:
 
 
 def _segment(inputs: int, wanted: int, tiles: Tiles) -> int:
-    """Return the inputs of a segment, a multiple of a tile's inputs, for about `wanted` segments."""
     count = max(1, min(wanted, inputs // LEAST_SEGMENT))
     return cdiv(cdiv(inputs, count), tiles.inputs) * tiles.inputs
 
 
 def _narrow(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
-    """Return the tile, narrowed if registers do not hold it.
-
-    Packed weights: for compute capability 10.x, Triton 3.7 compiles a tile of 128 outputs and 128 rows of int4 to a
-    kernel that does nothing. On 8.x and 12.x widened values are in registers, and two tiles of sums do not fit. Block
-    scales: on 10.x a thread holds the scales of all rows of the tile, on 9.0 of half of them.
-    """
+    # The tile is narrowed if registers do not hold it. Packed weights: for compute capability 10.x, Triton 3.7 compiles
+    # a tile of 128 outputs and 128 rows of int4 to a kernel that does nothing. On 8.x and 12.x widened values are in
+    # registers, and two tiles of sums do not fit. Block scales: on 10.x a thread holds the scales of all rows of the
+    # tile, on 9.0 of half of them
     found = architecture()
     if kind not in ("coded", "block_fp8") or not found.isdigit():
         return tiles
@@ -244,7 +238,6 @@ def _narrow(kind: Kind, tiles: Tiles, deterministic: bool) -> Tiles:
 
 
 def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
-    """Return the tile, reduced to the limits of this architecture and of rows that are not aligned."""
     if architecture().startswith("gfx"):
         sides = (min(tiles.outputs, 128), min(tiles.rows, 128), min(tiles.inputs, 64))
         tiles = Tiles(*sides, tiles.warps, 2)
@@ -256,7 +249,7 @@ def _fitted(kind: Kind, tiles: Tiles, span: int | None, aligned: bool) -> Tiles:
 
 
 def _in_shared_memory(kind: Kind, tiles: Tiles) -> Tiles:
-    """Return the tile with fewer pipeline stages on GPUs with less shared memory. Sums do not change."""
+    # Fewer pipeline stages on GPUs with less shared memory; sums do not change
     room = SMALL_MEMORY.get(architecture())
     if room is None:
         return tiles

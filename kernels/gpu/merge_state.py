@@ -25,14 +25,15 @@ def merge_state_kernel(
     unit,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Fold the partial attention results of one query and one group of heads per program into its output, in order.
+    """Merge the partial attention results of one query and one group of heads per program into its output, in order.
 
-    - parts_ptr, lses_ptr: the output over each part of the keys, and its log-sum-exp; `unit` converts the latter to
-      base 2.
+    - parts_ptr, lses_ptr: the output over each part of the keys, and its log-sum-exp. `unit` converts the log-sum-exp
+      to base 2.
     - rows_ptr (T, 2): row of out and sequence of each query; None: query i has row i.
-    - shared_ptr, places_ptr (T + 1,): ranges of each query's parts over shared keys and over own keys, which begin at
-      part `first_own`. shared_ptr None: nothing is shared. None for both: each query has `parts` parts.
-    - heads: query heads. GROUP: query heads of a program.
+    - shared_ptr, places_ptr (T + 1,): for each query, the first of its parts over shared keys and over own keys; those
+      over own keys begin at part `first_own`. shared_ptr None: nothing is shared. None for both: each query has `parts`
+      parts.
+    - heads: number of query heads. GROUP: number of query heads of a program.
     """
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

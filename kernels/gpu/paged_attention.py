@@ -38,9 +38,9 @@ def paged_attention(
         q: (T, q_heads, D), the queries of all sequences.
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as k_cache.
-        block_tables: (S, max blocks) int32.
+        block_tables: (S, blocks) int32.
         plan: from `plan_attention`; must include the window of `rules`.
-        rules: scale, window, cap, sinks and bias.
+        rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as k_scale.
         out: like q, written if given.

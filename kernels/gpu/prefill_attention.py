@@ -223,10 +223,10 @@ def prefill_attention(
         q: (T, q_heads, D), the queries of all sequences.
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
-        block_tables: (sequences, max blocks) int32.
+        block_tables: (sequences, blocks) int32.
         query_lens: queries of each sequence.
         context_lens: keys of each sequence, queries included.
-        rules: scale, window, cap, sinks and bias.
+        rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
         items: from `prefill_items`, used instead of the lengths. Queries outside items are not written. Made from the

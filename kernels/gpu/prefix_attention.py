@@ -161,7 +161,7 @@ def attend_prefixes(
         q: (T, q_heads, D).
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
-        block_tables: (S, max blocks) int32.
+        block_tables: (S, blocks) int32.
         rules: scale, window and cap.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
