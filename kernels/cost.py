@@ -893,7 +893,7 @@ class OperatorCost:
     def __add__(self, other: OperatorCost) -> OperatorCost:
         """Return the summed costs of two operators, with the name of `self`.
 
-        The attributes that are not costs, such as `experts`, are those of `other`.
+        Other attributes, such as `experts`, are taken from `other`.
         """
         parts = [getattr(self, part) + getattr(other, part) for part in _PARTS]
         return replace(other, name=self.name, **dict(zip(_PARTS, parts, strict=True)))
@@ -993,7 +993,7 @@ class ModelCost:
         """Return the number of keys that a query attends to, its own key included, summed over layers.
 
         Args:
-            tokens: number of tokens of the sequence, of which the query is the last.
+            tokens: number of tokens of the sequence; the query is the last token.
         """
         return sum(tokens if window is None else min(tokens, window) for window in self.windows)
 
@@ -1048,7 +1048,7 @@ def step_total(costs: dict[str, Cost]) -> Cost:
 
 
 def roofline_seconds(costs: dict[str, Cost], peaks: Peaks) -> float:
-    """Return the roofline time of a step in seconds: the sum over its operators, which run one after the other.
+    """Return the roofline time of a step in seconds: the sum of its operators' roofline times.
 
     Args:
         costs: the cost of each operator, by name.

@@ -26,17 +26,18 @@ def grouped_matmul_reference(
 ) -> Tensor:
     """Multiply each row of x by the weight of its group: (R, N), or (R, N / 2) with an activation.
 
-    Row r belongs to group e with starts[e] ≤ r < starts[e + 1]; a group may be empty. Bias, activation and rounding are
-    as in `matmul_reference`.
+    A group is an expert. Row r belongs to group e if starts[e] ≤ r < starts[e + 1]; a group may be empty. Bias,
+    activation and rounding are as in `matmul_reference`.
 
     Args:
         x: (R, K).
         weight: (E, N, K), the weights of E groups, of x's dtype; or int8 or float8_e4m3fn values with `scales`.
-        starts: (E + 1,) int64, the first row of each group, and R.
+        starts: (E + 1,) int64, the first row of each group, and R at the end.
         bias: (E, N), or None.
         scales: (E, N), the scale of each output of a quantised weight; x is then quantised per row. With `lines`: (E,
             S, ceil(K / 128)), as in BlockWeight.
-        lines: (N,) int32, BlockWeight.lines of all groups, for float8_e4m3fn weights with one scale per block.
+        lines: (N,) int32, BlockWeight.lines, the same for all groups, for float8_e4m3fn weights with one scale per
+            block.
         activation: gated activation of the result, or None.
 
     Raises:
@@ -70,7 +71,7 @@ def check_grouped_matmul(
     activation: Activation | None,
     lines: Tensor | None = None,
 ) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `grouped_matmul_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `grouped_matmul_reference` accepts."""
     if weight.dim() != 3 or x.dim() != 2 or x.shape[1] != weight.shape[2] or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weights are {tuple(weight.shape)}")
     if weight.dtype not in ((x.dtype,) if scales is None else (torch.int8, FP8)):

@@ -18,25 +18,25 @@ COLUMNS_AT_ONCE = 32
 
 
 def output_error(errors: Tensor, products: Tensor) -> Tensor:
-    """Return the sum of the squared errors of a layer's outputs, a scalar tensor.
+    """Return the sum of squared errors of a layer's outputs that rounding its weights causes, a scalar tensor.
 
     Args:
         errors: (N, K), the error of each weight; N outputs, K inputs.
-        products: (K, K), X^T X of the layer's inputs X.
+        products: (K, K), X^T X of the layer's inputs X on sample prompts.
     """
     return ((errors @ products) * errors).sum()
 
 
 def round_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """Round one or several weights to int4 with the least error of the outputs (GPTQ): (…, N, K) int8 in -8 … 7.
+    """Round weights to int4 with small errors of a layer's outputs (GPTQ): (…, N, K) int8 in -8 … 7.
 
-    Columns are rounded in the order of falling input magnitude. After each, the columns not yet rounded are adjusted to
+    Columns are rounded in the order of falling input magnitude. After each column, the later ones are adjusted to
     compensate for its error.
 
     Args:
         weight: (…, N, K) float32; N outputs, K inputs.
-        scales: (…, N, ceil(K / group)).
-        products: (…, K, K), X^T X of the layer's inputs X.
+        scales: (…, N, ceil(K / group)), the scale of each output and group of inputs.
+        products: (…, K, K), X^T X of the layer's inputs X on sample prompts.
         group: number of inputs that share a scale.
 
     Raises:
@@ -54,7 +54,7 @@ def round_with_feedback(weight: Tensor, scales: Tensor, products: Tensor, group:
 
 
 def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tensor:
-    """Round n weights (n, N, K) to int4: (n, N, K) int8. Synchronises with a GPU only before the loop over columns."""
+    # Synchronises with a GPU only before the loop over columns
     outputs, inputs = weight.shape[1:]
     order = products.diagonal(0, 1, 2).argsort(dim=-1, descending=True, stable=True)
     within = order[:, None].expand(-1, inputs, -1)
@@ -79,11 +79,11 @@ def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tens
 
 
 def _feedback(products: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of `products`, (K, K) float32.
+    """Return the upper Cholesky factor of the inverse of `products` (GPTQ), (K, K) float32.
 
-    Row k of the factor tells how later columns compensate for an error of column k. Damping is raised until the matrix
-    is positive definite. The inverse itself is not computed: the factor is the inverse of M in products = M M^T, and M
-    is the lower Cholesky factor of the reversed products, reversed.
+    Row k of the factor tells how later columns compensate for an error of column k. The diagonal is increased (damping)
+    until the matrix is positive definite. The inverse itself is not computed: the factor is the inverse of M in
+    products = M M^T, and M is the lower Cholesky factor of the reversed products, reversed.
     """
     wide = products.double().flip(0, 1)
     ones = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)

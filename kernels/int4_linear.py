@@ -21,15 +21,15 @@ VALUES_AT_ONCE = 1 << 17  # their float32 copies fit the cache: four times as fa
 def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantise a weight (N, K) of floats to int4, with a scale per output and group of inputs.
 
-    Of a few candidate scales, each group takes the one with the least squared error. A group of zeros has scale 0, and
-    a group with a value that is not finite has scale NaN.
+    Of a few candidate scales, each group gets the one with the least squared error. A group of zeros has scale 0, and a
+    group with a value that is not finite has scale NaN.
 
     Args:
         weight: (N, K) floats; N outputs, K inputs.
         group: number of inputs that share a scale.
 
     Returns:
-        Values (N, K) int8 in -8 … 7 and scales (N, ceil(K / group)) float32.
+        Quantised values (N, K) int8 in -8 … 7, and scales (N, ceil(K / group)) float32.
 
     Raises:
         ValueError: If `weight` is not a matrix of floats.
@@ -68,13 +68,13 @@ def int4_linear_reference(
 ) -> Tensor:
     """Return x W^T + bias for an int4 weight: (T, N) in x's dtype.
 
-    x is quantised to int8 per row. The exact integer sum of each group is scaled and accumulated in float64, then
-    multiplied by the row's scale, and the bias is added.
+    x is quantised to int8 per row. The exact integer sum of each group is multiplied by its scale, and the groups are
+    added in float64. The result is multiplied by the row's scale, and the bias is added.
 
     Args:
         x: (T, K).
         codes: (N, K) int8, the values of the weight.
-        scales: (N, ceil(K / group)).
+        scales: (N, ceil(K / group)), the scale of each output and group.
         zeros: (N, ceil(K / group)), the zero points; None: all 0.
         group: number of inputs that share a scale.
         bias: (N,), or None.

@@ -12,7 +12,7 @@ from batchinfer_kernels.rope_store import rotate_reference
 
 
 def check_latent_attention(q: Tensor, cache: Tensor, block_tables: Tensor, rank: int) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `latent_attention_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `latent_attention_reference` accepts."""
     if q.dim() != 3 or cache.dim() != 4 or cache.shape[1] != 1 or q.shape[2] != cache.shape[3]:
         raise ValueError(f"q is {tuple(q.shape)}, the cache {tuple(cache.shape)}")
     if q.dtype != cache.dtype or not 0 < rank <= q.shape[2]:
@@ -30,15 +30,15 @@ def latent_attention_reference(
     scale: float,
     rank: int,
 ) -> Tensor:
-    """Compute causal attention over a paged cache of latents, in float32: (T, heads, rank) in q's dtype.
+    """Compute causal attention over a paged cache of latents (MLA), in float32: (T, heads, rank) in q's dtype.
 
     Args:
-        q: (T, heads, D), the queries of all sequences, one sequence after the other.
+        q: (T, heads, D), the queries of all sequences in order.
         cache: (blocks, 1, block_size, D). The D values of a token are its key for every head, the first `rank` its
             value.
         block_tables: (sequences, blocks) int32.
-        query_lens: queries of each sequence, its last tokens.
-        context_lens: keys of each sequence, queries included.
+        query_lens: number of queries of each sequence, which are its last tokens.
+        context_lens: number of keys of each sequence, queries included.
         scale: factor of q · k.
         rank: number of values of V.
     """
@@ -57,7 +57,7 @@ def latent_attention_reference(
 
 
 def check_decompressed_attention(q: Tensor, k: Tensor, v: Tensor, shared: Tensor) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `decompressed_attention_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes of `decompressed_attention_reference`."""
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or shared.dim() != 2:
         raise ValueError(f"q, k, v and shared have {[one.dim() for one in (q, k, v, shared)]} dimensions")
     if q.shape[1:] != (len(k), k.shape[2] + shared.shape[1]) or k.shape[:2] != v.shape[:2]:
@@ -75,15 +75,15 @@ def decompressed_attention_reference(
     context_lens: list[int],
     scale: float,
 ) -> Tensor:
-    """Compute causal attention in float32 with K and V of every head, which were computed from latents.
+    """Compute causal attention in float32, with K and V of every head that were computed from latents (MLA).
 
     Args:
         q: (T, heads, P + R), the queries of all sequences; P values are multiplied by `k` and R by `shared`.
-        k: (heads, N, P), the part of the N keys of all sequences that each head has for itself.
+        k: (heads, N, P), the part of the keys that differs between heads, for the N keys of all sequences.
         v: (heads, N, V), the values.
         shared: (N, R), the rotated part of the keys, which all heads share.
-        query_lens: queries of each sequence, its last tokens.
-        context_lens: keys of each sequence, queries included.
+        query_lens: number of queries of each sequence, which are its last tokens.
+        context_lens: number of keys of each sequence, queries included.
         scale: factor of q · k.
 
     Returns:
@@ -113,17 +113,20 @@ def latent_store_reference(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Return the rotated q, and write each latent followed by the rotated k to the cache in place.
+    """Rotate q and k by their positions (RoPE), and write each latent followed by its k to the cache, in place.
 
     Args:
         q: (T, heads, R), the part of the queries to rotate.
         latent: (T, rank).
         k: (T, R), the part of the keys to rotate, which all heads share.
-        cos: (T, R / 2) float32.
-        sin: (T, R / 2) float32.
+        cos: (T, R / 2) float32, for the position of each token.
+        sin: as `cos`.
         cache: (blocks, 1, block_size, rank + R).
         slots: (T,) int64, the slot of each token: block * block_size + offset.
         interleaved: which values form a pair; see `rotate_reference`.
+
+    Returns:
+        The rotated q, (T, heads, R).
     """
     turned = rotate_reference(k[:, None], cos, sin, interleaved)[:, 0]
     cache.view(-1, cache.shape[3]).index_copy_(0, slots, torch.cat((latent, turned), -1))

@@ -18,9 +18,9 @@ def layer_norm_reference(
     Args:
         x: (..., hidden).
         weight: (hidden,), or (heads, hidden) with a weight per head for x (..., heads, hidden).
-        bias: as `weight`.
+        bias: as `weight`, or None.
         eps: added to the variance.
-        residual: as `x`.
+        residual: as `x`, or None.
 
     Raises:
         ValueError: If shapes or dtypes do not match.

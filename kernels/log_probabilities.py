@@ -13,7 +13,7 @@ _SPARE = 4
 
 
 def check_log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> None:
-    """Raise ValueError unless the arguments are as `log_probabilities_reference` takes them."""
+    """Raise ValueError unless the arguments have the shapes and dtypes that `log_probabilities_reference` accepts."""
     if logits.dim() != 2 or chosen.shape != logits.shape[:1] or chosen.dtype != torch.int64:
         raise ValueError(f"logits are {tuple(logits.shape)}, chosen {tuple(chosen.shape)} {chosen.dtype}")
     if not 0 <= most <= logits.shape[1]:
@@ -23,18 +23,18 @@ def check_log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> None:
 def log_probabilities_reference(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities of the chosen and the most likely tokens, computed in float32 at temperature 1.
 
-    If a row's greatest logit is not finite, its log-probabilities are NaN and its top ids NO_TOKEN. If its chosen token
-    is NO_TOKEN, only the chosen log-probability is NaN.
+    If a row's greatest logit is not finite, its log-probabilities are NaN and its top ids NO_TOKEN. If the chosen token
+    is NO_TOKEN, only its log-probability is NaN.
 
     Args:
         logits: (rows, vocab).
-        chosen: (rows,) int64 token ids.
+        chosen: (rows,) int64, the id of the token whose log-probability is wanted; NO_TOKEN: none.
         most: number of most likely tokens to return per row.
 
     Returns:
         Three tensors: the log-probability of each chosen token, (rows,) float32; the log-probabilities of the top
-            tokens, (rows, most) float32 in descending order; and their ids, (rows, most) int64. Of equally likely
-            tokens the lower id comes first.
+        tokens, (rows, most) float32 in descending order; and their ids, (rows, most) int64. Of equally likely tokens
+        the lower id comes first.
     """
     check_log_probabilities(logits, chosen, most)
     pieces = zip(torch.split(logits, ROWS_AT_ONCE), torch.split(chosen, ROWS_AT_ONCE), strict=True)

@@ -19,8 +19,8 @@ class AdaptedRows:
     Attributes:
         order: (T,) int64, the index of each sorted token in the step.
         places: (T,) int64, the index of each token of the step in `order`.
-        starts: (adapters + 2,) int64, the index in `order` of the first token of each adapter number, from 0 (no
-            adapter) on; the last value is T.
+        starts: (adapters + 2,) int64, the index in `order` of the first token without adapter (0), of the first token
+            of each adapter, and T at the end.
     """
 
     order: Tensor
@@ -29,7 +29,7 @@ class AdaptedRows:
 
     @classmethod
     def of(cls, adapters: Tensor, count: int) -> AdaptedRows:
-        """Sort tokens by adapter, without a host synchronisation.
+        """Sort the T tokens of a step by adapter. The host does not wait for a GPU.
 
         Args:
             adapters: (T,) int64, the adapter number of each token from 1 to `count`, or 0 for none.
@@ -44,14 +44,16 @@ class AdaptedRows:
 def low_rank_reference(
     x: Tensor, factors: Sequence[tuple[Tensor, Tensor] | None], starts: Tensor, outputs: int
 ) -> Tensor:
-    """Return B A x with the LoRA factors of each row's adapter: (R, outputs) float32, zeros without factors.
+    """Return the LoRA product B A x of each row's adapter: (R, outputs) float32.
 
-    Row r uses adapter e with starts[e] ≤ r < starts[e + 1]. A x is rounded to x's dtype.
+    Row r uses adapter e if starts[e] ≤ r < starts[e + 1]. A x is rounded to x's dtype. A row whose adapter has no
+    factors gets zeros.
 
     Args:
-        x: (R, K).
-        factors: for each adapter, A (r, K) and B (outputs, r) of x's dtype, or None. Their ranks r may differ.
-        starts: (adapters + 1,) int64, the first row of each adapter, and R.
+        x: (R, K), rows sorted by adapter.
+        factors: for each adapter, A (r, K) and B (outputs, r) of x's dtype; None: it has no factors. Ranks r may
+            differ.
+        starts: (adapters + 1,) int64, the first row of each adapter, and R at the end.
         outputs: number of rows of B.
 
     Raises:
@@ -69,7 +71,7 @@ def low_rank_reference(
 def check_low_rank(
     x: Tensor, factors: Sequence[tuple[Tensor, Tensor] | None], starts: Tensor, outputs: int
 ) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `low_rank_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `low_rank_reference` accepts."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, not a matrix of floats")
     if starts.shape != (len(factors) + 1,) or starts.dtype != torch.int64:

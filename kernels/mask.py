@@ -9,12 +9,12 @@ BITS = 32  # tokens per word; token t is bit t % 32, from the lowest, of word t 
 
 
 def mask_words(vocab: int) -> int:
-    """Return the number of 32-bit words in a token mask of `vocab` bits."""
+    """Return the number of 32-bit words of a token mask, which has one bit per token of the vocabulary."""
     return -(-vocab // BITS)
 
 
 def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `mask_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `mask_reference` accepts."""
     if logits.dim() != 2 or rows.dim() != 1 or rows.dtype != torch.int32 or bits.dtype != torch.int32:
         raise ValueError(f"logits are {tuple(logits.shape)}, rows {rows.dtype}, bits {bits.dtype}")
     if bits.shape != (len(rows), mask_words(logits.shape[1])) or not bits.is_contiguous():
@@ -25,18 +25,18 @@ def check_mask(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
 
 def is_excluded(bits: Tensor, tokens: Tensor) -> Tensor:
-    """Return True for each token that its mask excludes: (n,) bool.
+    """Return for each token True if its token mask excludes it: (n,) bool.
 
     Args:
-        bits: (n, words) int32, token masks; token t is bit t % 32 of word t // 32.
-        tokens: (n,) int64, one token per mask.
+        bits: (n, words) int32, a mask per token; token t is excluded if bit t % 32 of word t // 32 is 0.
+        tokens: (n,) int64, the tokens.
     """
     words = bits.gather(1, tokens[:, None] // BITS)[:, 0]
     return ((words >> (tokens % BITS)) & 1) == 0
 
 
 def mask_reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Set the logits of tokens that a mask excludes to -inf, in place.
+    """Set the logits of tokens that token masks exclude to -inf, in place.
 
     Args:
         logits: (any, vocab).

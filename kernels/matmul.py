@@ -19,7 +19,7 @@ def matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Return x W^T + bias: (T, N), or act(gate) * up of its halves, (T, N / 2), with an activation.
+    """Return x W^T + bias: (T, N). With an activation, return act(gate) * up of its two halves: (T, N / 2).
 
     Sums, bias and activation are computed in float32 and rounded once at the end.
 
@@ -46,9 +46,14 @@ def check_matmul(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError unless the arguments are as `matmul_reference` takes them, for a weight of shape (N, K).
+    """Raise ValueError unless x and bias match a weight, as `matmul_reference` describes.
 
-    The format of the weight's values is not checked.
+    Args:
+        x: (T, K).
+        weight_shape: shape of the weight, which must be (N, K). Its dtype is not checked.
+        bias: (N,), or None.
+        out_dtype: dtype of the result, or None for x's.
+        activation: gated activation of the result, or None.
     """
     if len(weight_shape) != 2 or x.dim() != 2 or x.shape[1] != weight_shape[1] or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}, the weight {tuple(weight_shape)}")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `merge_state_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `merge_state_reference` accepts."""
     if outs.dim() != 4 or lses.shape != outs.shape[:3]:
         raise ValueError(f"outs are {tuple(outs.shape)}, their log-sum-exps {tuple(lses.shape)}")
     if lses.dtype != torch.float32:
@@ -17,9 +17,9 @@ def check_merge_state(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> None:
 
 
 def merge_state_reference(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Merge attention over P parts of the keys into attention over all keys, by log-sum-exp.
+    """Merge attention over P parts of the keys into attention over all keys.
 
-    See Juravsky et al., 2024, "Hydragen".
+    Each part is weighted by its log-sum-exp; see Juravsky et al., 2024, "Hydragen".
 
     Args:
         outs: (P, T, heads, D), the attention output over each part of the keys.

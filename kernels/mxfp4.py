@@ -25,10 +25,10 @@ E2M1 = (*_SIZES, *(-value for value in _SIZES))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weight:
-    """An MXFP4 weight with N outputs, in the layout that a GPU reads.
+    """An MXFP4 weight with N outputs, in the layout of the GPU kernels.
 
     Attributes:
-        packed: (N, bytes) uint8, the 4-bit values as `pack_codes` packs them.
+        packed: (N, bytes) uint8, the 4-bit values, packed by `pack_codes`.
         exponents: (ceil(inputs / 32), N) uint8, the biased exponent of each group of 32 inputs.
         inputs: number of inputs.
     """
@@ -45,10 +45,10 @@ class Mxfp4Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mxfp4Weights:
-    """The MXFP4 weights of several experts with N outputs each, in the layout that a GPU reads.
+    """The MXFP4 weights of several experts with N outputs each, in the layout of the GPU kernels.
 
     Attributes:
-        packed: (experts, N, bytes) uint8, the 4-bit values as `pack_codes` packs them.
+        packed: (experts, N, bytes) uint8, the 4-bit values, packed by `pack_codes`.
         exponents: (experts, ceil(inputs / 32), N) uint8, the biased exponent of each group of 32 inputs.
         inputs: number of inputs.
     """
@@ -107,7 +107,14 @@ def pack_mxfp4_weight(codes: Tensor, exponents: Tensor) -> Mxfp4Weight:
 def check_mxfp4_linear(
     x: Tensor, weight: Mxfp4Weight, bias: Tensor | None, activation: Activation | None
 ) -> None:
-    """Raise ValueError unless the shapes of x, weight and bias match, and the weight can have this activation."""
+    """Raise ValueError unless x and bias match the weight.
+
+    Args:
+        x: (T, inputs).
+        weight: the weight, with N outputs.
+        bias: (N,), or None.
+        activation: gated activation of the result, for which N must be even; or None.
+    """
     check_matmul(x, (weight.outputs, weight.inputs), bias, None, activation)
 
 
@@ -134,15 +141,18 @@ def grouped_mxfp4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply each row by the MXFP4 weight of its expert, with the weight's values rounded to x's dtype.
+    """Multiply each row by the MXFP4 weight of its expert, whose values are first rounded to x's dtype.
 
     Args:
         x: (R, K), rows sorted by expert.
         codes: (experts, N, K / 2) uint8, as in `mxfp4_values`.
-        exponents: (experts, N, K / 32) uint8.
+        exponents: (experts, N, K / 32) uint8, biased by 127.
         starts: (experts + 1,) int64, the first row of each expert, and R at the end.
         bias: (experts, N), or None.
         activation: gated activation of the result, or None.
+
+    Returns:
+        (R, N), or (R, N / 2) with an activation.
     """
     values = mxfp4_values(codes, exponents).to(x.dtype)
     return grouped_matmul_reference(x, values, starts, bias, activation=activation)
@@ -156,12 +166,12 @@ def mxfp4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply x by one MXFP4 weight as `matmul_reference` does, with the weight's values rounded to x's dtype.
+    """Multiply x by an MXFP4 weight, whose values are first rounded to x's dtype, as `matmul_reference` does.
 
     Args:
         x: (T, K).
         codes: (N, K / 2) uint8, as in `mxfp4_values`.
-        exponents: (N, K / 32) uint8.
+        exponents: (N, K / 32) uint8, biased by 127.
         bias: (N,), or None.
         activation: gated activation of the result, or None.
     """

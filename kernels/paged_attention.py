@@ -24,15 +24,15 @@ CODES: dict[CacheDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreRules:
-    """The computation of attention scores in a layer.
+    """How a layer computes attention scores from products of queries and keys.
 
     Attributes:
         scale: factor of q · k.
         window: maximum number of keys that a query sees, its own included; None: all.
         soft_cap: scaled scores s become soft_cap × tanh(s / soft_cap) (Gemma 2); None: no cap.
-        sinks: (q_heads,), a score without a value that is added to each softmax (gpt-oss).
-        bias: (q_heads, 2 × positions) float32, added to scaled scores. Index positions + d applies to a key d positions
-            after its query (MPNet).
+        sinks: (q_heads,), a score without a value that is added to each softmax (gpt-oss); None: no sinks.
+        bias: (q_heads, 2 × positions) float32, added to scaled scores. The bias at index positions + d applies to a key
+            d positions after its query (MPNet). None: no bias.
     """
 
     scale: float
@@ -43,7 +43,7 @@ class ScoreRules:
 
 
 def check_paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> None:
-    """Raise ValueError unless the tensors have the shapes that `paged_attention_lse_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes that `paged_attention_lse_reference` accepts."""
     if k_cache.shape != v_cache.shape or k_cache.dim() != 4 or q.dim() != 3:
         raise ValueError(f"q {tuple(q.shape)}, caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}")
     if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[1]:
@@ -70,7 +70,7 @@ def check_attention_extras(
 
 
 def check_bias(bias: Tensor, q_heads: int) -> None:
-    """Raise ValueError unless the bias of scores is (q_heads, an even number)."""
+    """Raise ValueError unless the bias of attention scores is (q_heads, an even number), as in ScoreRules."""
     if bias.dim() != 2 or len(bias) != q_heads or bias.shape[1] % 2:
         raise ValueError(f"bias is {tuple(bias.shape)}, expected ({q_heads}, twice the positions)")
 
@@ -86,10 +86,10 @@ def check_scales(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 
 
 def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """Return the first `length` cached rows of a sequence: (kv_heads, length, D).
+    """Return the cached keys or values of a sequence's first `length` tokens: (kv_heads, length, D).
 
     Args:
-        cache: (blocks, kv_heads, block_size, D), or scales without D; the result then has no D either.
+        cache: (blocks, kv_heads, block_size, D); or scales without D, and then the result has no D.
         table: block numbers of the sequence.
         length: number of tokens to return.
     """
@@ -98,7 +98,7 @@ def gather_cached(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def gather_values(cache: Tensor, scale: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """Return the first `length` cached keys or values of a sequence, dequantised: (kv_heads, length, D) float32.
+    """Return the keys or values of a sequence's first `length` tokens, dequantised: (kv_heads, length, D) float32.
 
     Args:
         cache: (blocks, kv_heads, block_size, D).
@@ -129,17 +129,18 @@ def paged_attention_lse_reference(
     Blocks entirely before the window of a sequence's first query are not read.
 
     Args:
-        q: (T, q_heads, D), the queries of all sequences, one sequence after the other.
+        q: (T, q_heads, D), the queries of all sequences in order.
         k_cache: (blocks, kv_heads, block_size, D). An int8 or float8_e4m3fn cache holds rounded k / k_scale.
         v_cache: as k_cache.
         block_tables: (sequences, blocks) int32.
-        query_lens: queries of each sequence, its last tokens.
-        context_lens: keys of each sequence, queries included.
+        query_lens: number of queries of each sequence, which are its last tokens.
+        context_lens: number of keys of each sequence, queries included.
         rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as k_scale.
-        causal: False: queries also see later keys; a window then limits the distance on both sides.
-        tree: the keys that queries see, instead of all up to their own; excludes a window.
+        causal: False if queries also see later keys; a window then limits the distance on both sides.
+        tree: the keys that queries see in a step with draft trees; there must be no window. None: all keys up to their
+            own.
 
     Returns:
         The output (T, q_heads, D) in q's dtype, zeros for a query without keys; and the natural log-sum-exp (T,
@@ -197,14 +198,13 @@ def bias_of(bias: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
     Args:
         bias: (q_heads, 2 × positions), as in ScoreRules.
         query_at: positions of queries.
-        key_at: positions of keys, broadcast with `query_at`.
+        key_at: positions of keys, of a shape that broadcasts with that of `query_at`.
     """
     distances = (key_at - query_at).to(bias.device)
     return bias[:, bias.shape[1] // 2 + distances]
 
 
 def _hidden(query_at: Tensor, key_at: Tensor, window: int | None, causal: bool) -> Tensor:
-    """Return True for keys that a query does not see: outside its window, or later than the query if `causal`."""
     hidden = (key_at > query_at) & causal
     if window is None:
         return hidden

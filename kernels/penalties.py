@@ -16,8 +16,8 @@ class Penalties:
         rows: (n,) int32, rows of the logits, each at most once.
         tokens: (any,) int32, the tokens of prompt and answer of each row, contiguous per row.
         starts: (n,) int64, the index in `tokens` of each row's first token.
-        prompt_lens: (n,) int32, tokens of the prompt.
-        lengths: (n,) int32, tokens of prompt and answer.
+        prompt_lens: (n,) int32, number of tokens of the prompt.
+        lengths: (n,) int32, number of tokens of prompt and answer.
         repetition: (n,) float32; 1 for no penalty.
         presence: (n,) float32; 0 for no penalty.
         frequency: (n,) float32; 0 for no penalty.
@@ -35,7 +35,7 @@ class Penalties:
     banned: Tensor
 
     def check(self, logits: Tensor) -> None:
-        """Raise ValueError unless the tensors have the documented shapes and dtypes, and logits are (rows, vocab)."""
+        """Raise ValueError unless the tensors have the documented shapes and dtypes, and `logits` is (rows, vocab)."""
         if logits.dim() != 2 or self.tokens.dim() != 1 or self.banned.dim() != 2:
             shapes = (tuple(t.shape) for t in (logits, self.tokens, self.banned))
             raise ValueError(
@@ -75,7 +75,6 @@ def penalise_reference(logits: Tensor, penalties: Penalties) -> None:
 
 
 def _penalise(logits: Tensor, prompt: Tensor, answer: Tensor, penalties: Penalties, i: int) -> None:
-    """Penalise one row of logits, (vocab,), in place, with penalty number i, for its tokens `prompt` and `answer`."""
     factor = penalties.repetition[i]
     said, counts = torch.unique(_known(answer, logits), return_counts=True)
     seen = torch.unique(torch.cat((said, _known(prompt, logits)))) if factor != 1.0 else said

@@ -30,11 +30,13 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Return one uniform random number in [0, 1) per row, with 53 bits: (n,) float64.
+    """Return a uniform random number in [0, 1) for each of n rows, with 53 random bits: (n,) float64.
 
     Args:
-        keys: (n, 4) int32. The first two words are the key of `philox`, the others the upper half of its counter.
-        positions: (n,) int32, the lowest word of the counter. Its second word is 0.
+        keys: (n, 4) int32, the seed of each row. The first two words are the key of `philox`, the others the upper half
+            of its counter.
+        positions: (n,) int32, the index of the token in its sequence. It is the lowest word of the counter; the second
+            is 0.
     """
     words = keys.long() & _WORD
     lowest = positions.long() & _WORD

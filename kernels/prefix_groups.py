@@ -23,11 +23,13 @@ _FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 @dataclass(frozen=True, slots=True)
 class GroupMinimum:
-    """The smallest group of sequences for which reading shared keys once is useful.
+    """The smallest group of sequences for which it is useful to read shared keys once.
+
+    A unit is a number of keys that the caller chooses.
 
     Attributes:
-        sequences: least number of sequences.
-        units: least number of shared units that the enclosing group does not cover; the device sets the keys of a unit.
+        sequences: minimum number of sequences.
+        units: minimum number of shared units that no enclosing group covers.
     """
 
     sequences: int
@@ -36,10 +38,10 @@ class GroupMinimum:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences whose keys are the same from unit `first` to unit `end`; the device sets the keys of a unit.
+    """Sequences with the same keys from unit `first` to unit `end`. A unit is a number of keys that the caller chooses.
 
     Attributes:
-        sequences: numbers of the sequences in the step.
+        sequences: indices of the sequences in the step.
         first: first shared unit that no enclosing group covers.
         end: end of the shared units, exclusive.
         level: number of groups that enclose this one.
@@ -60,19 +62,18 @@ def prefix_groups(
     minimum: GroupMinimum,
     most_queries: int = 1,
 ) -> list[PrefixGroup]:
-    """Return groups of sequences whose first blocks are the same, enclosing groups before the groups inside.
+    """Return groups of sequences whose first blocks are the same; enclosing groups come before the groups inside.
 
-    Only sequences with at most `most_queries` queries are grouped. A group covers the longest prefix of its sequences;
-    subgroups that share more are counted from its end.
+    A group covers the longest prefix that all its sequences share. A group inside covers the keys after it.
 
     Args:
-        query_lens: queries of each sequence.
-        context_lens: keys of each sequence, queries included.
+        query_lens: number of queries of each sequence.
+        context_lens: number of keys of each sequence, queries included.
         tables: block tables of the sequences.
         block_size: number of tokens of a block.
-        units: returns the number of whole units in a number of leading blocks.
+        units: returns the number of whole units in the first n blocks, for an array of n.
         minimum: the smallest useful group.
-        most_queries: maximum number of queries of a sequence in a group.
+        most_queries: maximum number of queries of a sequence; sequences with more are in no group.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     few = np.flatnonzero((lens <= most_queries) & (contexts - lens >= block_size))
@@ -92,11 +93,7 @@ def prefix_groups(
 
 
 def _columns(tables: StepTables, few: Ints, full: Ints) -> int:
-    """Return a number of leading blocks that is at least the longest prefix that two sequences of `few` share.
-
-    Comparing fewer blocks is faster. Prefixes are compared by a hash: equal prefixes have equal sums of products.
-    `full` are the whole blocks of each sequence.
-    """
+    # Comparing fewer blocks is faster. Prefixes are compared by a hash: equal prefixes have equal sums of products
     most = int(np.partition(full, -2)[-2])
     columns = FEWEST_COLUMNS
     while columns < most:
@@ -109,16 +106,14 @@ def _columns(tables: StepTables, few: Ints, full: Ints) -> int:
 
 
 def _all_differ(values: NDArray[Any]) -> bool:
-    """Return True if no two values (n,) are equal. np.unique takes several times as long."""
+    # np.unique takes several times as long
     ordered = np.sort(values)
     return not (ordered[1:] == ordered[:-1]).any()
 
 
 def _nested(order: Ints, shared: Ints, minimum: GroupMinimum) -> Iterator[PrefixGroup]:
-    """Yield the groups among sequences that are sorted by their blocks, enclosing groups first.
-
-    `order` are the sequences; shared[i] is the number of units that sequences i and i + 1 of it share.
-    """
+    # `order` are the sequences sorted by their blocks; shared[i] is the number of units that sequences i and i + 1
+    # share
     # [start, end) of sequences, the units that enclosing groups cover, and the level
     ranges = [(0, len(order), 0, 0)]
     while ranges:

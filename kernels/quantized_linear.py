@@ -17,7 +17,7 @@ OUTPUTS_AT_ONCE = 1024
 
 
 def check_quantized_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `quantized_linear_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `quantized_linear_reference` accepts."""
     if codes.dtype != torch.int8 or codes.dim() != 2:
         raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}, not a matrix of int8")
     if x.dim() != 2 or x.shape[1] != codes.shape[1] or not x.is_floating_point():
@@ -35,7 +35,7 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     zeros has scale 0, and one with a value that is not finite has scale NaN.
 
     Returns:
-        Values (N, K) int8 and scales (N,) float32.
+        Quantised values (N, K) int8, and scales (N,) float32.
     """
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"weight is {tuple(weight.shape)} {weight.dtype}, not a matrix of floats")
@@ -51,7 +51,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     plausible numbers. Rows with magnitudes below 4e-37, where 127 ÷ magnitude overflows, become zeros.
 
     Returns:
-        Values (T, K) int8 and scales (T,) float32.
+        Quantised values (T, K) int8, and scales (T,) float32.
     """
     wide = x.float()
     inverse, scales = inverse_scales(wide, MAX_CODE)
@@ -61,7 +61,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_scales(wide: Tensor, max_code: float) -> tuple[Tensor, Tensor]:
-    """Return the inverse scale and the scale of each row, with which its largest magnitude becomes `max_code`.
+    """Return the inverse scale and the scale of each row. The scale turns the row's largest magnitude to `max_code`.
 
     The inverse is 0 for rows that are not finite or too small; the scale of rows that are not finite is NaN.
 
@@ -85,8 +85,8 @@ def quantized_linear_reference(
 ) -> Tensor:
     """Return x W^T + bias for an int8 weight, with x quantised per row: (T, N) in x's dtype.
 
-    The integer sums are exact. They are multiplied by row scale × output scale and the bias is added in float32, then
-    rounded once.
+    x is quantised to int8. The integer sums are exact. They are multiplied by row scale × output scale, and the bias is
+    added, in float32; then the result is rounded.
 
     Args:
         x: (T, K) floats.

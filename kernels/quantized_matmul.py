@@ -24,10 +24,10 @@ PIECE = SPAN // PIECES  # adjacent inputs that always share a scale: group sizes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Weight:
-    """An int4 weight with N outputs in the layout that a GPU reads: weight ≈ (values - zeros) × scales.
+    """An int4 weight with N outputs, in the layout of the GPU kernels: weight ≈ (values - zeros) × scales.
 
     Attributes:
-        packed: (N, bytes) uint8, the values -8 … 7 plus 8, as `pack_codes` packs them.
+        packed: (N, bytes) uint8, the values -8 … 7 plus 8, packed by `pack_codes`.
         scales: (groups, N) of the activations' dtype, a scale per group of inputs and output.
         zeros: (groups, N) int8 in -8 … 8, the zero points; None: all 0.
         inputs: number of inputs.
@@ -47,11 +47,11 @@ class Int4Weight:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Pack 4-bit values (N, K) in the layout that a GPU widens with one mask and shift: (N, ceil(K / 128) × 64) uint8.
+    """Pack 4-bit values (N, K) in the layout of the GPU kernels: (N, ceil(K / 128) × 64) uint8.
 
     A row is padded with zeros to whole spans of 128 values. A span is cut into four pieces. Little-endian 16-bit word i
-    of a span holds value i of each piece, the first piece in the lowest bits. Masking a piece out of the words yields
-    adjacent values, each in the 16 bits of its float.
+    of a span holds value i of each piece, the first piece in the lowest bits. One mask and shift of all words therefore
+    yields adjacent values, each in the 16 bits of its float.
 
     Args:
         codes: (N, K) uint8, below 16.
@@ -86,7 +86,7 @@ def pack_int4_weight(
     Args:
         codes: (N, K) int8 in -8 … 7.
         scales: (N, groups) floats.
-        zeros: (N, groups) integers in -8 … 8, as floats. None: all 0; zero points that are all 0 are dropped.
+        zeros: (N, groups) integers in -8 … 8, as floats, the zero points. None: all 0.
         group: number of inputs that share a scale, a multiple of 32.
         dtype: dtype of the activations; scales are rounded to it.
 
@@ -113,7 +113,7 @@ class Int4Weights:
     Attributes:
         packed: (experts, N, bytes) uint8.
         scales: (experts, groups, N) of the activations' dtype.
-        zeros: (experts, groups, N) int8, or None.
+        zeros: (experts, groups, N) int8, the zero points; None: all 0.
         inputs: number of inputs.
         group: number of inputs of a group.
     """
@@ -138,7 +138,7 @@ def pack_int4_experts(
     Args:
         codes: (experts, N, K) int8 in -8 … 7.
         scales: (experts, N, groups) floats.
-        zeros: (experts, N, groups) integers in -8 … 8, as floats; None: all 0.
+        zeros: (experts, N, groups) integers in -8 … 8, as floats, the zero points; None: all 0.
         group: number of inputs that share a scale, a multiple of 32.
         dtype: dtype of the activations; scales are rounded to it.
     """
@@ -162,7 +162,7 @@ def grouped_int4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply each row by the int4 weight of its expert, with the weight dequantised in x's dtype.
+    """Multiply each row by the int4 weight of its expert, which is first dequantised to x's dtype.
 
     Args:
         x: (R, K), rows sorted by expert.
@@ -170,6 +170,9 @@ def grouped_int4_matmul_reference(
         starts: (experts + 1,) int64, the first row of each expert, and R at the end.
         bias: (experts, N), or None.
         activation: gated activation of the result, or None.
+
+    Returns:
+        (R, N), or (R, N / 2) with an activation.
     """
     values = torch.stack([int4_values(weights.of(expert)) for expert in range(len(weights.packed))])
     return grouped_matmul_reference(x, values, starts, bias, activation=activation)
@@ -194,7 +197,7 @@ def check_int4_weight(
     out_dtype: torch.dtype | None,
     activation: Activation | None,
 ) -> None:
-    """Raise ValueError unless the arguments are as `int4_weight_matmul_reference` takes them."""
+    """Raise ValueError unless the arguments have the shapes and dtypes that `int4_weight_matmul_reference` accepts."""
     check_matmul(x, (weight.outputs, weight.inputs), bias, out_dtype, activation)
     if weight.group < PIECE or weight.group % PIECE:
         raise ValueError(f"the group size is {weight.group}, not a multiple of {PIECE}")
@@ -219,7 +222,7 @@ def int4_weight_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply x by an int4 weight as `matmul_reference` does, with the weight dequantised in x's dtype.
+    """Multiply x by an int4 weight, which is first dequantised to x's dtype, as `matmul_reference` does.
 
     Args:
         x: (T, K).

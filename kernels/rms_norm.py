@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    """Raise ValueError unless the tensors have the shapes and dtypes that `rms_norm_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes and dtypes that `rms_norm_reference` accepts."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, x has {x.shape[-1]} columns")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
@@ -28,7 +28,7 @@ def rms_norm_reference(
         x: (..., hidden).
         weight: (hidden,).
         eps: added to the mean square.
-        residual: as `x`.
+        residual: as `x`, or None.
         offset: if not 0, the norm is multiplied by offset + weight in float32 and rounded once, as in GemmaRMSNorm.
     """
     check_rms_norm(x, weight, residual)

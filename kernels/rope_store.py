@@ -12,13 +12,14 @@ from batchinfer_kernels.rms_norm import rms_norm_reference
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Apply rotary position embedding: rotate the first 2 × pairs values of each head and copy the rest.
+    """Apply rotary position embedding (RoPE): rotate the first 2 × pairs values of each head, and copy the others.
 
     Args:
         x: (T, heads, D).
-        cos: (T, pairs) float32.
-        sin: (T, pairs) float32.
-        interleaved: True: values 2i and 2i + 1 form a pair, as in GPT-J. False: values i and i + pairs, as in Llama.
+        cos: (T, pairs) float32, for the position of each token.
+        sin: as `cos`.
+        interleaved: True if values 2i and 2i + 1 form a pair, as in GPT-J; False for values i and i + pairs, as in
+            Llama.
     """
     pairs = cos.shape[-1]
     turned, rest = x[..., : 2 * pairs].float(), x[..., 2 * pairs :]
@@ -32,13 +33,13 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 
 def check_pairs(q: Tensor, pairs: int) -> None:
-    """Raise ValueError unless q is (T, heads, D) and D values can be rotated in `pairs` pairs, at least 1."""
+    """Raise ValueError unless q is (T, heads, D) with D ≥ 2 × pairs, so that `pairs` pairs of values can be rotated."""
     if q.dim() != 3 or not 0 < 2 * pairs <= q.shape[2]:
         raise ValueError(f"heads of q {tuple(q.shape)} are rotated in {pairs} pairs")
 
 
 def check_rotary(q: Tensor, k: Tensor, v: Tensor, pairs: int, slots: Tensor) -> None:
-    """Raise ValueError if q, k, v and slots do not match, or heads cannot be rotated in `pairs` pairs."""
+    """Raise ValueError if q, k, v and slots do not match, or heads have fewer than 2 × pairs values."""
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match")
     check_pairs(q, pairs)
@@ -60,7 +61,7 @@ def check_caches(
 
 
 def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor) -> None:
-    """Raise ValueError unless the tensors have the shapes that `rope_store_reference` takes."""
+    """Raise ValueError unless the tensors have the shapes that `rope_store_reference` accepts."""
     check_rotary(q, k, v, cos.shape[1], slots)
     if cos.shape[0] != q.shape[0]:
         raise ValueError(f"cos {tuple(cos.shape)} does not match q {tuple(q.shape)}")
@@ -69,8 +70,8 @@ def check_rope_store(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, slots: Tensor
 def quantize_heads_reference(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise K or V for a quantised KV cache, with one scale per token and head.
 
-    The largest magnitude per token and head becomes the largest quantised value. The scale is NaN if a value is NaN or
-    infinite.
+    The largest magnitude of each token and head becomes the largest quantised value. The scale is NaN if a value is NaN
+    or infinite.
 
     Args:
         values: (T, kv_heads, D).
@@ -114,13 +115,15 @@ def rope_reference(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Return the rotated q of a layer that reads the K and V of another layer; see `rope_store_reference`.
+    """Return q rotated by its positions (RoPE), for a layer that reads the K and V of another layer.
+
+    A layer with its own K and V uses `rope_store_reference`.
 
     Args:
         x: (T, q_heads, D), the queries.
         cos: (T, pairs) float32.
         sin: as `cos`.
-        norm: (D,), weight of an RMSNorm per head before the rotation; None: no norm.
+        norm: (D,), weight of an RMSNorm of each head before the rotation; None: no norm.
         eps: epsilon of the norm.
         offset: added to the weight of the norm.
         interleaved: which values form a pair; see `rotate_reference`.
@@ -149,24 +152,28 @@ def rope_store_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the rotated q, and write the rotated k, and v, to the KV cache in place.
+    """Rotate q and k by their positions (RoPE), and write k and v to the KV cache, in place.
 
     Args:
         q: (T, q_heads, D).
         k: (T, kv_heads, D).
         v: (T, kv_heads, D).
-        cos: (T, pairs) float32 with pairs ≤ D/2, scaled if the RoPE variant requires it.
+        cos: (T, pairs) float32 with pairs ≤ D / 2, for the position of each token; scaled if the RoPE variant requires
+            it.
         sin: as `cos`.
         k_cache: (blocks, kv_heads, block_size, D) of k's dtype, or int8 or float8_e4m3fn if quantised.
         v_cache: as `k_cache`.
         slots: (T,) int64, block * block_size + offset; negative for padding.
-        q_norm: (D,), weight of an RMSNorm per head before the rotation (Qwen3).
+        q_norm: (D,), weight of an RMSNorm of each head before the rotation (Qwen3), or None.
         k_norm: as `q_norm`. The norms apply only if both are given.
         eps: epsilon of the norms.
         offset: added to the weights of the norms (Gemma 3).
         interleaved: which values form a pair; see `rotate_reference`.
         k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache; see `quantize_heads_reference`.
         v_scale: as `k_scale`.
+
+    Returns:
+        The rotated q, (T, q_heads, D).
 
     Raises:
         ValueError: If shapes or dtypes do not match.

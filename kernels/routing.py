@@ -22,7 +22,7 @@ class Routing:
         scale: factor of the weights, applied last.
         corrected: True if a learned correction per expert is added to its score for the choice, not for its weight.
         groups: number of equal groups of experts.
-        chosen_groups: a token only uses experts of this number of its best groups.
+        chosen_groups: number of groups, the best ones of a token, from which its experts are chosen.
         group_score: the score of a group: its best score ("max"), or the sum of its two best ("top_two").
     """
 

@@ -23,13 +23,13 @@ class RowSampling:
     """The sampling parameters of each row. All tensors are contiguous and on the logits' device.
 
     Attributes:
-        temperature: (rows,) float32; 0 selects the argmax, regardless of the filters.
+        temperature: (rows,) float32; 0 selects the argmax, whatever the other parameters are.
         top_k: (rows,) int32; 0 for no limit.
         top_p: (rows,) float64; 1 for no limit.
         min_p: (rows,) float64; 0 for no limit.
         keys: (rows, 4) int32, the seed of the row's random numbers: two words of the key of Philox, and the upper half
             of its counter.
-        positions: (rows,) int32, the lowest word of the counter.
+        positions: (rows,) int32, the index of the new token in its sequence, which is the lowest word of the counter.
     """
 
     temperature: Tensor
@@ -60,8 +60,9 @@ class RowSampling:
 def sample_reference(logits: Tensor, sampling: RowSampling | None = None) -> Tensor:
     """Sample a token from each row of logits: (rows,) int64, NO_TOKEN if a row's greatest logit is not finite.
 
-    Filters apply in the order temperature, top-k, top-p of the rest (Holtzman et al., 2020), min-p relative to the most
-    likely token. Equally likely tokens rank by their ids. The token that crosses top_p is kept.
+    Logits are divided by the temperature. Then top-k, top-p (Holtzman et al., 2020) and min-p remove tokens, in this
+    order. Top-p applies to the probabilities after top-k; min-p is relative to the most likely token. Equally likely
+    tokens rank by their ids. The token that reaches top_p is kept.
 
     Args:
         logits: (rows, vocab), of any floating-point dtype.
@@ -83,7 +84,7 @@ def sample_reference(logits: Tensor, sampling: RowSampling | None = None) -> Ten
 def kept_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
     """Return the probabilities of tokens, 0 for tokens that top-k, top-p or min-p exclude: (rows, vocab) float64.
 
-    They are not normalised again. All temperatures must be above 0.
+    They are not normalised again, so their sum may be below 1. All temperatures must be above 0.
     """
     # Subtract the maximum first, because dividing by a small temperature could overflow
     wide = logits.float()
@@ -99,10 +100,7 @@ def kept_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def _keep_top(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the probabilities as float64, set to 0 for tokens outside top-k and then outside the nucleus of the rest.
-
-    Sorts only the most likely tokens of a row, and more of them if the nucleus may be larger.
-    """
+    # Sorts only the most likely tokens of a row, and more of them if the nucleus may be larger
     vocab = probabilities.shape[1]
     # cumsum, because `sum` may split a long row, which would change its bits with the number of rows
     total = probabilities.cumsum(-1, dtype=torch.float64)[:, -1]
@@ -131,7 +129,6 @@ def _ranked(probabilities: Tensor, some: int) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set probabilities (rows, some), which are sorted in descending order, to 0 beyond top-k and top-p, in place."""
     some = ordered.shape[1]
     most = torch.where(top_k > 0, top_k, some)
     ordered.masked_fill_(torch.arange(some, device=ordered.device)[None] >= most[:, None], 0.0)
@@ -143,7 +140,6 @@ def _nucleus(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Te
 
 
 def _draw(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """Return the first token of each row whose cumulative probability exceeds the row's random number."""
     cumulated = kept_probabilities(logits, sampling).cumsum(-1)
     total = cumulated[:, -1]
     target = uniforms(sampling.keys, sampling.positions) * total

@@ -35,7 +35,7 @@ class Grant:
 
     Attributes:
         given: True if the process may use tiles.
-        refusal: why the system refuses, if the CPU has tiles.
+        refusal: the reason of the refusal; "" if there is none, or the CPU has no tiles.
     """
 
     given: bool
@@ -49,16 +49,19 @@ class Grant:
 
 @functools.cache
 def tile_grant() -> Grant:
-    """Ask the system once for permission to use AMX tiles, for all current and future threads of this process."""
+    """Ask the operating system once for permission to use AMX tiles, in all threads of this process.
+
+    Later calls return the same answer.
+    """
     return request_grant(_flags(Path("/proc/cpuinfo")), _request)
 
 
 def request_grant(flags: frozenset[str], request: Callable[[], int]) -> Grant:
-    """Request the permission to use AMX tiles if the CPU has them.
+    """Ask for permission to use AMX tiles, if the CPU has them.
 
     Args:
         flags: flags of the CPU in /proc/cpuinfo.
-        request: asks the system; returns an error number, or 0.
+        request: asks the operating system, and returns an error number, or 0 for permission.
     """
     if platform.machine() != "x86_64" or not flags >= FLAGS:
         return Grant(False)

@@ -78,8 +78,8 @@ class AttentionShape:
     def spare_part_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
         """Return an upper bound of the bytes of partial attention results in a step.
 
-        Steps need this memory if sequences differ in length or share prefixes. In deterministic mode each row is split,
-        and a captured graph rounds the bound up, to at most twice as much.
+        Steps need this memory if sequences differ in length or share prefixes. In deterministic mode the bound is
+        exact, but a captured graph may reserve up to twice as much.
 
         Args:
             rows: number of queries of the step.

@@ -131,7 +131,7 @@ def decompressed_attention(
 
     Args:
         q: (T, heads, P + R), queries; P values are multiplied by `k` and R by `shared`.
-        k: (heads, N, P), the part of the N keys of all sequences that each head has for itself.
+        k: (heads, N, P), the part of the keys that differs between heads, for the N keys of all sequences.
         v: (heads, N, V), the values.
         shared: (N, R), the rotated part of the keys, which all heads share.
         items: (n, 5) int32, work items: index of the sequence's first key in `k`, first row of q, number of rows,

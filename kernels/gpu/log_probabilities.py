@@ -59,7 +59,7 @@ def log_probabilities(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor
 
     Args:
         logits: (rows, vocab); rows may be strided.
-        chosen: (rows,) int64 token ids.
+        chosen: (rows,) int64, the id of the token whose log-probability is wanted.
         most: number of most likely tokens to return per row.
 
     Returns:

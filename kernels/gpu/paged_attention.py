@@ -29,22 +29,24 @@ def paged_attention(
 ) -> Tensor:
     """Compute attention over a paged KV cache for all queries of a step: (T, q_heads, D).
 
-    It computes what `paged_attention_reference` does, with the lengths in `plan`. Every layer of a step uses the same
-    plan. A plan without prefill items can be captured into a graph: give `plan_attention` a Room, keep the plan and the
-    block tables in place, and before each replay call `refilled` and copy the block tables. A bias does not affect
-    prompts of one token: the softmax over one key is 1.
+    The contract is `paged_attention_reference`, with the lengths in `plan`. Every layer of a step uses the same plan.
+
+    A plan without prefill items can be captured into a graph. Give `plan_attention` a Room, and keep the plan and the
+    block tables. Before each replay call `refilled`, and copy the new block tables into the old ones.
+
+    A bias does not affect prompts of one token: the softmax over one key is 1.
 
     Args:
         q: (T, q_heads, D), the queries of all sequences.
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as k_cache.
         block_tables: (S, blocks) int32.
-        plan: from `plan_attention`; must include the window of `rules`.
+        plan: the step's plan from `plan_attention`; it must include the sliding window of `rules`.
         rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as k_scale.
-        out: like q, written if given.
-        lse: (T, q_heads) float32, the natural log-sum-exp, written if given.
+        out: like q; receives the output if given.
+        lse: (T, q_heads) float32; receives the natural log-sum-exp of scores if given.
 
     Raises:
         ValueError: If the kernels do not support the arguments.

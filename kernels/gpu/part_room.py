@@ -21,23 +21,26 @@ LEVELS = 4
 
 
 def most_members(rows: int) -> int:
-    """Return the maximum number of rows of all groups with shared prefixes, in a step of `rows` rows.
+    """Return the maximum number of rows in all groups with a shared prefix of a step together.
 
-    A row counts once per nested group. Groups beyond this number are not used, so their rows read all keys on their
-    own.
+    A row is a query, and counts once for each group that contains it. Groups beyond this number are not used, so their
+    rows read all keys for themselves.
+
+    Args:
+        rows: number of rows of the step.
     """
     return LEVELS * rows
 
 
 def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) -> int:
-    """Return the most partial results over shared keys in a step, if keys are not split at fixed positions.
+    """Return the maximum number of partial attention results over shared keys in a step.
 
-    A level of r rows and k keys has ceil(r / members) tiles and ceil(k / segment) parts per row. The sum of tiles × k /
-    segment is at most the number of programs (`prefix_segment`), and the sum of rows at most `most_members`.
+    It holds if keys are not split at fixed positions. The step's number of programs (`prefix_segment`) and
+    `most_members` limit it.
 
     Args:
         rows: number of rows (queries) of the step.
-        members: number of rows of a work item.
+        members: maximum number of rows of a work item.
         kv_heads: number of KV heads.
         device: the GPU.
     """
@@ -45,22 +48,28 @@ def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) ->
 
 
 def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -> int:
-    """Return the most partial results over the keys that rows read on their own, if not split at fixed positions.
+    """Return the maximum number of partial attention results over keys that rows read for themselves.
+
+    It holds if keys are not split at fixed positions.
 
     Args:
         rows: number of rows (queries) of the step.
         kv_heads: number of KV heads.
         device: the GPU.
-        queries: maximum number of queries of a sequence; each has its own part of every item of the sequence.
+        queries: maximum number of queries of a sequence; each has its own result for every item of the sequence.
     """
     return rows + queries * _programs(PROGRAMS_PER_PROCESSOR, kv_heads, device)
 
 
 def most_segments(rows: int, longest: int) -> int:
-    """Return the most partial results of `rows` queries with up to `longest` keys each, split every SEGMENT keys."""
+    """Return the maximum number of partial attention results if keys are split every SEGMENT keys.
+
+    Args:
+        rows: number of rows (queries) of the step.
+        longest: maximum number of keys of a row.
+    """
     return rows * -(-longest // SEGMENT)
 
 
 def _programs(of_a_processor: int, kv_heads: int, device: torch.device) -> int:
-    """Return the work items that fill the GPU, with one program per KV head each."""
     return -(-of_a_processor * processors(device) // kv_heads)

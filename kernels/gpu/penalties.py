@@ -27,11 +27,8 @@ def _penalise_kernel(
     repetition_ptr, presence_ptr, frequency_ptr, banned_ptr, bans, counts_ptr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Apply penalties and bans to one row of logits per program.
-
-    Occurrences of each token are counted in `counts`. The occurrence that first resets the count to 0 changes the
-    logit, so all counts are 0 in the end.
-    """
+    # Occurrences of each token are counted in `counts`. The occurrence that first resets the count to 0 changes the
+    # logit, so all counts are 0 in the end
     index = tl.program_id(0).to(tl.int64)
     logits_ptr += tl.load(rows_ptr + index).to(tl.int64) * stride
     counts_ptr += index * vocab
@@ -65,14 +62,14 @@ def _penalise_kernel(
 
 
 def penalise(logits: Tensor, penalties: Penalties, counts: Tensor | None = None) -> None:
-    """Apply penalties and banned tokens to logits, in place, as `penalise_reference` does.
+    """Apply penalties to logits and set banned tokens to -inf, in place, as `penalise_reference` does.
 
-    A row without tokens and bans is not changed, so a captured launch may have spare rows.
+    A row without tokens and bans is not changed, so a captured graph may have spare rows.
 
     Args:
         logits: (rows, vocab); rows may be strided.
         penalties: the penalties of n rows.
-        counts: (at least n, vocab) int32 zeros, and zeros again afterwards; allocated if not given.
+        counts: (at least n, vocab) int32 zeros, a buffer that is zero again afterwards; allocated if not given.
     """
     penalties.check(logits)
     check_logits(logits)

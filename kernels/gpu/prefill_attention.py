@@ -55,11 +55,7 @@ def _prefill_attention_kernel(
     TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one work item (queries of one sequence, from `prefill_items`) for one KV head per program.
-
-    `nearby_ptr` is TreeMask.nearby of the queries, `bias_ptr` the bias of ScoreRules; each may be None. SEGMENTED: keys
-    are folded in segments of `segment`, for deterministic results.
-    """
+    # With SEGMENTED, keys are folded in segments of `segment`, for deterministic results
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0) * 5
@@ -152,17 +148,17 @@ def prefill_items(
     first_rows: NDArray[np.int64] | None = None,
     causal: bool = True,
 ) -> NDArray[np.int32]:
-    """Cut the queries of all sequences into work items of at most `tokens_per_item`: (n, 5) int32, the largest first.
+    """Cut the queries of all sequences into work items of prefill attention: (n, 5) int32, the largest first.
 
-    The fields of an item are: sequence, first row of q, rows, position of the first row, and end of the keys that the
-    rows see. Items are made once per step for all layers.
+    The fields of an item are: sequence, first row of q, number of rows, position of the first row in the sequence, and
+    end of the keys that the rows see. Items are made once per step for all layers.
 
     Args:
-        query_lens: queries of each sequence.
-        context_lens: keys of each sequence, queries included.
+        query_lens: number of queries of each sequence.
+        context_lens: number of keys of each sequence, queries included.
         tokens_per_item: maximum number of queries of an item.
-        first_rows: first row of q of each sequence; by default sequences follow one another.
-        causal: False: queries see all keys of their sequence.
+        first_rows: first row of q of each sequence. None: the sequences follow one another in q.
+        causal: False if queries see all keys of their sequence.
     """
     lens, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
     pieces = -(-lens // tokens_per_item)
@@ -179,7 +175,9 @@ def prefill_items(
 
 
 def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic: bool = False) -> int:
-    """Return the most query tokens of a work item of prefill attention: `tokens_per_item` of `prefill_items`.
+    """Return the maximum number of query tokens of a work item of prefill attention.
+
+    It is the argument `tokens_per_item` of `prefill_items`.
 
     Args:
         dtype: dtype of q.
@@ -191,7 +189,14 @@ def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic:
 
 
 def check_nearby(nearby: Tensor, queries: int, window: int | None, causal: bool) -> None:
-    """Raise ValueError unless `nearby` is (queries,) int32, and attention is causal without a window."""
+    """Raise ValueError unless queries in draft trees are supported here: attention must be causal without a window.
+
+    Args:
+        nearby: `TreeMask.nearby`; it must be (queries,) int32.
+        queries: number of queries of the step.
+        window: sliding window of the layer; None: full attention.
+        causal: False for bidirectional attention.
+    """
     if nearby.shape != (queries,) or nearby.dtype != torch.int32:
         raise ValueError(f"nearby is {tuple(nearby.shape)} {nearby.dtype}, expected ({queries},) int32")
     if window is not None or not causal:
@@ -224,19 +229,19 @@ def prefill_attention(
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
         block_tables: (sequences, blocks) int32.
-        query_lens: queries of each sequence.
-        context_lens: keys of each sequence, queries included.
+        query_lens: number of queries of each sequence.
+        context_lens: number of keys of each sequence, queries included.
         rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
-        items: from `prefill_items`, used instead of the lengths. Queries outside items are not written. Made from the
-            lengths if not given.
-        deterministic: True: a row's bits depend only on its own sequence.
-        segment: number of keys that are folded at a time in deterministic mode.
-        causal: False: queries also see later keys.
-        nearby: (T,) int32, TreeMask.nearby of queries in draft trees; excludes a window.
-        out: like q, written if given.
-        lse: (T, q_heads) float32, the natural log-sum-exp, written if given.
+        items: work items from `prefill_items`, used instead of the lengths; the output of queries outside them is not
+            written. None: they are made from the lengths.
+        deterministic: True if a row's bits must depend only on its own sequence.
+        segment: number of keys that are added to the softmax at a time in deterministic mode.
+        causal: False if queries also see later keys.
+        nearby: (T,) int32, TreeMask.nearby, for a step with draft trees; there must be no window. None: no draft trees.
+        out: like q; receives the output if given.
+        lse: (T, q_heads) float32; receives the natural log-sum-exp of scores if given.
     """
     check_attention(q, k_cache, v_cache, block_tables, rules.sinks, k_scale, v_scale)
     work: Work = "deterministic" if deterministic else "prefill"

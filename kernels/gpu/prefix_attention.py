@@ -30,11 +30,13 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """The keys that rows of decode attention share, made by `plan_attention` once per step. A row is one query.
+    """The keys that several rows of decode attention share, made by `plan_attention` once per step.
+
+    A row is one query. Shared keys are read once per group of rows.
 
     Attributes:
         held: the arrays "items", "members", "starts" and "places", which the properties describe.
-        parts: number of partial results of all rows, or the capacity of a captured graph for them.
+        parts: number of partial results of all rows; in a captured graph the maximum for which there is room.
     """
 
     held: Mapping[str, StepArray]
@@ -44,14 +46,15 @@ class Prefixes:
     def items(self) -> Tensor:
         """Return the work items (m, 6) int32 on the device.
 
-        The fields are: index in `members` of the item's first row, number of rows (0 for padding), a sequence with the
-        keys, first key, end of the keys, and the number of the item's part within each row.
+        The fields are: index in `members` of the item's first row, number of rows (0 for padding), one of the sequences
+        with the keys, first key, end of the keys, and the index of the item's partial result among the results of each
+        row.
         """
         return self.held["items"].tensor
 
     @property
     def members(self) -> Tensor:
-        """Return the numbers of the rows of all items in order, int32 on the device."""
+        """Return the rows of all work items, item by item, int32 on the device."""
         return self.held["members"].tensor
 
     @property
@@ -61,7 +64,7 @@ class Prefixes:
 
     @property
     def places(self) -> Tensor:
-        """Return (queries + 1,) int32 on the device: query i has the partial results places[i] to places[i + 1]."""
+        """Return (queries + 1,) int32 on the device: query i has the partial results [places[i], places[i + 1])."""
         return self.held["places"].tensor
 
 
@@ -78,10 +81,6 @@ def _prefix_attention_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, SEGMENTED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one work item (rows and keys that they share, from `Prefixes`) for one KV head per program.
-
-    The result is written to a part of each row, in parts_ptr and part_lses_ptr.
-    """
     q_stride_token, q_stride_head = q_stride_token * UNIT, q_stride_head * UNIT
     stride_block, stride_head, stride_key = times(UNIT, stride_block, stride_head, stride_key)
     item = items_ptr + tl.program_id(0).to(tl.int64) * 6
@@ -152,7 +151,7 @@ def attend_prefixes(
     v_scale: Tensor | None,
     deterministic: bool,
 ) -> None:
-    """Compute attention of decode queries over the keys that they share, into `parts`.
+    """Compute attention of decode queries over the keys that they share, and write the partial results to `parts`.
 
     Args:
         prefixes: the shared keys.
@@ -162,13 +161,13 @@ def attend_prefixes(
         k_cache: (blocks, kv_heads, block_size, D).
         v_cache: as `k_cache`.
         block_tables: (S, blocks) int32.
-        rules: scale, window and cap.
+        rules: scale, sliding window and cap of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
-        deterministic: as in `decode_attention`.
+        deterministic: True if a row's bits must not depend on other rows.
 
     Raises:
-        ValueError: If items have the wrong shape, or `parts` has too little capacity.
+        ValueError: If the work items have the wrong shape, or `parts` is too small.
     """
     if prefixes.items.dim() != 2 or prefixes.items.shape[1] != 6 or prefixes.parts > parts.first_own:
         raise ValueError(

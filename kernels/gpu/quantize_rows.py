@@ -20,7 +20,10 @@ ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit
 def codes_of(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
-    """Round x × inverse to int8 or float8_e4m3fn (to nearest, ties to even; float8 is clamped to ±MOST)."""
+    """Quantise x: round x × inverse to `dtype`, int8 or float8_e4m3fn, to nearest, ties to even.
+
+    `inverse` is the inverse of the scale. A float8 is clamped to ±MOST.
+    """
     if dtype == tl.int8:
         # fma rounds once: the product is not rounded before ROUNDER is added
         return (tl.fma(x, inverse, ROUNDER) - ROUNDER).to(tl.int8)

@@ -34,10 +34,6 @@ PART_OUTPUTS = 128
 
 @triton.jit
 def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """Return value number PIECE of each 16-bit word (lines, words) of four int4 values, dequantised and rounded once.
-
-    `zero` is (lines, 1) int8; `scale` (lines, 1) has the dtype `dtype` of the result.
-    """
     codes = (words >> (PIECE * 4)) & 15
     if dtype == tl.float32:
         return (codes.to(tl.float32) - (8.0 + zero.to(tl.float32))) * scale
@@ -49,12 +45,9 @@ def _int4_values(words, zero, scale, PIECE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _mxfp4_values(words, exponent, PIECE: tl.constexpr, dtype: tl.constexpr):
-    """Return value number PIECE of each 16-bit word (lines, words) of four MXFP4 values, exact except in float16.
-
-    `exponent` is (lines, 1) uint8, biased by 127. The four bits of a value become the sign, exponent and mantissa of a
-    float, which then is too small by a constant power of two. It is multiplied by that power and by the group's power
-    separately, because their product may overflow.
-    """
+    # The four bits of a value become the sign, exponent and mantissa of a float, which then is too small by a constant
+    # power of two. It is multiplied by that power and by the group's power separately, because their product may
+    # overflow
     codes = words >> (PIECE * 4)
     if dtype == tl.bfloat16:
         small = (((codes & 7) << 6) | ((codes & 8) << 12)).to(tl.bfloat16, bitcast=True)
@@ -73,11 +66,11 @@ def coded_values(
 ):  # fmt: skip
     """Return one of the four values in each 16-bit word of a packed weight, dequantised: (lines, words).
 
-    - words (lines, words): int16, as `pack_codes` packs them. PIECE 0 … 3: which value of a word. first: the input of
-      the first value.
-    - from_row (lines,): rows of the weight; `inputs` and `outputs` are its sizes.
+    - words (lines, words): int16, as `pack_codes` packs them. PIECE 0 … 3: which value of a word. first: the input to
+      which the first value belongs.
+    - from_row (lines,): the row of the weight of each line; `inputs` and `outputs` are the weight's sizes.
     - groups_ptr (groups, outputs): scales of int4 values, or uint8 exponents of MXFP4 values. zeros_ptr: zero points,
-      or None. GROUP: inputs that share them.
+      or None. GROUP: number of inputs that share them.
     """
     # A piece belongs to one group. A piece beyond the last input has no group, but is multiplied by zeros
     at = (tl.minimum(first, inputs - 1) // GROUP).to(tl.int64) * outputs + from_row
@@ -136,10 +129,7 @@ def _coded_matmul_kernel(
     PRECISION: tl.constexpr, TOGETHER: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of rows by a tile of a packed weight's outputs per program, as `matmul_kernel` does.
-
-    groups_ptr, zeros_ptr and GROUP are as in `coded_values`, the other arguments as in `matmul_kernel`.
-    """
+    # Arguments are as in `coded_values` and `matmul_kernel`
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
     line = line_tile * LINES + tl.arange(0, LINES)
@@ -179,7 +169,6 @@ def _widen_kernel(
     outputs, inputs, stride_weight,
     GROUP: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Write the dequantised values of SPAN inputs of LINES outputs to panel_ptr per program."""
     PIECES: tl.constexpr = 4
     PIECE: tl.constexpr = SPAN // PIECES
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -198,7 +187,6 @@ def _widen_kernel(
 
 
 def _shared(weight: Int4Weight | Mxfp4Weight) -> tuple[Tensor, Tensor | None, int]:
-    """Return a weight's scales or exponents, its zero points, and the number of inputs that share them."""
     if isinstance(weight, Int4Weight):
         return weight.scales, weight.zeros, weight.group
     return weight.exponents, None, MXFP4_GROUP
@@ -209,7 +197,7 @@ def widen(weight: Int4Weight | Mxfp4Weight, first: int, panel: Tensor) -> None:
 
     Args:
         weight: the weight.
-        first: first output to dequantise.
+        first: index of the first output to dequantise.
         panel: (outputs to dequantise, inputs), contiguous; of the dtype of int4 scales, or of any float dtype for
             MXFP4.
 
@@ -234,13 +222,13 @@ def widen(weight: Int4Weight | Mxfp4Weight, first: int, panel: Tensor) -> None:
 
 
 def panel_matmul(x: Tensor, weight: Int4Weight | Mxfp4Weight, bias: Tensor | None, panel: Tensor) -> Tensor:
-    """Return x W^T + bias with torch, after dequantising a packed weight part by part into `panel`: (T, N).
+    """Return x W^T + bias for a packed weight, by dequantising parts of it into a buffer for torch: (T, N).
 
     Args:
         x: (T, K).
         weight: the weight, with N outputs.
         bias: (N,), or None.
-        panel: a buffer in x's dtype for at least one output; as many outputs are dequantised at a time as fit.
+        panel: the buffer, in x's dtype. At least one output must fit; all that fit are dequantised at a time.
 
     Raises:
         ValueError: If shapes or dtypes do not match.

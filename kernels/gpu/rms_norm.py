@@ -19,7 +19,6 @@ PIECE = 8192
 
 @triton.jit
 def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
-    """Load x + residual in float32, rounded to x's dtype as torch does."""
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
@@ -29,9 +28,9 @@ def _total(x_ptr, residual_ptr, at, mask, HAS_RESIDUAL: tl.constexpr):
 
 @triton.jit
 def scaled(x, weight, offset, OFFSET: tl.constexpr):
-    """Return x × weight in the weight's dtype, with x (float32) rounded first; with OFFSET x × (offset + weight).
+    """Return x × weight in the weight's dtype; x is float32.
 
-    The latter is rounded only once.
+    Without OFFSET, x is rounded to this dtype first. With OFFSET, the result is x × (offset + weight), rounded once.
     """
     if OFFSET:
         return (x * (offset + weight.to(tl.float32))).to(weight.dtype)
@@ -66,7 +65,7 @@ def _rms_norm_kernel(
     HELD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one row per program; the order of a row's sum does not depend on other rows."""
+    # The order of a row's sum does not depend on other rows
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     residual_ptr += row * residual_stride
@@ -128,5 +127,4 @@ def rms_norm(
 
 
 def _warps(block: int) -> int:
-    """Return the number of warps for which each thread has 16 of the `block` values of a row."""
     return min(16, max(1, block // 512))

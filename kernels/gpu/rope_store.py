@@ -23,10 +23,6 @@ CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 @triton.jit
 def _load_pairs(ptr, at, mask, PAIRS: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Load the values of some heads that are rotated in pairs: return the first and the second value of each pair.
-
-    Both are (heads, PADDED); `at` (heads, 1) are the offsets of the heads.
-    """
     if INTERLEAVED:
         columns = tl.arange(0, 2 * PADDED)[None, :]
         wide = tl.load(ptr + at + columns, mask=mask & (columns < 2 * PAIRS), other=0.0)
@@ -64,10 +60,7 @@ def _rotated_heads(
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     NORMED: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Load heads, normalise them if NORMED, and return both rotated values of each pair, and the other values.
-
-    If all values are rotated, the latter are copies of some of the first values.
-    """
+    # If all values are rotated, the values that are not (the third result) are copies of some of the first values
     first, second = _load_pairs(ptr, at, mask, PAIRS, PADDED, INTERLEAVED)
     beyond = 2 * PAIRS + tl.arange(0, REST_PADDED)[None, :]
     rest = tl.load(ptr + at + beyond, mask=mask & (beyond < D), other=0.0)
@@ -90,7 +83,7 @@ def _rotated_heads(
 
 @triton.jit
 def _fp8_code(x):
-    """Return x as bits of float8_e4m3fn, rounded to nearest even and clamped; some GPUs have no conversion."""
+    # Some GPUs have no conversion to float8
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
@@ -104,14 +97,12 @@ def _fp8_code(x):
 
 @triton.jit
 def _largest(x):
-    """Return the largest magnitude of each head, (heads,) float32; infinity if a value is not finite."""
     size = tl.abs(x.to(tl.float32))
     return tl.max(tl.where(size < float("inf"), size, float("inf")), 1)
 
 
 @triton.jit
 def _scale(largest, CODES: tl.constexpr):
-    """Return the inverse scale and the scale of heads with these largest magnitudes, for a quantised cache."""
     if CODES == "int8":
         return inverse_scale(largest, 127.0)
     else:
@@ -120,7 +111,6 @@ def _scale(largest, CODES: tl.constexpr):
 
 @triton.jit
 def _coded(x, inverse, target_type: tl.constexpr, CODES: tl.constexpr):
-    """Convert values (heads, n) to the format of the cache; `inverse` (heads,) is the inverse of each head's scale."""
     if CODES == "none":
         return x.to(target_type)
     else:
@@ -150,7 +140,6 @@ def _cache_keys(
     D: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr, REST_PADDED: tl.constexpr,
     INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Write a token's rotated keys, and their scales if quantised; at, mask and scale_at are (heads, 1)."""
     kept: tl.constexpr = ptr.dtype.element_ty
     inverse = 1.0
     if CODES != "none":
@@ -192,10 +181,7 @@ def _rope_store_kernel(
     D: tl.constexpr, D_PADDED: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate HEADS heads of q or k, or store HEADS heads of v, of one token per program.
-
-    The second program index counts q, then k, then v. Without kv_heads only q is rotated, and slots are not used.
-    """
+    # The second program index counts q, then k, then v. Without kv_heads only q is rotated, and slots are not used
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     q_parts, kv_parts = tl.cdiv(q_heads, HEADS), tl.cdiv(kv_heads, HEADS)
@@ -268,25 +254,30 @@ def rope_store(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the rotated q, and write the rotated k, and v, to the KV cache, as `rope_store_reference` does.
+    """Rotate q and k by their positions (RoPE), and write k and v to the KV cache.
+
+    The contract is `rope_store_reference`.
 
     Args:
         q: (T, q_heads, D). q, k and v may be slices of one tensor.
         k: (T, kv_heads, D).
         v: (T, kv_heads, D).
-        cos: (T, pairs) float32, or a table (positions, pairs) with `positions`.
+        cos: (T, pairs) float32; with `positions` a table (positions, pairs).
         sin: as `cos`.
         k_cache: (blocks, kv_heads, block_size, D) of k's dtype, or int8 or float8_e4m3fn if quantised.
         v_cache: as `k_cache`.
         slots: (T,) int64, block * block_size + offset; negative for padding.
-        q_norm: (D,), weight of an RMSNorm per head before the rotation; given together with `k_norm`.
+        q_norm: (D,), weight of an RMSNorm of each head before the rotation; given together with `k_norm`.
         k_norm: as `q_norm`.
         eps: epsilon of the norms.
-        positions: (T,) int64, the row of cos and sin of each token; None: row i.
+        positions: (T,) int64, the row of cos and sin of each token; None: token i uses row i.
         offset: added to the weights of the norms.
         interleaved: which values form a pair; see `rotate_reference`.
         k_scale: (blocks, kv_heads, block_size) float32, written for a quantised cache.
         v_scale: as `k_scale`.
+
+    Returns:
+        The rotated q, (T, q_heads, D).
     """
     _check(q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, positions, k_scale, v_scale)
     norms = (q, k) if q_norm is None or k_norm is None else (q_norm.contiguous(), k_norm.contiguous())
@@ -306,15 +297,17 @@ def rope(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Return the rotated q of a layer that reads the K and V of another layer, with the same bits as `rope_store`.
+    """Return q rotated by its positions (RoPE), for a layer that reads the K and V of another layer.
+
+    The result has the same bits as that of `rope_store`.
 
     Args:
         q: (T, q_heads, D).
-        cos: (T, pairs) float32, or a table (positions, pairs) with `positions`.
+        cos: (T, pairs) float32; with `positions` a table (positions, pairs).
         sin: as `cos`.
-        norm: (D,), weight of an RMSNorm per head before the rotation, or None.
+        norm: (D,), weight of an RMSNorm of each head before the rotation, or None.
         eps: epsilon of the norm.
-        positions: (T,) int64, the row of cos and sin of each token; None: row i.
+        positions: (T,) int64, the row of cos and sin of each token; None: token i uses row i.
         offset: added to the weight of the norm.
         interleaved: which values form a pair; see `rotate_reference`.
     """

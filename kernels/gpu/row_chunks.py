@@ -20,13 +20,13 @@ CHUNK = 4096
 
 @triton.jit
 def row_chunk(row_ptr, at, vocab):
-    """Load a row's logits of the tokens `at`, in float32, with -inf for ids from `vocab` on."""
+    """Load a row's logits of the tokens `at`, in float32; -inf for token ids from `vocab` on."""
     return tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def best_of(values, ids):
-    """Return (greatest value, lowest id with it); the value is NaN if any value is NaN."""
+    """Return (greatest value, lowest id with this value). The value is NaN if any value is NaN."""
     broken = tl.max((values != values).to(tl.int32), 0)
     numbers = tl.where(values != values, float("-inf"), values)
     best = tl.max(numbers, 0)
@@ -54,16 +54,17 @@ def _chunk_best_kernel(logits_ptr, stride, vocab, best_ptr, at_ptr, sum_ptr, CHU
 
 
 def chunk_best(logits: Tensor, with_sums: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the greatest logit of each chunk of CHUNK tokens per row, its first id, and optionally a sum.
+    """Return the greatest logit of each chunk of CHUNK tokens, its token id, and optionally a sum for a log-softmax.
 
-    The sum is of exp(logit - greatest logit), or of exp(logit) if the greatest is not finite.
+    The sum is of exp(logit - greatest logit) over the chunk, or of exp(logit) if the greatest is not finite.
 
     Args:
         logits: (rows, vocab).
         with_sums: False to return None instead of sums.
 
     Returns:
-        Three tensors (rows, chunks): logits float32, token ids int32, sums float32.
+        Three tensors (rows, chunks): logits float32, token ids int32, sums float32. Of equal logits the lowest token id
+        counts.
     """
     shape, device = (logits.shape[0], cdiv(logits.shape[1], CHUNK)), logits.device
     best = torch.empty(shape, dtype=torch.float32, device=device)

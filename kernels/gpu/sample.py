@@ -52,7 +52,6 @@ def _weight(key):
 
 @triton.jit
 def _row_best(best_ptr, at_ptr, chunks, CHUNKS: tl.constexpr):
-    """Return (greatest logit, lowest token id with it) of a row from its chunks; NaN if any logit is NaN."""
     at = tl.arange(0, CHUNKS)
     values = tl.load(best_ptr + at, mask=at < chunks, other=float("-inf"))
     return best_of(values, tl.load(at_ptr + at, mask=at < chunks, other=2147483647))
@@ -63,7 +62,7 @@ def _weigh_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, temperature_ptr, weights_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights (relative probabilities in units of 2^-44) of one chunk of a row's tokens per program."""
+    # One chunk of a row per program
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperature_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -75,14 +74,12 @@ def _weigh_kernel(
 
 @triton.jit
 def _tally(key, weight, pivot, counts, masses):
-    """Add the number and weight of tokens whose key (probability bits) reaches `pivot` to `counts` and `masses`."""
     within = key >= pivot
     return counts + tl.sum(within.to(tl.int32), 0), masses + tl.sum(tl.where(within, weight, 0), 0)
 
 
 @triton.jit
 def _measure(row_ptr, vocab, best, temperature, p1, p2, p3, TILE: tl.constexpr):
-    """Return the number and weight of a row's tokens whose key (probability bits) reaches each of three pivots."""
     c1, m1 = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.int64)
     c2, m2, c3, m3 = c1, m1, c1, m1
     tile = tl.arange(0, _FLIGHT)[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -108,7 +105,6 @@ def _enough(count, mass, wanted, BY_MASS: tl.constexpr):
 def _gather(
     row_ptr, scratch_ptr, vocab, best, temperature, low, high, CHUNK: tl.constexpr, HELD: tl.constexpr
 ):
-    """Write a row's keys (probability bits) in [low, high), at most HELD, to scratch_ptr; return their number."""
     found = tl.zeros((), tl.int32)
     for start in range(0, vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
@@ -122,20 +118,14 @@ def _gather(
 
 @triton.jit
 def _pivots(low, high, tokens):
-    """Return three keys between low and high at which tokens are counted; the first is low itself if `tokens` is -1.
-
-    `tokens` is the number of tokens with a key of at least low; -1 if it is unknown.
-    """
+    # The first pivot is low itself if the number of tokens at and above it is unknown (-1)
     quarter, half = (high - low) // 4, (high - low) // 2
     return low + tl.where(tokens < 0, 0, quarter), low + half, low + half + quarter
 
 
 @triton.jit
 def _narrowed(low, high, tokens, count, mass, c1, m1, c2, m2, c3, m3, wanted, BY_MASS: tl.constexpr):
-    """Return a narrower bracket (low, high, tokens, count, mass) around the key at which tokens reach `wanted`.
-
-    c1 … m3 are the number and weight of tokens at and above the three pivots; the other arguments are as in `_search`.
-    """
+    # c1 … m3 are the number and weight of tokens at and above the three pivots; other arguments are as in `_search`
     p1, p2, p3 = _pivots(low, high, tokens)
     e1 = _enough(c1, m1, wanted, BY_MASS)
     e2 = _enough(c2, m2, wanted, BY_MASS)
@@ -153,11 +143,11 @@ def _search(
     row_ptr, scratch_ptr, vocab, best, temperature, low, high, tokens, count, mass, found, wanted,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Find the greatest key (probability bits) in [low, high) at which the tokens at and above it reach `wanted`.
+    """Find the greatest key in [low, high) for which the tokens at and above it reach `wanted`.
 
-    Tokens reach `wanted` by their weight if BY_MASS, else by their number; they do at `low`. `tokens` are at and above
-    `low` (-1: unknown), `count` tokens with weight `mass` at and above `high`. `found` is the number of the bracket's
-    keys if all are in scratch already, else -1.
+    A key is a probability as bits. Tokens reach `wanted` by their weight if BY_MASS, else by their number. `tokens` is
+    the number of tokens at and above `low` (-1: unknown); `count` and `mass` are the number and weight of tokens at and
+    above `high`. `found` is the number of keys in [low, high) if all are in scratch_ptr already, else -1.
 
     Returns:
         The key, and the number and weight of tokens above it.
@@ -188,10 +178,7 @@ def _search(
 
 @triton.jit
 def _times(wanted, weight, most):
-    """Return the smallest number of times a weight must be taken to reach `wanted`, at most `most` (below 2^19).
-
-    The float32 quotient may be off by one and is corrected; a division of int64 would be a subroutine.
-    """
+    # The float32 quotient may be off by one and is corrected; a division of int64 would be a subroutine
     guess = tl.minimum(wanted.to(tl.float32) / weight.to(tl.float32), most + 2.0).to(tl.int64)
     times = tl.maximum(guess - 1, 0)
     lacking = wanted - times * weight
@@ -203,10 +190,6 @@ def _times(wanted, weight, most):
 
 @triton.jit
 def _nucleus(total, top_p, members, low):
-    """Return the weight that top-p requires, and a lower bound of the key (probability bits) at which tokens reach it.
-
-    `total` is the weight of the `members` tokens that remain, all with keys above `low`.
-    """
     wanted = tl.minimum(tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1), total)
     # All tokens below this together weigh less than half of the weight that top-p may drop
     least = ((1.0 - top_p) * total.to(tl.float64)).to(tl.float32) / (2.0 * _UNIT * members)
@@ -215,7 +198,6 @@ def _nucleus(total, top_p, members, low):
 
 @triton.jit
 def _total(weights_ptr, chunks, CHUNKS: tl.constexpr):
-    """Return the weight (relative probability in units of 2^-44) of all tokens of a row."""
     at = tl.arange(0, CHUNKS)
     return tl.sum(tl.load(weights_ptr + at, mask=at < chunks, other=0), 0)
 
@@ -224,11 +206,8 @@ def _total(weights_ptr, chunks, CHUNKS: tl.constexpr):
 def _shared_row(
     row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Load a row's parameters: return (shared, greatest logit, temperature, top-p).
-
-    `shared` is True if tokens of the row are drawn with top-p but without top-k; several programs then share the first
-    pass over the row.
-    """
+    # `shared` is True if tokens of the row are drawn with top-p but without top-k: several programs then share the
+    # first pass over the row
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -242,7 +221,7 @@ def _tally_kernel(
     counts_ptr, masses_ptr,  # (rows, 3, chunks)
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of some chunks of a row, and their weights, at and above three candidate top-p thresholds."""
+    # Counts tokens at and above three candidates for the key of top-p
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     shared, best, temperature, top_p = _shared_row(
         row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS
@@ -266,10 +245,6 @@ def _tally_kernel(
 
 @triton.jit
 def _first_bracket(counts_ptr, masses_ptr, chunks, wanted, low, CHUNKS: tl.constexpr):
-    """Return the bracket (low, high, tokens, count, mass) of keys in which the top-p threshold of a row lies.
-
-    It is found from the counts and weights that `_tally_kernel` stored; see `_search` for the bracket.
-    """
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
     c1 = tl.sum(tl.load(counts_ptr + at, mask=inside, other=0), 0)
@@ -290,10 +265,7 @@ def _collect_kernel(
     counts_ptr, masses_ptr, scratch_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys (probability bits) of a row among which its top-p threshold lies to scratch_ptr, if at most HELD.
-
-    The keys are ordered by token. Several programs share the chunks of a row.
-    """
+    # The keys are ordered by token. Several programs share the chunks of a row
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     shared, best, temperature, top_p = _shared_row(
         row, vocab, best_ptr, at_ptr, chunks, temperature_ptr, top_k_ptr, top_p_ptr, CHUNKS
@@ -330,10 +302,10 @@ def _filter(
     row_ptr, scratch_ptr, vocab, best, temperature, total, top_k, top_p, min_p, counts_ptr, masses_ptr, chunks,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Apply top-k, top-p and min-p to a row: return (key, ties).
+    """Apply top-k, top-p and min-p to a row, and return (key, ties).
 
-    Tokens with a greater key (probability bits) are kept, and the first `ties` tokens with this key. `total` is the
-    weight of all tokens.
+    A token's key is its probability as bits. Tokens with a greater key are kept, and the first `ties` tokens with this
+    key. `total` is the weight of all tokens.
     """
     low, ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + vocab
     members = ties
@@ -375,10 +347,7 @@ def _weigh_kept_kernel(
     logits_ptr, stride, vocab, best_ptr, at_ptr, chunks, temperature_ptr, weights_ptr, equal_ptr, low_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of each chunk's tokens above the row's key from `_filter`, and count the tokens at the key.
-
-    For a row without filters the weights stay, and the counts have no effect. The programs of a row share its chunks.
-    """
+    # For a row without filters the weights stay, and the counts have no effect. The programs of a row share its chunks
     row, first, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     low = tl.load(low_ptr + row)
     if low >= 0:
@@ -394,7 +363,7 @@ def _weigh_kept_kernel(
 
 @triton.jit
 def _uniform(key_ptr, position):
-    """Return the random number in [0, 1) of batchinfer_kernels.philox.uniforms for one row, float64."""
+    # As batchinfer_kernels.philox.uniforms
     k0, k1 = tl.load(key_ptr).to(tl.uint32, bitcast=True), tl.load(key_ptr + 1).to(tl.uint32, bitcast=True)
     seed = k0.to(tl.uint64) | (k1.to(tl.uint64) << 32)
     none = tl.zeros((), tl.int32)
@@ -408,7 +377,7 @@ def _draw(
     row_ptr, weights_ptr, equal_ptr, chunks, vocab, best, temperature, low, ties, uniform,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the first token at which the cumulative weight of kept tokens exceeds uniform × their total weight."""
+    # The first token at which the cumulative weight of kept tokens exceeds uniform × their total weight
     at = tl.arange(0, CHUNKS)
     equal = tl.load(equal_ptr + at, mask=at < chunks, other=0)
     ahead = tl.cumsum(equal, 0) - equal  # tokens at the key before each chunk
@@ -434,10 +403,7 @@ def _filter_kernel(
     scratch_ptr,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Store the key and the ties of `_filter` for one row per program.
-
-    For a greedy row, or one without filters, they are -1 and 0: all tokens are kept.
-    """
+    # For a greedy row, or one without filters, key and ties are -1 and 0: all tokens are kept
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     best, _ = _row_best(best_ptr + row * chunks, at_ptr + row * chunks, chunks, CHUNKS)
@@ -479,13 +445,13 @@ def _choose_kernel(
 def sample(logits: Tensor, sampling: RowSampling | None = None, out: Tensor | None = None) -> Tensor:
     """Sample a token from each row of logits, as `sample_reference` does: (rows,) int64.
 
-    The launches depend only on the shape of logits and on whether `sampling` is given; greedy and drawn rows share
-    them. A row's token does not depend on other rows.
+    Launches depend only on the shape of logits and on whether `sampling` is given, so they can be captured into a
+    graph. A row's token does not depend on other rows.
 
     Args:
         logits: (rows, vocab); rows may be strided.
-        sampling: parameters of the rows; None: the argmax.
-        out: (rows,) int64, written if given.
+        sampling: sampling parameters of the rows; None: the argmax of each row.
+        out: (rows,) int64; receives the tokens if given.
     """
     _check(logits, sampling, out)
     rows, vocab = logits.shape

@@ -27,14 +27,15 @@ NOWHERE = -1  # the place of a row that is not sorted, because it has no expert
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
-    """The R rows of a step, one per token and chosen expert, sorted by expert and then by token.
+    """The rows of a step, one per token and chosen expert, sorted by expert and then by token: R in all.
 
     Attributes:
         tokens: (R,) int64, the token of each sorted row.
-        places: (R,) int64, the sorted index of row token × chosen + choice; NOWHERE for a row without an expert.
+        places: (R,) int64, for each token × experts per token + choice the index of its sorted row; NOWHERE for a row
+            without an expert.
         starts: (experts + 1,) int64, the first sorted row of each expert, and the number of sorted rows.
-        ends: (HEIGHTS, experts) int64, for each tile height, the cumulative number of row tiles up to each expert.
-            Heights are LEAST_HEIGHT rows and double each time.
+        ends: (HEIGHTS, experts) int64, for each tile height, the cumulative number of row tiles up to each expert. The
+            first height is LEAST_HEIGHT rows; each further height is twice the one before.
     """
 
     tokens: Tensor
@@ -78,13 +79,13 @@ def _sort_kernel(
 
 
 def sort_by_expert(choice: Choice, loads: Tensor, counted: Tensor | None = None) -> ExpertRows:
-    """Sort the rows of a step, one per token and chosen expert, by expert, and add their number per expert to `loads`.
+    """Sort the rows of a step by expert, and count them in `loads`. There is one row per token and chosen expert.
 
     Args:
-        choice: experts of each of T tokens, below len(loads). If it has no counts, an expert may be equal to
-            len(loads): its row has no expert and gets the place NOWHERE.
-        loads: (experts,) int64, changed in place.
-        counted: (T,) bool, the tokens that are added to `loads`; None: all.
+        choice: the experts that each of T tokens uses, all below len(loads). If it has no `counts`, the number
+            len(loads) means no expert: the row gets the place NOWHERE.
+        loads: (experts,) int64; the number of rows of each expert is added to it.
+        counted: (T,) bool, True for tokens whose rows are counted in `loads`; None: all are.
     """
     experts, count = choice.experts.contiguous(), len(loads)
     rows, device = experts.numel(), experts.device

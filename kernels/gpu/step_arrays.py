@@ -24,8 +24,8 @@ class StepArray:
     """A reference to one of the arrays of a step.
 
     Attributes:
-        arrays: the arrays of the step.
-        number: index of the array among them.
+        arrays: all arrays of the step.
+        number: index of the array in `arrays`.
     """
 
     arrays: StepArrays
@@ -38,7 +38,7 @@ class StepArray:
 
     @property
     def tensor(self) -> Tensor:
-        """Return the values on the device, int32. The first access copies all arrays that are not there yet."""
+        """Return the values on the device, int32. The first access copies all arrays that are not on the device yet."""
         return self.arrays.on_device(self.number)
 
     def of(self, arrays: StepArrays) -> StepArray:
@@ -49,7 +49,7 @@ class StepArray:
 class StepArrays:
     """The small integer arrays of all attention plans of a step, which are copied to the device together.
 
-    Copies are queued before the kernels that read them, and do not block the host.
+    Copies do not block the host.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class StepArrays:
         """Create the arrays of a step.
 
         Args:
-            device: target of the copies.
+            device: the device that receives the arrays.
             values: initial arrays.
-            origin: the arrays from which `again` made these.
+            origin: the arrays of an earlier step, if `again` made these arrays from them.
         """
         self.device, self.values, self.origin = device, list(values), origin
         self._tensors: list[Tensor] = []
@@ -72,7 +72,7 @@ class StepArrays:
         return StepArray(self, len(self.values) - 1)
 
     def again(self) -> StepArrays:
-        """Return new StepArrays with the same values; `put` can replace some of them."""
+        """Return new arrays for a later step, with the same values. Some of them can be replaced by `put`."""
         return StepArrays(self.device, self.values, self)
 
     def put(self, number: int, values: NDArray[Any]) -> StepArray:
@@ -82,20 +82,21 @@ class StepArrays:
         return StepArray(self, number)
 
     def on_device(self, number: int) -> Tensor:
-        """Return array `number` on the device; copies all arrays that are not there yet."""
+        """Return array `number` on the device; first copies all arrays that are not on the device yet."""
         if number >= len(self._tensors):
             self._send()
         return self._tensors[number]
 
     def place(self) -> None:
-        """Copy all arrays to the device that are not there yet."""
+        """Copy all arrays to the device that are not on the device yet."""
         if len(self._tensors) < len(self.values):
             self._send()
 
     def refill(self, other: StepArrays) -> None:
         """Overwrite the tensors on the device, which a captured graph reads, with the arrays of `other`.
 
-        Only the range from the first to the last changed array is copied.
+        A replay of the graph then computes the step of `other`. Only the range from the first to the last changed array
+        is copied.
 
         Raises:
             ValueError: If shapes differ.
@@ -126,10 +127,7 @@ class _Copy:
         ]
 
     def refill(self, old: Sequence[Values], new: Sequence[Values]) -> None:
-        """Copy the arrays from the first to the last that is not the same object in both lists.
-
-        Contexts change on the device between the steps of a launch, so each plan has its own object for them.
-        """
+        # Contexts change on the device between the steps of a launch, so each plan has its own array object for them
         numbers = range(self._first, self._first + len(self.tensors))
         changed = [number for number in numbers if old[number] is not new[number]]
         if not changed:

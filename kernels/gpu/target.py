@@ -23,13 +23,13 @@ def architecture() -> str:
 
 @lru_cache(maxsize=16)
 def _architecture_of(driver: Any, _device: object) -> str:
-    """Return the architecture of a device. Cached, because each layer has several launches that need it."""
+    # Cached, because each layer has several launches that need it
     return str(driver.get_current_target().arch)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 1 for the CPU, where interpreted kernels need no splits."""
+    """Return the number of multiprocessors of a GPU, over which kernels divide their work; 1 for a CPU."""
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
