@@ -10,7 +10,7 @@ from batchinfer.filesystem.durable import refuse_existing
 
 
 def run_or_export(options: BenchOptions, notice: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
-    """Run the benchmarks, or export one workload to `options.export` if it is set.
+    """Run the workloads of `batchinfer bench`, or export one workload to the file `options.export` if it is set.
 
     Args:
         options: The options of the command.

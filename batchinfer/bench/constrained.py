@@ -26,9 +26,13 @@ RECORDS = 1000  # minimum items of an answer: no answer is complete before max_t
 
 
 def schema(number: int, turn: int) -> str:
-    """Return the JSON Schema of a list of at least RECORDS orders, as JSON text.
+    """Return a JSON Schema as JSON text, for an answer that is a list of at least RECORDS orders.
 
-    Each pair of `number` and `turn` gives another schema, which has to be compiled.
+    Each pair of `number` and `turn` gives a different schema, so that an engine cannot reuse a compiled one.
+
+    Args:
+        number: Number of the schema within a run.
+        turn: Number of the repetition of the run.
     """
     name, mark = f"customer_{number}", f"sent_{turn}"
     order = {
@@ -43,16 +47,19 @@ def schema(number: int, turn: int) -> str:
 
 
 def under_schemas(rows: Sequence[Row], schemas: int, turn: int) -> list[Row]:
-    """Return the rows with a JSON Schema each; `schemas` different ones take turns.
+    """Return the rows with a JSON Schema each.
 
-    `turn` is the number of the repetition; different turns have different schemas.
+    Args:
+        rows: The rows of the workload.
+        schemas: Number of different schemas, which rows use in turn.
+        turn: Number of the repetition. Each repetition has new schemas, so that the engine has compiled none of them.
     """
     texts = [schema(number, turn) for number in range(schemas)]
     return [replace(row, schema=texts[number % schemas]) for number, row in enumerate(rows)]
 
 
 def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
-    """Return the model with support for JSON Schemas, with the tokenizer of the benchmark's model.
+    """Return the model with support for JSON Schemas, for which it gets a tokenizer.
 
     Args:
         loaded: The model.
@@ -69,7 +76,6 @@ def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
 
 
 def _tokenizer(options: BenchOptions) -> tuple[str, int]:
-    """Return the tokenizer's definition and the number of its tokens."""
     if options.is_shape:
         vocab = shape_config(options.model).vocab
         return made_up_tokenizer(vocab), vocab
@@ -79,12 +85,13 @@ def _tokenizer(options: BenchOptions) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class SampledConstraint:
-    """A constraint that does not skip forced tokens, the tokens that are the only allowed continuation.
+    """A constraint whose forced tokens are sampled by the model instead of being skipped.
 
-    They are sampled, so each row takes the same number of steps as without a constraint.
+    A token is forced if it is the only one that the constraint allows. Rows then take the same number of steps with and
+    without a constraint, so that their times can be compared.
 
     Attributes:
-        grammar: The constraint whose methods are called; see `batchinfer.engine.schedule.constraints`.
+        grammar: The wrapped constraint; see `batchinfer.engine.schedule.constraints`.
     """
 
     grammar: RowConstraint
@@ -101,12 +108,12 @@ class SampledConstraint:
 
     @property
     def over(self) -> bool:
-        """Return True if all tokens are allowed from now on."""
+        """Return True if the constraint has no effect on further tokens: all are allowed."""
         return self.grammar.over
 
     @property
     def failure(self) -> RowError | None:
-        """Return why the constraint cannot be followed further, or None."""
+        """Return the error that makes the constraint impossible to follow, or None."""
         return self.grammar.failure
 
     def take(self, token: int) -> None:
@@ -114,7 +121,7 @@ class SampledConstraint:
         self.grammar.take(token)
 
     def allows(self, token: int) -> bool:
-        """Return True if the token may follow and no token is forced."""
+        """Return True if the constraint allows the token next. Return False for all tokens if it forces one."""
         return not self.grammar.jump_forward() and self.grammar.allows(token)
 
     def fork(self) -> SampledConstraint:
@@ -122,14 +129,14 @@ class SampledConstraint:
         return SampledConstraint(self.grammar.fork())
 
     def jump_forward(self) -> Sequence[int]:
-        """Compute the tokens that are forced next, but return none of them."""
+        """Return no forced tokens, after the wrapped constraint has computed them."""
         self.grammar.jump_forward()
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class EverySampled:
-    """Creates constraints that do not skip forced tokens, the tokens that are the only allowed continuation.
+    """Creates constraints whose forced tokens are sampled by the model; see `SampledConstraint`.
 
     It has the interface `batchinfer.engine.schedule.constraints.Constraints`.
 
@@ -149,5 +156,5 @@ class EverySampled:
         return SampledConstraint(self.grammars.start(params))
 
     def fill(self, constraints: Sequence[Any], bits: NDArray[np.int32]) -> None:
-        """Write the token mask of each constraint's row to `bits`, (rows, words) int32."""
+        """Write the token mask of each constraint, the tokens that it allows next, to `bits`, (rows, words) int32."""
         self.grammars.fill([one.grammar for one in constraints], bits)

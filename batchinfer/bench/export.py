@@ -10,7 +10,7 @@ from batchinfer.filesystem.durable import FileOps, write_new
 
 
 def export_workload(workload: Workload, path: Path) -> None:
-    """Write a workload to a new JSONL file: an object with prompt_token_ids and max_tokens per row.
+    """Write a workload to a new JSONL file, with the keys prompt_token_ids and max_tokens per row.
 
     Raises:
         OutputConflict: The file exists.

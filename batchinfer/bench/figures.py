@@ -15,18 +15,18 @@ MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """The figures of one run. Times are in seconds, shares and efficiencies are fractions.
+    """The figures of one timed run of a workload. Times are in seconds, shares and efficiencies are fractions.
 
     Attributes:
         wall_s: Wall time, planning included.
         plan_s: Time of planning.
         model_s: Time in the model and the sampler.
-        steps: Number of steps.
-        decode_step_s: Median duration of full decode steps; see `decode_step_seconds`.
-        rows_run: Rows that were computed.
-        prompt_tokens_run: Prompt tokens that were computed, without recomputed tokens.
-        decode_tokens_run: Decode tokens that were computed.
-        recomputed_tokens: Tokens that were computed again after preemptions.
+        steps: Number of engine steps.
+        decode_step_s: Median duration of the largest decode steps; see `decode_step_seconds`.
+        rows_run: Number of rows that were computed.
+        prompt_tokens_run: Number of prompt tokens that were computed, without recomputed tokens.
+        decode_tokens_run: Number of generated tokens that were computed.
+        recomputed_tokens: Number of tokens that were computed again after preemptions.
         preemptions: Number of preemptions.
         mfu: `compute_seconds` as a fraction of the wall time.
         mbu: Bytes moved, as a fraction of the peak bandwidth × wall time.
@@ -36,8 +36,8 @@ class RunFigures:
         recomputed_share: Recomputed tokens, as a fraction of all tokens computed.
         overhead_share: Time outside of the model, as a fraction of the wall time.
         roofline_s: Sum of the roofline times of all operators in all steps.
-        step_bound_s: Lower bound if operators overlap; see `step_bound_seconds`.
-        ideal_s: Roofline time of the ideal job.
+        step_bound_s: Roofline time if the operators of a step overlapped; see `step_bound_seconds`.
+        ideal_s: Roofline time of the ideal job, in which shared prefixes and duplicates are computed once.
     """
 
     wall_s: float
@@ -80,7 +80,10 @@ def step_bound_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
 
 
 def decode_step_seconds(run: Run) -> float:
-    """Return the median seconds of pure decode steps with the largest number of rows; 0 if there are none."""
+    """Return the median duration of the decode steps with the largest batch, in seconds; 0 if there are none.
+
+    Steps that also prefill prompts are not considered.
+    """
     decoding = [step for step in run.steps if step.decode_tokens and not step.prefill_tokens]
     most = max((step.decode_tokens for step in decoding), default=0)
     full = [step.duration_s for step in decoding if step.decode_tokens == most]
@@ -88,9 +91,9 @@ def decode_step_seconds(run: Run) -> float:
 
 
 def compute_seconds(run: Run, model: ModelCost, peaks: Peaks) -> float:
-    """Return the seconds that the model's useful FLOPs take at the peak rates. MFU is this divided by the wall time.
+    """Return the seconds that the model's useful FLOPs take at the peak rates. MFU is the result ÷ the wall time.
 
-    Products of quantised values count with the peak of their type.
+    Products of quantised values count with the peak of their own type, such as int8.
     """
     return sum(_products(costs[name]).seconds(peaks) for costs in _step_costs(run, model) for name in MODEL)
 
@@ -100,12 +103,12 @@ def _step_costs(run: Run, model: ModelCost) -> Iterator[dict[str, Cost]]:
 
 
 def _products(cost: Cost) -> Cost:
-    """Return the part of a cost that MFU counts: arithmetic of products, without quantisation and bytes."""
+    # MFU counts the arithmetic of products, without quantisation and bytes
     return Cost(cost.coded_ops or cost.flops, 0, cost.coded_ops)
 
 
 def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFigures:
-    """Return the figures of a run.
+    """Return the figures of one timed run: times, counts and efficiencies.
 
     Args:
         run: The timed run.
@@ -146,7 +149,7 @@ def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFi
 
 
 def medians(runs: Sequence[RunFigures]) -> dict[str, float]:
-    """Return the median of each figure over the runs, by name. If all values are equal, their type is kept."""
+    """Return the median of each figure over several runs, by name. A count that is equal in all runs stays an int."""
     columns = {name: [asdict(run)[name] for run in runs] for name in asdict(runs[0])}
     return {name: _median(values) for name, values in columns.items()}
 

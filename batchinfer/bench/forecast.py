@@ -18,7 +18,7 @@ from batchinfer.plan.simulation.step_time import StepTime
 
 
 def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | None:
-    """Return step times for this machine from `batchinfer doctor --measure`, or None if nothing is measured.
+    """Return this machine's step times, as `batchinfer doctor --measure` measured them; None if it has not.
 
     Args:
         device: "cpu" or "cuda".
@@ -33,9 +33,9 @@ def calibrated_time(device: str, dtype: str, quantization: str) -> StepTime | No
 
 
 def forecast_seconds(loaded: LoadedModel, rows: Sequence[Row], time: StepTime) -> float:
-    """Return the forecast time in the engine, in seconds, from a simulation of the rows.
+    """Return the time that a simulation forecasts for the rows in the engine, in seconds.
 
-    Every answer has its max_tokens tokens.
+    It assumes that every answer has its maximum length.
 
     Args:
         loaded: The model, with its limits and memory.

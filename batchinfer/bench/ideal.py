@@ -12,12 +12,12 @@ from batchinfer_kernels.cost import Cost, ModelCost, StepShape
 
 @dataclass(slots=True)
 class PrefixNode:
-    """A node of the prefix tree: prompt tokens [start, end) that the same rows share.
+    """A node of the prefix tree of all prompts: the prompt tokens [start, end), which some rows share.
 
     Attributes:
-        start: First token.
-        end: End of the tokens, exclusive.
-        longest: The most output tokens of these rows; they need at least longest - 1 decode steps.
+        start: Index of the node's first token in the prompts.
+        end: End of the node's tokens, exclusive.
+        longest: Maximum number of output tokens of these rows. They need at least longest - 1 decode steps.
     """
 
     start: int
@@ -26,7 +26,7 @@ class PrefixNode:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of the node."""
+        """Return the number of prompt tokens of the node."""
         return self.end - self.start
 
 
@@ -35,12 +35,12 @@ class Ideal:
     """The work of an ideal job, in which each shared prefix and each duplicate is computed once.
 
     Attributes:
-        prefill_tokens: Prompt tokens to compute.
-        decode_tokens: Generated tokens to compute.
-        sampled: Tokens to sample.
-        pairs: Attended (query, key) pairs, summed over layers.
-        kv_tokens: Cached tokens read, summed over layers.
-        steps: The fewest steps: the tokens of the longest output.
+        prefill_tokens: Number of prompt tokens to compute.
+        decode_tokens: Number of generated tokens to compute.
+        sampled: Number of tokens to sample.
+        pairs: Number of attended (query, key) pairs, summed over layers.
+        kv_tokens: Number of cached tokens to read, summed over layers.
+        steps: Minimum number of steps: the number of tokens of the longest output.
     """
 
     prefill_tokens: int
@@ -60,7 +60,7 @@ class Ideal:
 def ideal_job(rows: Sequence[Row], windows: Sequence[int | None]) -> Ideal:
     """Return the work of the ideal job for the rows of a workload.
 
-    In layers with a window, reads of prefixes by decode steps are not counted.
+    In layers with a sliding window, decode steps are assumed not to read the prompt, so the work is a lower bound.
 
     Args:
         rows: The rows of the workload.
@@ -85,9 +85,12 @@ def ideal_job(rows: Sequence[Row], windows: Sequence[int | None]) -> Ideal:
 
 
 def attended(start: int, end: int, window: int | None) -> int:
-    """Return the number of (query, key) pairs of causal attention for queries at positions [start, end).
+    """Return the number of (query, key) pairs of causal attention, for the queries at positions [start, end).
 
-    A query attends to at most `window` keys, its own included; None: no limit.
+    Args:
+        start: Position of the first query.
+        end: End of the positions, exclusive.
+        window: Maximum number of keys that a query attends to, its own included; None: no limit.
     """
     if window is None:
         return (end - start) * (start + end + 1) // 2
@@ -96,7 +99,7 @@ def attended(start: int, end: int, window: int | None) -> int:
 
 
 def ideal_costs(ideal: Ideal, cost: ModelCost) -> dict[str, Cost]:
-    """Return the cost of each operator over the whole ideal job, by name. Weights are read once per step."""
+    """Return the cost of each operator in the whole ideal job, by name. Each step reads the weights once."""
     again = cost.another_step()
     whole = cost.step(ideal.step)
     return {name: cost + again[name] * (ideal.steps - 1) for name, cost in whole.items()}
@@ -105,11 +108,10 @@ def ideal_costs(ideal: Ideal, cost: ModelCost) -> dict[str, Cost]:
 def prefix_nodes(rows: Sequence[Row]) -> Iterator[PrefixNode]:
     """Yield the nodes of the prefix tree of all prompts, children before parents.
 
-    The last token of a prompt is always computed, because its logits are needed: rows with equal prompts share all
-    tokens except the last.
+    Rows with equal prompts share all tokens except the last, which each row computes because it needs the logits.
 
     Args:
-        rows: Rows without duplicates.
+        rows: The rows of a workload, without duplicates.
     """
     ordered = sorted(rows, key=lambda row: row.prompt)
     shared = [*_shared(ordered), 0]
@@ -121,7 +123,6 @@ def prefix_nodes(rows: Sequence[Row]) -> Iterator[PrefixNode]:
 
 
 def _closed(open_nodes: list[PrefixNode], common: int) -> Iterator[PrefixNode]:
-    """Close the innermost open node from position `common` on, where the next row diverges, and yield that part."""
     node = open_nodes.pop()
     if open_nodes[-1].end < common:
         open_nodes.append(PrefixNode(node.start, common))
@@ -131,7 +132,6 @@ def _closed(open_nodes: list[PrefixNode], common: int) -> Iterator[PrefixNode]:
 
 
 def _shared(ordered: Sequence[Row]) -> Iterator[int]:
-    """Yield the number of prompt tokens that each row shares with the next one."""
     for row, following in pairwise(ordered):
         pairs = zip(row.prompt, following.prompt, strict=False)
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(row.prompt))

@@ -25,21 +25,21 @@ class BenchOptions:
     """The options of `batchinfer bench`.
 
     Attributes:
-        workloads: Names of workloads.
-        model: A named shape, a checkpoint folder, or a name in the Hugging Face cache.
+        workloads: Names of the workloads to run.
+        model: A named model shape (which gets dummy weights), a checkpoint folder, or a name in the Hugging Face cache.
         dtype: Dtype of the run, or "auto".
         quantization: Quantisation of the linear layers, or "auto".
         kv_cache_dtype: Format of the KV cache; "auto": not quantised.
         deterministic: True if a row's answer must not depend on other rows.
         device: "cpu", "cuda" or "auto".
-        threads: CPU threads; None: all cores.
+        threads: Number of CPU threads; None: all cores.
         max_num_seqs: Maximum number of sequences that run at a time; None: the engine chooses.
         max_num_batched_tokens: Maximum number of tokens per step; None: the engine chooses.
-        rows: Rows of a workload; None: its default.
-        max_tokens: Limit of output tokens per row; None: no limit.
-        schemas: Each number adds runs with this number of different JSON Schemas.
+        rows: Number of rows of each workload; None: its default.
+        max_tokens: Maximum number of output tokens per row; None: no limit.
+        schemas: For each number, runs with this number of different JSON Schemas are added.
         drafts: True to add runs with draft tokens.
-        repeat: Runs of each workload.
+        repeat: Number of runs of each workload.
         against: Name of another engine to compare with, or None.
         export: File to export a workload to instead of a run, or None.
     """
@@ -63,7 +63,7 @@ class BenchOptions:
     export: Path | None = None
 
     def check(self) -> None:
-        """Raise UsageError with all wrong values and the possible ones."""
+        """Raise UsageError if options are wrong. The message has all wrong values, and the possible values."""
         wrong = [*self._unknown_names(), *self._too_small()]
         if self.export is not None and len(self.workloads) != 1:
             wrong.append(f"--export writes one workload; {len(self.workloads)} are named, name one")
@@ -102,7 +102,7 @@ class BenchOptions:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the checkpoint, or a path that does not exist if the model is a shape."""
+        """Return the folder of the model's checkpoint. If the model is a named shape, the path does not exist."""
         return Path(self.model) if self.is_shape else locate_model(self.model, Path(self.model))
 
     def _too_small(self) -> list[str]:

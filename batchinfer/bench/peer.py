@@ -33,7 +33,7 @@ class PeerRun:
 
 
 class TransformersPeer:
-    """A checkpoint that is loaded with transformers in this process, with the same number of threads."""
+    """A checkpoint that is loaded with transformers in this process, to compare its speed with batchinfer's."""
 
     name = "transformers"
 
@@ -47,14 +47,14 @@ class TransformersPeer:
 
     @property
     def version(self) -> str:
-        """Return the version of transformers."""
+        """Return the installed version of transformers."""
         return version("transformers")
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row]) -> PeerRun:
         """Generate the answers of all rows, including duplicates, in batches of rows of similar length.
 
-        A batch generates as many tokens as its longest row needs; the answers of shorter rows are cut.
+        A batch generates the number of tokens that its longest row needs, and the answers of shorter rows are cut.
         """
         began = time.perf_counter()
         answers: list[tuple[int, ...]] = [()] * len(rows)
@@ -86,7 +86,6 @@ def _batches(rows: Sequence[Row]) -> Iterator[list[int]]:
 
 
 def _padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask, each (rows, longest prompt) int64, padded on the left."""
     width = max(len(row.prompt) for row in rows)
     ids, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
     for number, row in enumerate(rows):

@@ -31,7 +31,7 @@ class Planned:
     Attributes:
         keys: The work key of each row.
         plan: The order of all requests.
-        tokens: The prompts, which requests are read from.
+        tokens: Reads the prompts of requests from the index.
     """
 
     keys: tuple[bytes, ...]
@@ -47,9 +47,9 @@ def plan_rows(
     Args:
         rows: The rows of the workload.
         folder: An empty folder for the index.
-        threads: Threads of the planner.
-        roots: The content roots of the model.
-        deduplicate: If False, each row runs, even if it is a duplicate.
+        threads: Number of threads of the planner.
+        roots: Computes which requests may share cached blocks.
+        deduplicate: False to compute each row, even if it is a duplicate.
 
     Raises:
         StorageError: Writing failed.
@@ -83,7 +83,7 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
 
     Args:
         rows: The rows of the workload.
-        deduplicate: If False, duplicates get different work keys.
+        deduplicate: False to give duplicates different work keys, so that each is computed.
     """
     asked = [(row.max_tokens, row.schema) for row in rows]
     params = {one: number for number, one in enumerate(dict.fromkeys(asked))}

@@ -28,14 +28,14 @@ OPERATORS_SHOWN = 4
 
 @dataclass(slots=True)
 class Series:
-    """The timed runs of one workload. In each repetition all variants run once.
+    """The timed runs of one workload in several variants, each with one run per repetition.
 
     Attributes:
         ours: Plain runs.
         without: Runs without deduplication, if the workload has duplicates.
         under: Runs with JSON Schemas, by the number of different schemas.
         drafted: Runs with draft tokens.
-        peer: Runs with transformers.
+        peer: Runs with transformers, if it is compared.
     """
 
     ours: list[Run] = field(default_factory=list)
@@ -47,12 +47,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadResult:
-    """The runs of a workload, with its ideal job and forecast.
+    """The timed runs of a workload, its ideal job, and its forecast.
 
     Attributes:
         workload: The workload.
         ideal: The work of the ideal job.
-        series: The runs.
+        series: The timed runs.
         forecast_s: The forecast time in the engine, in seconds; None if step times are not measured.
     """
 
@@ -67,7 +67,7 @@ class WorkloadResult:
         Args:
             cost: The costs of the model's operators.
             peaks: The peak rates of the device.
-            peer: Name of the engine to compare with, or None.
+            peer: Name of the engine that is compared, or None.
         """
         figures = medians([run_figures(run, self.ideal, cost, peaks) for run in self.series.ours])
         walls = [run.wall_s for run in self.series.ours]
@@ -102,13 +102,12 @@ class WorkloadResult:
         return result
 
     def _operators(self, cost: ModelCost, peaks: Peaks) -> dict[str, float]:
-        """Return the roofline seconds of each operator in the median run, in descending order."""
         middle = sorted(self.series.ours, key=lambda run: run.wall_s)[len(self.series.ours) // 2]
         seconds = operator_seconds(middle, cost, peaks)
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def _forecast(self) -> dict[str, float | None]:
-        """Return the forecast and its error. Planning time is excluded, as forecasts do not include it."""
+        # Forecasts do not include the time of planning
         engine = statistics.median(run.wall_s - run.plan_s for run in self.series.ours)
         error = None if not self.forecast_s else engine / self.forecast_s - 1
         return {"engine_s": engine, "forecast_s": self.forecast_s, "forecast_error": error}
@@ -127,11 +126,11 @@ class WorkloadResult:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The results of all workloads, and the settings of the run.
+    """The results of all workloads, with the settings with which they ran.
 
     Attributes:
         options: The options of the command.
-        info: The settings of the engine.
+        info: The settings that the engine used.
         cost: The costs of the model's operators.
         peaks: The peak rates of the device.
         results: One result per workload.
@@ -145,7 +144,7 @@ class BenchReport:
 
     @cached_property
     def json(self) -> dict[str, Any]:
-        """Return the report as JSON: the settings, and an object per workload in `results`."""
+        """Return the report as a JSON object: the settings, and an object per workload in `results`."""
         return {
             "batchinfer": __version__,
             "torch": version("torch"),
@@ -164,7 +163,10 @@ class BenchReport:
 
     @property
     def options_device(self) -> Device:
-        """Return "cpu" or "cuda"; `info.device` is the name of the GPU."""
+        """Return the kind of device of the runs: "cpu" or "cuda".
+
+        It is not in `info`, whose `device` is the name of a GPU.
+        """
         return "cpu" if self.info.device == "cpu" else "cuda"
 
     def table(self) -> str:
@@ -191,7 +193,6 @@ class BenchReport:
 
 
 def _block(result: dict[str, Any]) -> str:
-    """Return the table of one workload, with one line per figure."""
     lines = [
         (
             result["workload"],
@@ -251,7 +252,6 @@ def _forecast(result: dict[str, Any]) -> str:
 
 
 def _compared(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines that compare the run with its variants."""
     lines = []
     if "without_deduplication" in result:
         other = result["without_deduplication"]
@@ -316,7 +316,7 @@ def _times(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _relative(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median over repetitions of our time ÷ the other time: other load in a repetition slows both."""
+    # The median over repetitions of quotients: other load in a repetition slows both
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 

@@ -30,10 +30,10 @@ class Run:
     """A timed run of a workload and its answers.
 
     Attributes:
-        wall_s: Seconds from token ids in memory to the last answer, planning included.
+        wall_s: Seconds from prompts in memory as token ids to the last answer, planning included.
         plan_s: Seconds of writing the index and planning.
-        plan: The plan.
-        steps: A sample of each step.
+        plan: The order in which requests were computed.
+        steps: The measurements of each step.
         shapes: The amount of work of each step, without recomputed tokens.
         answers: Token ids of each row's answer, in the workload's order.
     """
@@ -59,14 +59,15 @@ def timed_run(
     """Run the rows of a workload with an empty KV cache, and return times and answers.
 
     Args:
-        loaded: The model.
+        loaded: The model with its settings.
         rows: The rows of the workload.
-        deduplicate: If False, duplicates are computed, too.
+        deduplicate: False to compute duplicates too.
         planner: Plans the rows; see `plan_rows`.
-        peaks: The peak rates of the device; drafts are only used with peaks.
+        peaks: The peak rates of the device, without which no draft tokens are used.
 
     Raises:
-        OutOfMemory: A row does not fit. Errors of planning and running are raised as well.
+        OutOfMemory: The memory of the KV cache is too small for a row. Errors of planning and running are raised as
+            well.
     """
     engine = loaded.engine(peaks)
     answers = _Answers()
@@ -89,13 +90,12 @@ def _run(planned: Planned, roots: ContentRoots, engine: Engine, info: EngineInfo
 
 
 def _shape(step: StepSample) -> StepShape:
-    """Return the amount of work of a step, without recomputed tokens."""
     tokens = step.prefill_tokens + step.decode_tokens - step.recomputed_tokens
     return StepShape(tokens, step.sampled_tokens, step.pairs, step.kv_tokens, step.copied_tokens)
 
 
 class InProcessHost:
-    """An engine in this process with the interface of a worker that `run_plan` needs. `receive` runs one step."""
+    """An engine in this process, with the interface of a worker that `run_plan` needs."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self._engine, self.info = engine, info
@@ -107,14 +107,18 @@ class InProcessHost:
         return self._engine.unfinished < max_queued_requests(self.info.max_num_seqs)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests to the engine."""
+        """Add requests to the engine's queue."""
         self._engine.add(requests)
 
     def end_plan(self) -> None:
         """Do nothing: a single engine needs no notice that all requests are submitted."""
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Run a step and return its results, or [] if no request is unfinished. `timeout_s` is ignored."""
+        """Run one step of the engine and return its results; [] if all requests are finished.
+
+        Args:
+            timeout_s: Ignored, because the step runs in this process.
+        """
         if not self._engine.unfinished:
             return []
         output = self._engine.step()
@@ -122,7 +126,11 @@ class InProcessHost:
         return [WorkDone(output.completions, output.requests, steps)]
 
     def finish(self, within_s: float) -> None:
-        """Mark the engine as finished. `within_s` is ignored, because `run_plan` has received all answers."""
+        """Mark the engine as finished.
+
+        Args:
+            within_s: Ignored, because `run_plan` has received all answers.
+        """
         self.left = True
 
 
@@ -134,8 +142,7 @@ class _Answers:
     completions: dict[bytes, Completion] = field(default_factory=dict)
     failed: bool = False
 
-    def register(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Do nothing: the batch and its requests need no preparation."""
+    def register(self, batch: PlanBatch, requests: Sequence[Request]) -> None: ...
 
     def take(self, done: WorkDone) -> None:
         self.steps += done.steps
@@ -146,8 +153,7 @@ class _Answers:
     def should_stop(self) -> bool:
         return self.failed
 
-    def tick(self) -> None:
-        """Do nothing: there is no progress display."""
+    def tick(self) -> None: ...
 
     def of_rows(self, keys: Sequence[bytes], rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
         """Return the answer of each row, in the order of `keys`.

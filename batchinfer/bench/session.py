@@ -51,7 +51,7 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
     Args:
         options: The options of the command.
         notice: Called with a line of text for each step of the work.
-        measure: Called with a device and dtypes instead of `measure_peaks`.
+        measure: Called with a device and dtypes to measure the peak rates; None: `measure_peaks`.
 
     Raises:
         UsageError: The options are wrong. Errors of loading and running are raised as well.
@@ -86,14 +86,19 @@ def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = N
 
 
 def workload_of(options: BenchOptions, name: str) -> Workload:
-    """Return the workload `name` with token ids in the vocabulary of the model."""
+    """Return a workload by its name, with token ids in the vocabulary of the model that `options` names."""
     spec = shape_config(options.model) if options.is_shape else open_checkpoint(options.folder).spec
     vocab = spec.vocab
     return make_workload(name, vocab, options.rows, options.max_tokens)
 
 
 def best_peaks(before: Peaks, after: Peaks) -> Peaks:
-    """Return the higher value of each peak of two measurements: other load on the machine lowers measurements."""
+    """Return for each peak rate the higher one of two measurements, because other load on the machine lowers them.
+
+    Args:
+        before: Peaks that were measured before the runs.
+        after: Peaks that were measured after the runs.
+    """
     integer = max(before.coded_ops_per_s or 0.0, after.coded_ops_per_s or 0.0)
     return Peaks(
         max(before.flops_per_s, after.flops_per_s),
@@ -110,7 +115,7 @@ def _machine(options: BenchOptions) -> MachineFacts:
 
 
 def _engine_config(options: BenchOptions, machine: MachineFacts, longest: int) -> EngineConfig:
-    """Return the settings of the engine. To save memory, max_model_len is the longest row of the workloads."""
+    # To save memory, max_model_len is the length of the longest row of the workloads
     dtype = _dtype(options, machine)
     load = LoadConfig(
         model=options.folder,
@@ -132,7 +137,7 @@ def _engine_config(options: BenchOptions, machine: MachineFacts, longest: int) -
 
 
 def _dtype(options: BenchOptions, machine: MachineFacts) -> Dtype:
-    """Return the dtype. `auto` is resolved as in a job; dummy weights count as stored in bfloat16."""
+    # Dummy weights count as stored in bfloat16
     if options.dtype != "auto":
         return cast(Dtype, options.dtype)
     stored: Dtype = "bfloat16" if options.is_shape else open_checkpoint(options.folder).dtype
@@ -140,11 +145,7 @@ def _dtype(options: BenchOptions, machine: MachineFacts) -> Dtype:
 
 
 def _quantization(options: BenchOptions, machine: MachineFacts, dtype: Dtype) -> Quantization:
-    """Return the quantisation, resolved as in a job. For dummy weights, `auto` and `stored` mean none.
-
-    Raises:
-        UsageError: `--quantization stored` is set, but the checkpoint has no quantised weights that can be used.
-    """
+    # For dummy weights, `auto` and `stored` mean none
     asked = cast(RequestedQuantization, options.quantization)
     if options.is_shape:
         found: Quantization = "none" if asked == "auto" or asked == "stored" else asked
@@ -189,7 +190,7 @@ def _measured(config: LoadConfig, measure: Measure, notice: Notice) -> Peaks:
 
 @contextmanager
 def _peer(options: BenchOptions, config: LoadConfig, notice: Notice) -> Iterator[TransformersPeer | None]:
-    """Load the same weights in transformers. Dummy weights are on disk inside of the context."""
+    # Dummy weights are on disk inside of the context
     if options.against is None:
         yield None
         return
@@ -211,7 +212,7 @@ def _run_series(
     peer: TransformersPeer | None,
     notice: Notice,
 ) -> Series:
-    """Run a warm-up, then all variants of a workload in turns, so that they see the same load on the machine."""
+    # Variants run in turns, so that they see the same load on the machine
     rows, repeat, series = workload.rows, options.repeat, Series()
     notice(f"{workload.name}: warm-up, {timed_run(loaded, rows).wall_s:.2f} s")
     if peer is not None:

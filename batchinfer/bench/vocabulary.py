@@ -11,9 +11,12 @@ _LETTERS = "etaoinshrdlucmfwypvbgk"  # the most common letters in English
 
 
 def made_up_tokenizer(vocab: int) -> str:
-    """Return the JSON definition of a byte-level BPE tokenizer with `vocab` tokens, the same on every machine.
+    """Return the JSON definition of an artificial byte-level BPE tokenizer, the same on every machine.
 
     The tokens are the 256 bytes, one special token, and random words of 2 … 9 letters, half of them after a space.
+
+    Args:
+        vocab: The number of tokens.
     """
     r, tokens = random.Random(7), {letter: at for at, letter in enumerate(_bytes())}
     tokens["<|end|>"] = END
@@ -28,5 +31,4 @@ def made_up_tokenizer(vocab: int) -> str:
 
 
 def _bytes() -> list[str]:
-    """Return the letters that represent bytes, in the order of byte-level tokenizers."""
     return sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)

@@ -22,10 +22,10 @@ LONG_TAIL = 20  # times the median
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a workload. It generates exactly `max_tokens` tokens, greedily.
+    """A row of a workload, for which exactly `max_tokens` tokens are generated greedily.
 
     Attributes:
-        prompt: Token ids.
+        prompt: Token ids of the prompt.
         max_tokens: Number of output tokens.
         schema: JSON text of a JSON Schema for the answer, or None.
     """
@@ -42,7 +42,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A named list of rows, in an order that a user's input could have."""
+    """A named list of rows, in an order that a user's input could have.
+
+    Attributes:
+        name: The name of the workload, such as "mixed".
+        rows: The rows.
+    """
 
     name: str
     rows: tuple[Row, ...]
@@ -69,14 +74,14 @@ class Workload:
 
 
 def make_workload(name: str, vocab: int, rows: int | None = None, most_out: int | None = None) -> Workload:
-    """Return a built-in workload.
+    """Return a built-in workload by its name.
 
     Args:
         name: The name of the workload.
         vocab: The vocabulary size of the model.
         rows: The number of rows; None: the default of the workload. A smaller shared-prefix, mixed, decode, prefix-tree
-            or long-context workload is a prefix of a larger one.
-        most_out: The maximum output tokens per row; None: no limit.
+            or long-context workload has the first rows of a larger one.
+        most_out: The maximum number of output tokens per row; None: no limit.
 
     Raises:
         UsageError: The name is unknown, or `rows` < 1.
@@ -95,7 +100,7 @@ def _cut(row: Row, most_out: int) -> Row:
 
 
 def _folded(row: Row, vocab: int) -> Row:
-    """Map the ids of a row into the vocabulary. Equal prompts stay equal, and neighbouring ids stay different."""
+    # Equal prompts stay equal, and neighbouring ids stay different
     if vocab >= VOCAB:
         return row
     first = min(FIRST_ID, vocab // 2)
@@ -107,7 +112,10 @@ def _ids(r: random.Random, count: int) -> tuple[int, ...]:
 
 
 def shared_prefix(rows: int) -> list[Row]:
-    """Return rows with 512 prompt tokens that all share, then 32 … 128 different ones, and 8 output tokens."""
+    """Return rows whose prompts begin with the same 512 tokens.
+
+    After them, each prompt has 32 … 128 tokens of its own. A row has 8 output tokens.
+    """
     r = random.Random(1)
     prefix = _ids(r, 512)
     return [Row(prefix + _ids(r, r.randint(32, 128)), 8) for _ in range(rows)]
@@ -130,10 +138,10 @@ def decode(rows: int) -> list[Row]:
 
 
 def prefix_tree(rows: int) -> list[Row]:
-    """Return rows with questions about documents: 16 questions per document, 16 output tokens each.
+    """Return rows with questions about documents, 16 questions per document, with 16 output tokens each.
 
-    A prompt is 64 tokens that all rows share, a document of 256 tokens, and a question of 16 … 48 tokens. Documents
-    differ in their first token, and so do the questions about a document: this fixes the lengths of prefixes.
+    A prompt is 64 tokens that all rows share, a document of 256 tokens, and a question of 16 … 48 tokens. Different
+    documents differ in their first token, and so do different questions, so that shared prefixes have these lengths.
     """
     r = random.Random(4)
     preamble = _ids(r, PREAMBLE)
@@ -147,7 +155,7 @@ def prefix_tree(rows: int) -> list[Row]:
 
 
 def duplicates(rows: int) -> list[Row]:
-    """Return rows with 32 prompt tokens and 128 output tokens; 40 % of the rows repeat another one."""
+    """Return rows with 32 prompt tokens and 128 output tokens; 40 % of the rows repeat another row."""
     r = random.Random(5)
     repeated = round(rows * DUPLICATE_SHARE)
     own = [Row(_ids(r, 32), 128) for _ in range(rows - repeated)]
@@ -157,7 +165,7 @@ def duplicates(rows: int) -> list[Row]:
 
 
 def long_tail(rows: int) -> list[Row]:
-    """Return rows with 32 prompt tokens and 24 … 40 output tokens, but one in the middle with 20 times the median."""
+    """Return rows with 32 prompt tokens and 24 … 40 output tokens; one row has 20 times the median of output tokens."""
     r = random.Random(6)
     found = [Row(_ids(r, 32), r.randint(24, 40)) for _ in range(rows)]
     middle = len(found) // 2

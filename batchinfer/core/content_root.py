@@ -22,12 +22,13 @@ _ROTATED_LATER = b"rotated from a later row"
 class ContentRoots:
     """Computes the content roots of requests to one model.
 
-    Two requests with equal roots have equal K and V for a common prefix of their tokens, and may share cached blocks.
+    A content root identifies the request's rotary angles and adapter: all that determines K and V, besides tokens.
+    Requests with equal roots have equal K and V for a common prefix of their tokens, and may share cached blocks.
 
     Args:
         max_model_len: The maximum number of tokens of prompt and answer.
-        long_rope_beyond: With LongRoPE, the length from which on requests that may exceed it use other rotary angles
-            (those for long sequences). None: there is no LongRoPE.
+        long_rope_beyond: A number of tokens: with LongRoPE, a request whose maximum length exceeds it uses other rotary
+            angles. None: there is no LongRoPE.
         adapted: True if some requests have an adapter.
     """
 
@@ -39,8 +40,8 @@ class ContentRoots:
         """Return the content root of a request.
 
         Args:
-            prompt_tokens: The number of tokens of its prompt.
-            params: Its sampling parameters.
+            prompt_tokens: The number of tokens of the request's prompt.
+            params: The request's sampling parameters.
         """
         rotated = _ROTATED_LATER if self.rope_offset(prompt_tokens, params) else USUAL
         return rotated if not params.adapter else rotated + f" adapter {params.adapter}".encode()
@@ -61,44 +62,46 @@ class ContentRoots:
         return near and not self.adapted
 
     def longest(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the maximum length of a request: the tokens of prompt and answer together.
+        """Return the maximum number of tokens of a request, prompt and answer together.
 
         Args:
-            prompt_tokens: The number of tokens of its prompt.
-            params: Its sampling parameters.
+            prompt_tokens: The number of tokens of the request's prompt.
+            params: The request's sampling parameters.
         """
         return min(self.max_model_len, prompt_tokens + params.max_tokens)
 
     def rope_offset(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Return the row of the rotary tables that position 0 of a request uses: 0, or max_model_len for LongRoPE.
+        """Return the row of the model's rotary tables that position 0 of a request uses.
 
-        It depends on the maximum length of the request, not on its current length, and so never changes.
+        It is 0, or max_model_len if the request uses the angles for long sequences of LongRoPE. It depends on the
+        maximum length of the request, not on its current length, and so never changes.
 
         Args:
-            prompt_tokens: The number of tokens of its prompt.
-            params: Its sampling parameters.
+            prompt_tokens: The number of tokens of the request's prompt.
+            params: The request's sampling parameters.
         """
         beyond = self.long_rope_beyond
         return 0 if beyond is None or self.longest(prompt_tokens, params) <= beyond else self.max_model_len
 
 
 def shared_tokens(prompts: Sequence[TokenIds], roots: Sequence[bytes]) -> list[int]:
-    """Return for each prompt except the last how many first tokens it shares with the next prompt.
+    """Return for each prompt except the last the number of leading tokens that it shares with the next prompt.
 
     Args:
         prompts: The tokens of each prompt.
-        roots: The content root of each prompt. Prompts with different roots share no tokens.
+        roots: The content root of each prompt. The result is 0 for prompts with different roots, which cannot share
+            blocks.
     """
     pairs = zip(common_prefixes(prompts), pairwise(roots), strict=True)
     return [common if root == other else 0 for common, (root, other) in pairs]
 
 
 def shared_by(requests: Sequence[Request], roots: ContentRoots) -> list[int]:
-    """Return for each request except the last how many first prompt tokens it shares with the next request.
+    """Return for each request except the last the number of leading prompt tokens that it shares with the next.
 
     Args:
         requests: The requests.
-        roots: Computes their content roots. Requests with different roots share no tokens.
+        roots: Computes content roots. The result is 0 for requests with different roots, which cannot share blocks.
     """
     prompts = [request.prompt for request in requests]
     return shared_tokens(

@@ -15,8 +15,9 @@ from batchinfer.core.request import TokenIds, common_prefix
 class Branch:
     """A path through the trie of a request's continuations, which an engine runs as one sequence.
 
-    It shares the prefix of earlier branches, and requests logits only at positions that no earlier branch has. At
-    position `first + i`, it scores the tokens `targets[starts[i]:starts[i + 1]]`.
+    The trie contains each common prefix of continuations once. Branches run in order: a branch uses the cached K and V
+    of earlier ones, and needs logits only at the positions that no earlier branch has. The logits of position `first +
+    i` score the tokens `targets[starts[i]:starts[i + 1]]`.
 
     Args:
         tokens: (n,), the tokens to run: the context, then the path without its last token.
@@ -36,19 +37,19 @@ class Branch:
     def of_prompt(cls, prompt: TokenIds) -> Branch:
         """Return the branch that scores every token of a prompt except the first, given the tokens before it.
 
-        The last token is part of `tokens`, as the whole prompt runs, but its logits are not used.
+        The whole prompt is run, its last token included, but the logits of the last token are not used.
         """
         count = len(prompt) - 1
         every = np.arange(count + 1)
         return cls(prompt, 0, np.append(every, count), prompt[1:], every[:-1])
 
     def asked(self, start: int, end: int) -> slice:
-        """Return the slice of `targets` that the logits of the positions [start, end) score."""
+        """Return the slice of `targets` that are scored by the logits of the positions [start, end)."""
         low, high = (min(max(at, self.first), len(self.tokens)) - self.first for at in (start, end))
         return slice(int(self.starts[low]), int(self.starts[high]))
 
     def positions(self, start: int, end: int) -> TokenIds:
-        """Return the position of each target that the logits of the positions [start, end) score."""
+        """Return the position whose logits score it, for each target of the positions [start, end)."""
         counts = np.diff(self.starts)
         every = np.repeat(np.arange(self.first, len(self.tokens), dtype=np.int32), counts)
         return every[self.asked(start, end)]
@@ -56,12 +57,13 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continuations:
-    """A context, and alternative continuations whose tokens a scoring request scores.
+    """A context, and alternative continuations after it, whose tokens a scoring request scores.
 
-    The prompt of the request is the context followed by all continuations; `SamplingParams.scored` has their lengths.
+    The prompt of the request is the context followed by all continuations; `SamplingParams.scored` has the
+    continuations' lengths.
 
     Args:
-        context: (n,), at least one token.
+        context: (n,), the tokens of the context, at least one.
         each: The continuations, of at least one token each.
     """
 
@@ -87,9 +89,9 @@ class Continuations:
         return cls(prompt[: ends[0]], tuple(np.split(prompt, ends)[1:-1]))
 
     def branches(self) -> list[Branch]:
-        """Return branches that together score all continuations, and compute each node of their trie once.
+        """Return the branches that together score all continuations. Common prefixes are computed once.
 
-        A node's logits are requested by the first continuation in lexical order that passes through the node.
+        Branches are in the lexical order of continuations. A continuation has no branch if another one begins with it.
         """
         order = sorted(range(len(self.each)), key=lambda number: self.each[number].tolist())
         slots = np.cumsum([0, *map(len, self.each)]).tolist()
@@ -123,25 +125,18 @@ class Continuations:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The tokens that the logits at a node of the trie score.
-
-    Args:
-        targets: The token ids.
-        slots: The index of each of them among the tokens of all continuations.
-    """
-
     targets: list[int]
     slots: list[int]
 
 
 def longest_sequence(prompt_tokens: int, lengths: Sequence[int]) -> int:
-    """Return the number of tokens of the longest sequence that a request needs for its prompt.
+    """Return the number of tokens of the longest sequence that an engine runs for a request's prompt.
 
-    For a scoring request, this is the context and the longest continuation without its last token, as only the logits
-    before that token are used.
+    For a scoring request, this is the context and the longest continuation without its last token, whose logits are not
+    needed.
 
     Args:
-        prompt_tokens: The tokens of the prompt, continuations included.
-        lengths: The tokens of each continuation. Empty: it is no scoring request.
+        prompt_tokens: The number of tokens of the prompt, continuations included.
+        lengths: The number of tokens of each continuation. Empty: the request is no scoring request.
     """
     return prompt_tokens - sum(lengths) + max(lengths) - 1 if lengths else prompt_tokens

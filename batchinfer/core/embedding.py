@@ -16,14 +16,14 @@ class Dense:
     """A linear layer with an activation, applied to pooled vectors.
 
     Args:
-        file: The safetensors file with the weights.
+        file: The name of the safetensors file with the weights.
         digest: The sha256 of the file.
-        inputs: The dimensions of its input.
-        outputs: The dimensions of its output.
+        inputs: The number of dimensions of its input.
+        outputs: The number of dimensions of its output.
         dtype: The dtype of the weights in the file.
-        weight: The byte of the file at which the weight starts, (outputs, inputs).
-        bias: The byte of the file at which the bias starts, (outputs,). None: there is no bias.
-        activation: The activation.
+        weight: The offset of the weight, (outputs, inputs), in the file, in bytes.
+        bias: The offset of the bias, (outputs,), in the file, in bytes. None: there is no bias.
+        activation: The name of the activation function.
     """
 
     file: str
@@ -40,12 +40,13 @@ class Dense:
 class Embedding:
     """The way in which an embedding job computes its vectors.
 
-    Engines pool. Dense layers, truncation and normalisation follow in this order, on stored vectors.
+    Engines pool hidden states and store the vectors. Dense layers, truncation and normalisation are applied later, in
+    this order.
 
     Args:
-        pooling: The pooling of hidden states.
+        pooling: How the hidden states of a text become one vector.
         normalize: True if vectors are scaled to length 1.
-        dimensions: Vectors are truncated to this many dimensions.
+        dimensions: The number of dimensions of the vectors in the result; longer ones are truncated.
         prompt: The text that is prepended to every input.
         dense: The linear layers after the pooling.
     """
@@ -57,7 +58,11 @@ class Embedding:
     dense: tuple[Dense, ...] = ()
 
     def width(self, hidden: int) -> int:
-        """Return the number of dimensions of vectors before truncation, for hidden states of size `hidden`."""
+        """Return the number of dimensions of vectors before they are truncated.
+
+        Args:
+            hidden: The size of the model's hidden states.
+        """
         return self.dense[-1].outputs if self.dense else hidden
 
     def to_json(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class UsageError(BatchInferError):
 
 
 class InputCorrupt(BatchInferError):
-    """An input file is damaged, or changed while it was read. The message contains the file and the position."""
+    """An input file is damaged, or changed while it was read. The message contains the file and the position in it."""
 
     exit_code = 65
     status = "input damaged"
@@ -61,7 +61,7 @@ class ErrorBudgetExceeded(BatchInferError):
 
 
 class InputMissing(BatchInferError):
-    """The job file or an input file does not exist, a glob matches no file, or a hub has no such model."""
+    """A file that the user names does not exist, a glob matches no file, or the hub has no such model."""
 
     exit_code = 66
     status = "input missing"
@@ -74,14 +74,14 @@ class TooFewRows(InputMissing):
 
 
 class Unavailable(BatchInferError):
-    """The device, or the engine's process, is gone or cannot be started; or a hub cannot be reached."""
+    """The device or the engine's process is gone or cannot be started, or a model hub cannot be reached."""
 
     exit_code = 69
     status = "unavailable"
 
 
 class CannotSplit(Unavailable):
-    """The model cannot be sharded as requested. The message contains the possible values."""
+    """The model cannot be sharded as requested. The message contains the reason, or the possible values."""
 
 
 class OutOfMemory(BatchInferError):
@@ -109,14 +109,6 @@ class DamagedResult(StorageError):
     """A file of a published result was changed after publishing. The same command publishes the result again."""
 
     def __init__(self, message: str, place: str = "", problem: str = "", job: str | None = None) -> None:
-        """Create the error.
-
-        Args:
-            message: The message for the user.
-            place: The path of the damaged file.
-            problem: The kind of damage.
-            job: The name of the job in a damaged manifest. None: it cannot be read.
-        """
         self.place, self.problem, self.job = place, problem, job
         super().__init__(message)
 
@@ -153,7 +145,7 @@ class Mistake:
     """One mistake in a job file.
 
     Args:
-        where: The dotted key, such as "sampling.max_tokens".
+        where: The dotted key of the job file, such as "sampling.max_tokens".
         message: One sentence with the wrong value and the possible values.
         line: The line of the job file, from 1. None: unknown.
         hint: Advice for the user, such as the nearest valid key.
@@ -223,7 +215,11 @@ _NO_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return True if an error, or an error that led to it, shows that the host ran out of memory."""
+    """Return True if an error shows that the host ran out of memory.
+
+    Args:
+        error: The error. The errors that caused it are examined too.
+    """
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, MemoryError) or (isinstance(found, OSError) and found.errno == errno.ENOMEM):
@@ -256,5 +252,4 @@ def classify_error(error: BaseException) -> BatchInferError:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, at most 300 characters."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])[:300]

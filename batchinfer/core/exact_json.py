@@ -11,17 +11,26 @@ _SHORT = 16  # characters: 15 digits and a point are exact as a float, if there 
 
 
 class WrittenFloat(float):
-    """A float that is parsed from a JSON number and is not equal to it. `digits` is the exact number as JSON."""
+    """A number of a JSON text that cannot be represented exactly as a float.
+
+    Its value is the nearest float.
+
+    Attributes:
+        digits: The exact number as JSON text.
+    """
 
     digits: str
 
 
 class RepeatedName(ValueError):
-    """A parsed JSON object has the same name twice, which parsers treat differently."""
+    """A JSON object has the same name twice. Parsers differ in which of the values they use."""
 
 
 def read_float(text: str) -> float:
-    """Return the float nearest to a JSON number; a WrittenFloat with the exact digits if they differ."""
+    """Convert the text of a JSON number to the nearest float.
+
+    If the float is not equal to the number, the result is a WrittenFloat, which keeps the exact digits.
+    """
     number = float(text)
     if len(text) <= _SHORT and "e" not in text.lower():
         return number
@@ -41,7 +50,9 @@ def _exact(number: float, text: str) -> float:
 
 
 def read_exactly(text: str | bytes) -> Any:
-    """Parse a JSON text without losing digits of numbers: a float that is not exact is a WrittenFloat.
+    """Parse a JSON text without losing digits of numbers.
+
+    A number that a float cannot represent exactly becomes a WrittenFloat.
 
     Raises:
         ValueError: The text is not JSON, or an object has a name twice (RepeatedName).
@@ -51,7 +62,7 @@ def read_exactly(text: str | bytes) -> Any:
 
 
 def write_exactly(value: Any) -> str:
-    """Return a parsed value as compact JSON. Numbers of type int, Decimal or WrittenFloat keep every digit."""
+    """Return a value as compact JSON text. Numbers of type int, Decimal or WrittenFloat keep every digit."""
     try:
         return _written(value)
     except RecursionError:  # too deeply nested: readers of the text refuse it
@@ -69,7 +80,11 @@ def _written(value: Any) -> str:
 
 
 def repeated_name(pairs: list[tuple[str, Any]]) -> str | None:
-    """Return the first name in (name, value) pairs that repeats an earlier one, cut to 100 characters, or None."""
+    """Return the first name of a JSON object that repeats an earlier one, cut to 100 characters; None if there is none.
+
+    Args:
+        pairs: The (name, value) pairs of the object.
+    """
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:

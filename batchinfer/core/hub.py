@@ -22,7 +22,11 @@ _A_NAME = (
 
 
 class NoModel(LookupError):
-    """No model is at a path, or has a name. `hint` is a text for the user about what to do."""
+    """There is no model at a path, or with a name.
+
+    Attributes:
+        hint: Advice for the user.
+    """
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -63,7 +67,6 @@ class ModelName:
 
 
 def _is_revision(text: str) -> bool:
-    """Return True if a text is a revision that git allows, and is safe in a path of the cache."""
     parts = text.split("/")
     plain = text.isascii() and text.isprintable() and not set(text) & set(' ~^:?*[\\"')
     return plain and all(part and not part.startswith((".", "-")) and ".." not in part for part in parts)
@@ -73,7 +76,7 @@ _WANTED = "it must be the folder of a checkpoint, or a GGUF file"
 
 
 def locate_model(text: str, path: Path) -> Path:
-    """Return the folder or GGUF file of a job's model: `path` if it exists, else the folder in the cache.
+    """Return the folder or GGUF file of a job's model: `path` if it exists, else its folder in the Hugging Face cache.
 
     Args:
         text: The value of `model.path` in the job file.
@@ -106,9 +109,9 @@ def locate_model(text: str, path: Path) -> Path:
 
 
 def locate_adapter(text: str, path: Path) -> Path:
-    """Return the folder of a job's adapter: the folder in the Hugging Face cache if only that exists, else `path`.
+    """Return the folder of a job's adapter: `path` if it exists, else its folder in the Hugging Face cache.
 
-    The folder is not checked here.
+    If neither exists, return `path`. The folder's content is not checked.
 
     Args:
         text: The path or name of the adapter in the job file.
@@ -127,7 +130,6 @@ def _pull(name: ModelName) -> str:
 
 
 def _may_be_name(text: str) -> bool:
-    """Return True if a text may be the name of a model: a relative path with one slash, or a text with @."""
     repo, at, _ = text.partition("@")
     return not repo.startswith((".", "/", "~")) and (repo.count("/") == 1 or bool(at))
 
@@ -140,7 +142,7 @@ def cache_folder() -> Path:
 
 
 def find_snapshot(name: ModelName) -> Path | None:
-    """Return a model's folder in the Hugging Face cache, even if its download is incomplete; None if there is none."""
+    """Return a model's folder in the Hugging Face cache, or None. The download in it may be incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
@@ -158,7 +160,7 @@ def find_snapshot(name: ModelName) -> Path | None:
 def missing_files(snapshot: Path) -> list[str]:
     """Return the names of the files that are missing in a model's folder of the Hugging Face cache.
 
-    This detects interrupted downloads. A GGUF file in the cache is always complete.
+    A missing file means that the download was interrupted. A GGUF file in the cache is always complete.
     """
     weights = (WEIGHTS, WEIGHT_INDEX)
     others = any((snapshot / name).is_file() for name in weights)
@@ -176,9 +178,13 @@ def missing_files(snapshot: Path) -> list[str]:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the names of the weight files that model.safetensors.index.json lists, sorted; [] if it is unreadable.
+    """Return the names of a checkpoint's weight files, sorted, as its index file lists them.
 
-    Names with a path are left out: checking the checkpoint refuses them.
+    The result is [] if the index cannot be read. Names that contain a slash are left out; the code that opens the
+    checkpoint refuses them.
+
+    Args:
+        index: The file model.safetensors.index.json.
     """
     try:
         with index.open("rb") as file:
@@ -191,13 +197,19 @@ def indexed_names(index: Path) -> list[str]:
 
 
 def describe_model(folder: Path) -> str:
-    """Return a model's name for messages: `org/name@commit` for a folder of the Hugging Face cache, else the path."""
+    """Return the name of a model for messages.
+
+    It is `org/name@commit` for a folder of the Hugging Face cache, else the path of the folder.
+    """
     repo = _repo_of(folder)
     return str(folder) if repo is None else f"{repo}@{folder.name}"
 
 
 def short_name(folder: Path) -> str:
-    """Return a model's short name: `org/name` for a folder of the Hugging Face cache, else the folder's own name."""
+    """Return the short name of a model.
+
+    It is `org/name` for a folder of the Hugging Face cache, else the last part of the folder's path.
+    """
     return _repo_of(folder) or folder.name
 
 

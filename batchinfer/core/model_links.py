@@ -47,7 +47,6 @@ def resolve_inside(entry: Path, roots: list[Path]) -> Path:
 
 
 def _hub_blobs(path: Path) -> list[Path]:
-    """Return the folders with the blobs of a model in a Hugging Face cache; [] for a folder that is not in a cache."""
     snapshots = path.parent
     entry = snapshots.parent
     if snapshots.name != "snapshots" or not entry.name.startswith(HUB_PREFIX):
@@ -57,7 +56,7 @@ def _hub_blobs(path: Path) -> list[Path]:
 
 
 def _is_shared_blobs(folder: Path) -> bool:
-    """Return True if huggingface_hub's marker is in the folder. Without it, any user could have created the folder."""
+    # Without huggingface_hub's marker, any user could have created the folder
     name, content = SHARED_BLOBS_MARKER
     marker = folder / name
     if folder.is_symlink() or marker.is_symlink() or not marker.is_file():

@@ -14,7 +14,7 @@ class NotPlain(ValueError):
 
 
 class TooLarge(NotPlain):
-    """A value has more characters and items than allowed."""
+    """A value has more characters in its texts, and items in its lists and objects, than allowed."""
 
 
 def plain_json(value: Any, most: int) -> Any:
@@ -22,7 +22,7 @@ def plain_json(value: Any, most: int) -> Any:
 
     Args:
         value: The value to convert.
-        most: The maximum number of characters and items together.
+        most: The maximum sum of two counts: the characters of all texts, and the items of all lists and objects.
 
     Raises:
         NotPlain: The value has no JSON form, is nested too deeply, or is too large.

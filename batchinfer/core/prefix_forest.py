@@ -23,15 +23,15 @@ ROOT = -1  # the parent of top-level nodes; not a node itself
 class PrefixForest:
     """A forest of the prefixes that consecutive prompts share.
 
-    A node is a prefix of two or more consecutive prompts. Parents come before children. All arrays except `node_of`
-    have an element per node.
+    A node is a prefix that two or more consecutive prompts share. Parents come before children. All arrays except
+    `node_of` have an element per node.
 
     Args:
-        depth: The tokens of the prefix.
-        first: The first prompt with the prefix.
-        users: The number of prompts with the prefix: [first, first + users).
+        depth: The number of tokens of the prefix.
+        first: The number of the first prompt with the prefix.
+        users: The number of prompts with the prefix. They are the prompts [first, first + users).
         parent: The node of the longest shorter prefix, or ROOT.
-        node_of: For each prompt, its deepest node, or ROOT.
+        node_of: For each prompt, the node of its longest shared prefix, or ROOT.
     """
 
     depth: Ints
@@ -45,26 +45,37 @@ class PrefixForest:
 
     @property
     def around(self) -> Ints:
-        """Return the deepest node of each prompt, followed by the parent of each node; ROOT if there is none."""
+        """Return the innermost node of each prompt, followed by the parent of each node; ROOT if there is none.
+
+        Element i belongs to prompt i, or to node i - prompts.
+        """
         return np.concatenate([self.node_of, self.parent])
 
     @property
     def firsts(self) -> Ints:
-        """Return the number of each prompt, followed by the first prompt of each node."""
+        """Return the number of each prompt, followed by the number of the first prompt of each node.
+
+        Element i belongs to prompt i, or to node i - prompts.
+        """
         return np.concatenate([np.arange(len(self.node_of), dtype=np.int32), self.first])
 
     @property
     def own(self) -> Ints:
-        """Return the number of tokens that each node has more than its parent."""
+        """Return for each node of the forest the number of tokens that its prefix has beyond its parent's prefix."""
         return self.depth - np.where(self.parent == ROOT, 0, self.depth[self.parent]).astype(np.int32)
 
     @property
     def saved(self) -> NDArray[np.int64]:
-        """Return the prompt tokens that each node saves if it runs once instead of once per prompt with the prefix."""
+        """Return for each node of the forest how many prompt tokens are saved if its own tokens are computed only once.
+
+        The alternative is to compute them once per prompt with the prefix.
+        """
         return self.own.astype(np.int64) * (self.users - 1)
 
     def only(self, kept: NDArray[np.bool_]) -> PrefixForest:
-        """Return a forest with some of the nodes. Children and prompts of removed nodes move to the next kept ancestor.
+        """Return a forest with some of the nodes of this one.
+
+        Children and prompts of a removed node move to its nearest ancestor that is kept.
 
         Args:
             kept: (nodes,), True for nodes to keep.
@@ -83,7 +94,7 @@ class PrefixForest:
         )
 
     def from_root(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return for each node the sum of the values of the node and of all its ancestors.
+        """Return for each node of the forest the sum of the values of the node and of all its ancestors.
 
         Args:
             values: (nodes,), a value for each node.
@@ -94,7 +105,7 @@ class PrefixForest:
         return sums[:-1]
 
     def largest(self, values: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return for each node the largest value of the prompts with its prefix.
+        """Return for each node of the forest the largest value among the prompts that have its prefix.
 
         Args:
             values: (prompts,), a value for each prompt.
@@ -107,11 +118,11 @@ class PrefixForest:
 def prefix_forest(shared: Ints) -> PrefixForest:
     """Build the forest of the prefixes that consecutive prompts share.
 
-    A node is a maximal segment of prompts that each share at least `depth` tokens with their predecessor. Its borders
-    are the nearest smaller values in `shared`, which are computed for all positions at once.
+    A node is a longest possible range of prompts that each share at least `depth` tokens with the prompt before.
 
     Args:
-        shared: (prompts,), how many first tokens each prompt shares with the previous prompt; 0 for the first.
+        shared: (prompts,), the number of leading tokens that each prompt shares with the previous prompt; 0 for the
+            first.
     """
     if not len(shared):
         return PrefixForest(*(np.zeros(0, np.int32) for _ in range(5)))
@@ -134,13 +145,8 @@ def prefix_forest(shared: Ints) -> PrefixForest:
 
 
 def _less_before(depth: Ints) -> Ints:
-    """Return for each value except the last the index of the nearest smaller value before it, or ROOT.
-
-    If a candidate is not smaller, the next candidate is its own nearest smaller value: none between them is smaller.
-
-    Args:
-        depth: Values; the last one is smaller than all others.
-    """
+    # The nearest smaller value before each value except the last, or ROOT. If a candidate is not smaller, the next
+    # candidate is its own nearest smaller value: none between them is smaller
     found = np.arange(ROOT, len(depth) - 2, dtype=np.int32)
     seeking = np.arange(len(found), dtype=np.int32)
     while len(seeking := seeking[depth[found[seeking]] >= depth[seeking]]):
@@ -149,7 +155,6 @@ def _less_before(depth: Ints) -> Ints:
 
 
 def _in_order(begins: Ints, depth: Ints) -> NDArray[np.int64]:
-    """Return the indices of positive values of `depth`, sorted by `begins`, then by `depth`."""
     inner = np.flatnonzero(depth > 0)
     return inner[np.argsort(begins[inner].astype(np.int64) << 32 | depth[inner])]
 

@@ -20,10 +20,12 @@ class ReasoningTokens(NamedTuple):
     """The token ids of the markers around the reasoning of an answer.
 
     Args:
-        begin: The marker before the reasoning. Empty if the prompt has begun the reasoning.
+        begin: The marker before the reasoning. Empty if the prompt ends with this marker.
         end: The marker after the reasoning.
-        answer: The marker that begins every final answer, with or without reasoning. If not empty, `end` ends with it.
-        gap: Tokens between the reasoning's end and the final answer, which are forced before a constraint.
+        answer: The marker that begins every final answer, with or without reasoning. `end` then ends with this marker.
+            Empty: there is no such marker.
+        gap: Tokens between the reasoning's end and the final answer. They are forced if a constraint begins after the
+            reasoning.
     """
 
     begin: Ids
@@ -33,7 +35,7 @@ class ReasoningTokens(NamedTuple):
 
     @property
     def closing(self) -> Ids:
-        """Return the tokens whose first occurrence ends the reasoning: `answer`, or else `end`."""
+        """Return the marker whose first occurrence ends the reasoning: `answer` if there is one, else `end`."""
         return self.answer or self.end
 
 
@@ -44,9 +46,10 @@ class Reasoning:
     Args:
         begin: The marker before the reasoning.
         end: The marker after the reasoning.
-        answer: The marker that begins every final answer, with or without reasoning. If not empty, `end` ends with it.
+        answer: The marker that begins every final answer, with or without reasoning. `end` then ends with this marker.
+            Empty: there is no such marker.
         gap: The text between the reasoning's end and the final answer.
-        tokens: The markers as tokens. None: the texts have no fixed tokens.
+        tokens: The markers as tokens. None: the texts do not always have the same tokens.
     """
 
     begin: str
@@ -57,25 +60,31 @@ class Reasoning:
 
     @property
     def closing(self) -> str:
-        """Return the text whose first occurrence ends the reasoning: `answer`, or else `end`."""
+        """Return the marker whose first occurrence ends the reasoning: `answer` if there is one, else `end`."""
         return self.answer or self.end
 
     def to_json(self) -> dict[str, Any]:
-        """Return the markers as JSON values, for `from_json`. They are part of the identity of a result."""
+        """Return the reasoning markers as JSON values, which `from_json` reads.
+
+        They are part of the identity of a result: a run with other markers does not reuse the result.
+        """
         return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the markers from the JSON that `to_json` returns."""
+        """Return the reasoning markers from the JSON values that `to_json` returns."""
         found = value["tokens"]
         tokens = None if found is None else ReasoningTokens(*map(tuple, found))
         return cls(value["begin"], value["end"], value["answer"], value["gap"], tokens)
 
     def tokens_after(self, opening: int) -> ReasoningTokens | None:
-        """Return the marker tokens of answers to a prompt; None if it ended the reasoning, or `tokens` is None.
+        """Return the reasoning markers as tokens, as they occur in answers to a prompt.
+
+        The result is None if the prompt has ended the reasoning, or the markers have no fixed tokens.
 
         Args:
-            opening: How the prompt ends: NO_MARKER, OPEN or CLOSED.
+            opening: How the prompt ends: NO_MARKER, OPEN (after the marker before reasoning) or CLOSED (after the
+                reasoning).
         """
         if self.tokens is None or opening == CLOSED:
             return None
@@ -86,9 +95,9 @@ class ReasoningCut(NamedTuple):
     """The positions of the reasoning and of the final answer in the tokens of an answer.
 
     Args:
-        start: The first token of the reasoning.
-        end: The end of the reasoning (exclusive).
-        answer: The first token of the final answer. None: the answer ended inside of its reasoning.
+        start: The index of the first token of the reasoning.
+        end: The index of its end, exclusive; the marker is not included.
+        answer: The index of the first token of the final answer. None: the answer ended within its reasoning.
         reasons: False if there is no reasoning.
     """
 
@@ -104,11 +113,12 @@ NO_REASONING = ReasoningCut(0, 0, 0, False)
 def cut(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningCut:
     """Find the reasoning in the tokens of an answer.
 
-    Reasoning must begin with the first token: later markers are text, as a model may write about its own markers.
+    Reasoning must begin with the first token of the answer. Later markers are text, because a model may write about its
+    own markers.
 
     Args:
         ids: The tokens of the answer.
-        marks: The markers.
+        marks: The markers that begin and end reasoning.
     """
     first = _first_mark(ids, marks) if marks.begin else ()
     if first is None:
@@ -126,7 +136,13 @@ def cut(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningCut:
 
 
 def find(ids: Sequence[int], wanted: Ids, start: int = 0) -> int:
-    """Return the index of the first occurrence of the tokens `wanted` in `ids` from `start` on; -1 without any."""
+    """Return the index at which the tokens `wanted` first occur in `ids`; -1 if they do not occur.
+
+    Args:
+        ids: The tokens to search.
+        wanted: The consecutive tokens to find, at least one.
+        start: The first index to consider.
+    """
     first = wanted[0]
     while True:
         try:
@@ -139,7 +155,12 @@ def find(ids: Sequence[int], wanted: Ids, start: int = 0) -> int:
 
 
 def partial_marker_length(ids: Sequence[int], mark: Ids) -> int:
-    """Return how many of the last tokens in `ids` may be the beginning of an incomplete marker `mark`."""
+    """Return how many tokens at the end of `ids` may be the beginning of an incomplete marker.
+
+    Args:
+        ids: The tokens of an answer.
+        mark: The tokens of the marker.
+    """
     longest = min(len(ids), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if _is_at(ids, mark[:n], len(ids) - n)), 0)
 

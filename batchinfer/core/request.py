@@ -19,7 +19,7 @@ _HEAD = 16  # leading tokens of prompts that are compared in one numpy operation
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """Return how many first tokens two token sequences share."""
+    """Return the number of leading tokens that two prompts share."""
     length = min(len(a), len(b))
     if not length:
         return 0
@@ -29,10 +29,7 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def common_prefixes(prompts: Sequence[TokenIds]) -> list[int]:
-    """Return for each prompt except the last how many first tokens it shares with the next prompt.
-
-    The first tokens of all prompts are compared at once; only longer common prefixes are compared pair by pair.
-    """
+    """Return for each prompt except the last the number of leading tokens that it shares with the next prompt."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int64)
     heads, inside = np.zeros((len(prompts), _HEAD), np.int32), np.arange(_HEAD) < lengths[:, None]
     heads[inside] = np.concatenate([prompt[:_HEAD] for prompt in prompts] or [np.zeros(0, np.int32)])
@@ -62,7 +59,11 @@ class RowError:
 
 
 class ConstraintFailed(Exception):
-    """The constraint of a row cannot be continued. `error` is the error of the row."""
+    """A row's answer cannot be continued so that it matches its constraint.
+
+    Attributes:
+        error: The error of the row.
+    """
 
     def __init__(self, error: RowError) -> None:
         super().__init__(error.message)
@@ -77,9 +78,10 @@ class Request:
         key: The work key, 32 bytes.
         prompt: (n,) int32, the tokens of the prompt, at least one.
         params: The sampling parameters.
-        shares_next: Tokens of the common prefix with the plan's next request. 0: none, or unknown.
+        shares_next: The number of leading tokens that the prompt shares with the next request of the plan. 0: none, or
+            unknown.
         draft: (m,) int32, a probable answer, which is used as draft tokens. None: unknown.
-        draws: The key of its random draws, at least 16 bytes. Empty: `key`.
+        draws: The seed of the request's random draws, at least 16 bytes. Empty: `key` is the seed.
     """
 
     key: bytes
@@ -97,7 +99,7 @@ class Request:
 
     @property
     def draw_key(self) -> bytes:
-        """Return the 16 bytes that determine the random draws of the request, together with the position of a token."""
+        """Return the 16 bytes that, together with the position of a token, determine the request's random draws."""
         return (self.draws or self.key)[:16]
 
 
@@ -126,8 +128,8 @@ class TokenLogprobs:
 
     Args:
         chosen: (m,), the log-probabilities of the tokens.
-        top: (m, k), the log-probabilities of the likeliest tokens, descending.
-        top_ids: (m, k), the ids of the likeliest tokens.
+        top: (m, k), the log-probabilities of the k likeliest tokens at each position, descending.
+        top_ids: (m, k), the ids of these tokens.
     """
 
     chosen: NDArray[np.float32]
@@ -171,7 +173,7 @@ class Tokens:
 
     Args:
         token_ids: (m,) int32, the generated tokens, including the EOS or stop token that ended the text.
-        text_length: Characters of the text to keep if a stop text cut it. None: all.
+        text_length: The number of characters of the text to keep, if a stop text ended it. None: all.
         logprobs: (m,), the log-probabilities of the tokens. None: not requested.
         prompt: The log-probabilities of the prompt. None: not requested.
     """
@@ -203,7 +205,7 @@ class Vector:
     """The output of a request for a vector or for classification logits.
 
     Args:
-        values: (hidden,), the pooled hidden states of the prompt, not normalised or truncated; or (labels,), the
+        values: (hidden,), the pooled hidden states of the prompt, neither normalised nor truncated; or (labels,), the
             logits.
     """
 
@@ -227,8 +229,8 @@ class Scores:
     """The output of a scoring request: log-probabilities of its continuations' tokens, concatenated.
 
     Args:
-        logprobs: (n,), natural logarithms.
-        greedy: (n,), True if the token is the argmax of its logits.
+        logprobs: (n,), the log-probability of each token, a natural logarithm.
+        greedy: (n,), True if the token is the most likely one.
         lengths: The number of tokens of each continuation.
     """
 
@@ -256,10 +258,10 @@ class Completion:
 
     Args:
         key: The work key of the request.
-        output: Tokens; a Vector if the request has a pooling; Scores of continuations. None: there is only an error.
+        output: Tokens, a Vector or Scores, as the request asks. None: there is only an error.
         finish_reason: Why the answer ended.
         error: The error of the row. None: there is none.
-        engine_class: On a cluster, the machine class that computed the answer.
+        engine_class: On a cluster, the machine class that computed the answer. None: not on a cluster.
     """
 
     key: bytes
@@ -270,7 +272,7 @@ class Completion:
 
     @property
     def tokens(self) -> Tokens:
-        """Return the output if it is a Tokens, else a Tokens without tokens."""
+        """Return the output if the request generated text, else an empty output of type Tokens."""
         return self.output if isinstance(self.output, Tokens) else Tokens(np.empty(0, np.int32))
 
     def __reduce__(self) -> Pickled:

@@ -26,7 +26,7 @@ class ConstraintWork:
 
     Args:
         compile_s: Seconds of compiling constraints.
-        mask_s: Seconds of filling the masks of constrained rows.
+        mask_s: Seconds of filling token masks, the tokens that constraints allow next.
     """
 
     compile_s: float = 0.0
@@ -35,26 +35,26 @@ class ConstraintWork:
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """The cost of one request in an engine, for reports. It is never part of results.
+    """The times and token counts of one request in an engine, for reports. They are never part of results.
 
     Times are seconds since the start of the engine.
 
     Args:
         key: The work key of the request.
-        prompt_tokens: Tokens of the prompt.
-        completion_tokens: Generated tokens.
-        cached_tokens: Prompt tokens that were taken from the prefix cache.
-        preemptions: How often the request was preempted.
+        prompt_tokens: Number of tokens of the prompt.
+        completion_tokens: Number of generated tokens.
+        cached_tokens: Number of prompt tokens that were taken from the prefix cache.
+        preemptions: Number of times the request was preempted.
         queued_s: When the engine received the request.
-        scheduled_s: When its first step began.
-        first_token_s: When the step ended that sampled its first token.
-        finished_s: When its last token was sampled.
+        scheduled_s: When the request's first step began.
+        first_token_s: When the step ended that sampled the request's first token.
+        finished_s: When the request's last token was sampled.
         constrained: True if the request has a constraint.
         steered: True if the constraint forbade the most likely token at least once.
-        forced_tokens: Tokens that were not sampled because the constraint allowed only one.
-        unrun_tokens: The last tokens of the answer that the model never ran as input.
+        forced_tokens: Number of tokens that were not sampled because the constraint allowed only one.
+        unrun_tokens: Number of tokens at the end of the answer that the model never ran as input.
         cut: True if max_tokens or the model's context ended the answer.
-        scored_positions: Prompt positions whose logits score the following tokens.
+        scored_positions: Number of prompt positions whose logits score the following tokens.
     """
 
     key: bytes
@@ -83,55 +83,56 @@ _SAMPLED = attrgetter(*(field.name for field in fields(RequestSample)))
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """The tokens of one engine step, its time, and its FLOPs and bytes by the operators' cost models.
+    """The token counts of one engine step, its times, and its FLOPs and bytes by the operators' cost models.
 
     Args:
         step: The number of the step.
         started_s: When the step started, in seconds since the start of the engine.
         duration_s: Seconds from start to end of the step.
         model_s: The part of duration_s in the model and the sampler.
-        prefill_tokens: Prompt tokens and recomputed tokens.
-        decode_tokens: Generated tokens that run for the first time.
-        recomputed_tokens: The part of prefill_tokens that had run before a preemption.
-        cached_tokens: Prompt tokens that were not run because they were in the prefix cache.
-        sampled_tokens: Sampled tokens, scored positions included.
-        padded_tokens: Wasted query positions: padding, rows that had ended, rejected drafts.
-        running: Running sequences after scheduling.
-        waiting: Waiting requests after scheduling.
-        preemptions: Sequences that the step preempted.
-        blocks_used: Used blocks of the KV cache.
-        blocks_total: All blocks of the KV cache.
+        prefill_tokens: Number of prompt tokens and recomputed tokens.
+        decode_tokens: Number of generated tokens that were run for the first time.
+        recomputed_tokens: The part of prefill_tokens that had been run before a preemption.
+        cached_tokens: Number of prompt tokens that were not run because they were in the prefix cache.
+        sampled_tokens: Number of sampled tokens, scored positions included.
+        padded_tokens: Number of wasted query positions: padding, rows that had ended, rejected drafts.
+        running: Number of running sequences after scheduling.
+        waiting: Number of waiting requests after scheduling.
+        preemptions: Number of sequences that the step preempted.
+        blocks_used: Number of used blocks of the KV cache.
+        blocks_total: Number of all blocks of the KV cache.
         flops: Useful FLOPs, without padding and recomputation.
-        bytes: Bytes that must be moved.
+        bytes: Bytes that must be read or written.
         roofline_s: The sum over operators of max(flops / peak, bytes / bandwidth). None: the peaks are unknown.
-        forced_tokens: Tokens that were appended after the step because constraints allowed only one token.
-        mask_s: Seconds of filling the masks of constrained rows.
+        forced_tokens: Number of tokens that were appended after the step because constraints allowed only one token.
+        mask_s: Seconds of filling token masks, the tokens that constraints allow next.
         compile_s: Seconds of compiling constraints since the previous step.
-        scheduled_s: When scheduling of the step began: before started_s if steps overlap.
-        pairs: Useful (query, key) pairs of attention, summed over layers.
-        kv_tokens: Distinct cached tokens that were read, summed over layers.
+        scheduled_s: When scheduling of the step began, in seconds since the start of the engine. It is before started_s
+            if steps overlap.
+        pairs: Number of useful (query, key) pairs of attention, summed over layers.
+        kv_tokens: Number of distinct cached tokens that were read, summed over layers.
         copied_tokens: The part of cached_tokens that was copied from partial blocks.
         metering_s: Seconds of computing this sample.
         launch: How the host launched the step on a GPU. None on a CPU.
-        capture_s: Seconds of capturing graphs for the step. None on a CPU.
-        graph_bytes: GPU memory of these graphs. None on a CPU.
-        drafted_tokens: Verified draft tokens.
-        accepted_tokens: Accepted draft tokens, part of sampled_tokens.
-        prompt_drafted: Verified draft tokens from the draft source "prompt".
-        prompt_accepted: Accepted draft tokens from the draft source "prompt".
-        answers_drafted: Verified draft tokens from "answers".
-        answers_accepted: Accepted draft tokens from "answers".
-        earlier_drafted: Verified draft tokens from "earlier".
-        earlier_accepted: Accepted draft tokens from "earlier".
-        model_drafted: Verified draft tokens from "model".
-        model_accepted: Accepted draft tokens from "model".
-        heads_drafted: Verified draft tokens from "heads".
-        heads_accepted: Accepted draft tokens from "heads".
+        capture_s: Seconds of capturing CUDA graphs for the step. None on a CPU.
+        graph_bytes: GPU memory of the CUDA graphs, in bytes. None on a CPU.
+        drafted_tokens: Number of verified draft tokens.
+        accepted_tokens: Number of accepted draft tokens, a part of sampled_tokens.
+        prompt_drafted: Number of verified draft tokens from the draft source "prompt".
+        prompt_accepted: Number of accepted draft tokens from the draft source "prompt".
+        answers_drafted: Number of verified draft tokens from the draft source "answers".
+        answers_accepted: Number of accepted draft tokens from the draft source "answers".
+        earlier_drafted: Number of verified draft tokens from the draft source "earlier".
+        earlier_accepted: Number of accepted draft tokens from the draft source "earlier".
+        model_drafted: Number of verified draft tokens from the draft source "model".
+        model_accepted: Number of accepted draft tokens from the draft source "model".
+        heads_drafted: Number of verified draft tokens from the draft source "heads".
+        heads_accepted: Number of accepted draft tokens from the draft source "heads".
         proposing_s: The part of duration_s in the draft model or draft heads.
         drafts_saved_s: Estimated time of the same tokens without drafts, minus the step's time. None: unknown.
         collective_s: The part of model_s in collectives of the leading rank, waiting for other ranks included. None:
             there are none, or they are not timed, as on a GPU.
-        launched_steps: Steps that the host launched together with this one, this one included.
+        launched_steps: Number of steps that the host launched together, this one included.
         scored_positions: The part of sampled_tokens that are positions whose logits score given tokens.
     """
 
@@ -201,10 +202,10 @@ class RankUse:
         rank: The number of the rank.
         stage: The number of its pipeline stage, from 0 in the order of the layers.
         weight_bytes: Bytes of the loaded weights.
-        kv_bytes: Bytes of the KV cache.
-        read_bytes: Bytes that were read from the model's files.
-        before_rss_bytes: Resident memory before loading. None: unknown.
-        peak_rss_bytes: Peak resident memory.
+        kv_bytes: Bytes of the rank's KV cache.
+        read_bytes: Bytes that the rank read from the model's files.
+        before_rss_bytes: Resident memory before loading, in bytes. None: unknown.
+        peak_rss_bytes: Peak resident memory, in bytes.
         collective_s: Seconds in collectives, waiting for other ranks included, over all steps. None: not timed.
         stage_wait_s: Seconds of waiting for steps and for other stages. None: there is one stage, or it is not timed.
     """

@@ -17,7 +17,13 @@ Pooling = Literal["last", "mean", "cls"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number: from `low` to `high`, or above `low` if `above` is True."""
+    """The range of allowed values of a number.
+
+    Attributes:
+        low: The lower bound.
+        high: The upper bound, which is allowed.
+        above: True if `low` itself is not allowed.
+    """
 
     low: float
     high: float
@@ -84,18 +90,19 @@ class SamplingParams:
         temperature: The temperature. 0 means greedy.
         top_p: The probability mass of the tokens that may be drawn.
         top_k: The number of likeliest tokens that may be drawn. 0: off.
-        min_p: The least probability of a token that may be drawn, relative to the likeliest token.
+        min_p: The minimum probability of a token that may be drawn, as a fraction of the likeliest token's probability.
         seed: The seed of random draws.
         stop: Texts that end the answer.
         stop_token_ids: Tokens that end the answer.
         ignore_eos: If True, EOS tokens do not end the answer.
-        repetition_penalty: The factor of logits of tokens in prompt and answer.
-        presence_penalty: Subtracted from the logits of tokens in the answer.
+        repetition_penalty: Logits of tokens in prompt and answer are divided by it if positive, else multiplied. 1:
+            off.
+        presence_penalty: Subtracted from the logits of tokens in the answer, once.
         frequency_penalty: Subtracted from the logits of tokens in the answer, per occurrence.
         logprobs: Return the log-probability of each token, and of this many likeliest tokens. None: return none.
-        repetition_stop: End an answer whose last n tokens repeat a short cycle. 0: off.
-        include_stop: Keep the stop text that ends an answer in its text.
-        logit_bias: Pairs of token id and value that is added to its logit.
+        repetition_stop: An answer ends if this number of its last tokens repeat a short cycle of tokens. 0: off.
+        include_stop: True to keep the stop text that ends an answer in the answer's text.
+        logit_bias: Pairs of a token id and the value that is added to its logit.
         allowed_token_ids: The only tokens that an answer may have. (): all.
         bad_words: Texts that must not occur in an answer; see `bad_tokens`.
         json_schema: Constraint: the JSON text of a JSON Schema. At most one constraint is set.
@@ -103,15 +110,19 @@ class SamplingParams:
         regex: Constraint: a regular expression.
         choice: Constraint: the possible answers.
         grammar: Constraint: a grammar in Lark or GBNF.
-        thinking_budget: The maximum number of reasoning tokens, after which the end of reasoning is forced.
-        after_reasoning: The fields of ReasoningTokens if a budget limits the reasoning or a constraint begins after it.
+        thinking_budget: The maximum number of reasoning tokens, after which the end of reasoning is forced. None: no
+            limit.
+        after_reasoning: The reasoning markers, as the fields of ReasoningTokens. They are set if a budget limits the
+            reasoning, or a constraint begins after it.
         pooling: Compute a vector of the prompt with this pooling instead of generating tokens.
         tool_call: Constraint: a grammar of tool calls (see `batchinfer.input.tool_calls.call_grammar`).
         scored: Compute log-probabilities of continuations instead of generating tokens: the lengths of the
             continuations, which are concatenated at the end of the prompt (see `Continuations`).
-        classified: The answer is not the vector but the logits of the checkpoint's classification head.
+        classified: True if the answer is not the vector of the prompt, but the logits of the checkpoint's
+            classification head.
         second_segment: Prompt tokens from this position on have the token type 1. 0: all have type 0.
-        bad_tokens: The tokens of `bad_words`: the last token of a sequence is forbidden after the other ones.
+        bad_tokens: The token sequences of `bad_words`. The last token of a sequence is forbidden after the other tokens
+            of it.
         confidence: Return the log-probability of each token among the tokens that its constraint allows, instead of
             `logprobs`.
         adapter: The fingerprint of the adapter. Empty: none.
@@ -165,29 +176,40 @@ class SamplingParams:
         """Return the parameters of a request for the logits of the checkpoint's classification head.
 
         Args:
-            pooling: The pooling of hidden states.
+            pooling: How the hidden states of a text become one vector.
             second_segment: Prompt tokens from this position on have the token type 1. 0: all have type 0.
         """
         return cls(max_tokens=0, pooling=pooling, classified=True, second_segment=second_segment)
 
     @classmethod
     def scores(cls, lengths: tuple[int, ...] = ()) -> Self:
-        """Return the parameters of a scoring request, for continuations with these numbers of tokens."""
+        """Return the parameters of a scoring request, which computes log-probabilities of given tokens.
+
+        Args:
+            lengths: The number of tokens of each alternative continuation at the end of the prompt. (): for a job,
+                before rows are read.
+        """
         return cls(max_tokens=0, scored=lengths)
 
     @property
     def reasoning(self) -> ReasoningTokens | None:
-        """Return the reasoning markers; None if no budget limits the reasoning and no constraint begins after it."""
+        """Return the markers that begin and end reasoning, or None.
+
+        They are only known if a budget limits the reasoning, or a constraint begins after it.
+        """
         return ReasoningTokens(*self.after_reasoning) if self.after_reasoning else None
 
     @property
     def constraint(self) -> str | None:
-        """Return the name of the constraint, such as "regex"; None if there is none."""
+        """Return the name of the constraint that is set, such as "regex"; None if there is none."""
         return next((name for name in CONSTRAINTS if getattr(self, name)), None)
 
     @property
     def has_known_length(self) -> bool:
-        """Return True if only max_tokens or the model's context can end the answer, or no tokens are generated."""
+        """Return True if the number of generated tokens is known before the request runs.
+
+        This is so if only max_tokens or the model's context can end the answer, or no tokens are generated.
+        """
         ends = (
             self.stop
             or self.stop_token_ids
@@ -199,7 +221,7 @@ class SamplingParams:
 
     @property
     def gives_tokens(self) -> bool:
-        """Return True if the request generates tokens, rather than a vector or scores of its prompt."""
+        """Return True if the request generates tokens, rather than a vector, logits or scores of its prompt."""
         return self.pooling is None and not self.scored
 
     @property
@@ -216,7 +238,7 @@ class SamplingParams:
 
     @property
     def constraint_digest(self) -> bytes:
-        """Return the sha256 of the constraint's name and value, which may itself have a megabyte."""
+        """Return the sha256 of the constraint's name and value, because the value may have a megabyte."""
         name = self.constraint
         named = (name, None if name is None else getattr(self, name))
         return sha256(repr(named).encode()).digest()
@@ -233,7 +255,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Return True if there is a repetition, presence or frequency penalty."""
+        """Return True if a repetition, presence or frequency penalty is set."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
@@ -243,13 +265,19 @@ class SamplingParams:
 
     @property
     def is_stateless(self) -> bool:
-        """Return True if the sampling of a token does not depend on earlier tokens, and only tokens are requested."""
+        """Return True if the sampling of a token does not depend on earlier tokens.
+
+        The result is False if log-probabilities are requested.
+        """
         looks_back = self.penalised or self.min_tokens or self.bad_tokens
         guided = self.constraint is not None or self.reasoning is not None
         return not looks_back and not guided and not self.asks_logprobs
 
     def canonical(self) -> Self:
-        """Return equivalent parameters in a canonical form: sorted sets, and no options of random draws if greedy."""
+        """Return equivalent parameters in a canonical form, so that equivalent requests have the same work key.
+
+        Sets are sorted. Greedy parameters have no options of random draws.
+        """
         stops, ids = tuple(sorted(set(self.stop))), tuple(sorted(set(self.stop_token_ids)))
         ordered = replace(self, stop=stops, stop_token_ids=ids, choice=tuple(sorted(set(self.choice))))
         bias = tuple(sorted(pair for pair in self.logit_bias if pair[1]))
@@ -270,11 +298,10 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the text that `to_json` returns."""
+        """Return the parameters from the JSON text that `to_json` returns."""
         values: dict[str, Any] = json.loads(text)
         return cls(**{name: _frozen(value) for name, value in values.items()})
 
 
 def _frozen(value: Any) -> Any:
-    """Convert lists to tuples, recursively."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

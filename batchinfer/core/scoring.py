@@ -16,12 +16,13 @@ class Scoring:
     """The log-probabilities that a scoring job computes for its rows, and their form in the result.
 
     Args:
-        choices: The labels of all rows, all different. (): each row has a continuation or its own labels.
-        own_labels: True if each row has its own labels.
-        length_normalized: True if labels are compared by the mean of their tokens' log-probabilities.
+        choices: The labels that all rows share, all different. (): each row has a continuation or labels of its own.
+        own_labels: True if each row has labels of its own.
+        length_normalized: True if labels are compared by the mean of their tokens' log-probabilities; False: by the
+            sum.
         per_token: True if the result includes the log-probability of each token.
-        content_free: The text that replaces all values of a row in the content-free prompt, which calibrates labels.
-            None: no calibration.
+        content_free: The text that replaces all values of a row in a content-free prompt. The labels' log-probabilities
+            after this prompt calibrate those after real prompts. None: no calibration.
         prior: The log-probability of each of `choices` after the content-free prompt, once it is computed.
     """
 
@@ -51,8 +52,8 @@ class PairScoring:
     The score is one logit of the classification head, from pooled hidden states.
 
     Args:
-        pooling: The pooling of hidden states.
-        activation: The function of the logit that is the score.
+        pooling: How the hidden states of a pair become one vector.
+        activation: The function that converts the logit to the score.
         typed: True if tokens of the document have the token type 1. False: all tokens have type 0.
     """
 

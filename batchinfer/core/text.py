@@ -16,7 +16,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def printable(text: str) -> str:
-    """Return text for a terminal: control characters and invalid bytes become escapes.
+    """Make a text safe to show in a terminal: control characters and invalid bytes become escapes.
 
     Tabs and newlines are kept.
     """
@@ -29,12 +29,12 @@ _OVERRIDE = re.compile(r"--set '?[\w.]+=$")  # paths in overrides are relative t
 
 
 def on_one_line(text: str) -> str:
-    """Return text for one line of a terminal: control characters, newlines and tabs become escapes."""
+    """Make a text safe to show in one line of a terminal: control characters, newlines and tabs become escapes."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def with_near_paths(text: str) -> str:
-    """Replace absolute paths below the current folder in a message by relative ones, as users type them."""
+    """Replace the absolute paths of a message that are below the current folder by relative paths."""
     try:
         here = os.getcwd()
     except OSError:  # the folder was deleted

@@ -45,7 +45,7 @@ class CallStyle:
 
     Args:
         name: The name of the format.
-        shown: Ids and texts of the special tokens that calls contain. Texts of answers usually omit special tokens.
+        shown: (id, text) of each special token that occurs in calls. Texts of answers usually omit special tokens.
         of_all: True if the job sets the format. Then calls are also parsed in rows without a list of tools.
     """
 
@@ -54,11 +54,14 @@ class CallStyle:
     of_all: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the format as JSON values, for `from_json`. They are part of the identity of a result."""
+        """Return the format as JSON values, which `from_json` reads.
+
+        They are part of the identity of a result: a run with another format does not reuse the result.
+        """
         return {**asdict(self), "version": _VERSION}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the format from the JSON that `to_json` returns."""
+        """Return the format from the JSON values that `to_json` returns."""
         shown = tuple((int(token), str(text)) for token, text in value["shown"])
         return cls(value["name"], shown, value["of_all"])

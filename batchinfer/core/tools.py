@@ -19,15 +19,15 @@ class BadTools(ValueError):
 
 
 def check_tools(value: Any, most: int) -> list[dict[str, Any]]:
-    """Check a list of function tools in the form of OpenAI's API, and return it with JSON types only.
+    """Check a list of function tools in the form of OpenAI's API, and return a copy with JSON types only.
 
     Args:
-        value: The tools.
-        most: The maximum number of characters and items together.
+        value: The list of tools.
+        most: The maximum size: the characters of all texts plus the items of all lists and objects.
 
     Raises:
         BadTools: A tool is invalid.
-        NotPlain: A value has no JSON form, is nested too deeply, or is too large.
+        NotPlain: A value has no JSON form, is nested too deeply, or exceeds `most`.
     """
     if not isinstance(value, list | tuple):
         raise BadTools(f"must be a list of tools, as in [{_RIGHT}]")
@@ -49,7 +49,6 @@ def is_tool_name(name: str) -> bool:
 
 
 def _checked_name(number: int, tool: Any) -> str:
-    """Check a tool, and return its name. Raises BadTools with the position `number`."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise BadTools(f"[{number}] must be a function tool, as in {_RIGHT}")

@@ -20,7 +20,7 @@ def count(value: float | None) -> str:
 
 
 def counted(number: float | None, noun: str) -> str:
-    """Format a count with a singular noun, whose plural ends in s: 1 error row, 2,388 error rows."""
+    """Format a count with its noun: "1 error row", "2,388 error rows". The plural must end in s."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
@@ -77,7 +77,7 @@ def size(value: float) -> str:
 
 
 def sizes(one: float, other: float) -> tuple[str, str]:
-    """Format the numbers of bytes `one` and `other` with enough digits to differ: "1.001 GiB" and "1.000 GiB"."""
+    """Format two numbers of bytes with enough digits that the texts differ: "1.001 GiB" and "1.000 GiB"."""
     for digits in range(3, _MOST_DIGITS):
         texts = _written(one, digits), _written(other, digits)
         if texts[0] != texts[1] or one == other:
@@ -102,7 +102,6 @@ def _written(value: float, digits: int) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """Format a number with `digits` digits. Whole numbers and digits before the point are not cut."""
     if value == int(value):
         return f"{value:,.0f}"
     before = len(str(round(abs(value))))
@@ -119,7 +118,8 @@ def shown(value: Any, unit: str = "") -> str:
 
     Args:
         value: The value. None becomes a dash.
-        unit: The unit of its column, such as "s", "bytes" or "0…1" for shares. Empty: no unit.
+        unit: The unit of its column, such as "s", "bytes", or "0…1" for shares, which become percentages. Empty: no
+            unit.
     """
     if value is None:
         return UNKNOWN
@@ -147,13 +147,13 @@ def _number(value: float, unit: str) -> str:
 
 
 def _share(value: float) -> str:
-    """Format a share, 0 to 1, as a percentage. A share that is not zero never becomes 0.0%."""
+    # A share that is not zero never becomes 0.0%
     if value == 0 or abs(value) >= _LEAST_SHARE:
         return percent(value).replace("-", "−")
     return "< 0.1%" if value > 0 else "> −0.1%"
 
 
 def prefixed(value: float, unit: str) -> str:
-    """Format a number with a unit from PREFIXED and a metric prefix: 180 GFLOP/s."""
+    """Format a number with a metric prefix and a unit: 180 GFLOP/s. PREFIXED lists the supported units."""
     one_unit, letter = next((one for one in _PREFIXES if abs(value) >= one[0] * 0.9995), (1.0, ""))
     return f"{short(value / one_unit)} {letter}{PREFIXED[unit]}"

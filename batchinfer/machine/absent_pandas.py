@@ -15,13 +15,10 @@ _ABSENT = "pandas"
 
 
 class _WithoutPandas(PathFinder):
-    """Python's finder of modules on sys.path, except that it never finds pandas."""
-
     @classmethod
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module; None for pandas. See importlib for the arguments."""
         return None if fullname == _ABSENT else super().find_spec(fullname, path, target)
 
 

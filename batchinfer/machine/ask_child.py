@@ -13,20 +13,24 @@ _CONTINUES = "run the same command again"
 
 
 class Died(Exception):
-    """Two child processes died in the same call, but not by limits on memory or CPU time: the arguments cause it."""
+    """Two child processes died in one call of `ask_child`, so its arguments are probably the cause.
+
+    Limits on memory or CPU time did not cause it.
+    """
 
     def __init__(self, ended: Ended | None) -> None:
         super().__init__("closed its connection" if ended is None else str(ended))
 
 
 def ask_child(what: str, target: str, *arguments: object, within_s: float) -> Any:
-    """Run a function in a child process, and return the value that the function sends. Retry once if it dies.
+    """Run a function in a child process, and return the value that the function sends. Retry once if the process dies.
 
     Args:
-        what: The name of the process for messages.
-        target: The function, "module:function". Its last argument is its end of the pipe, for the value.
+        what: The name of the process for error messages.
+        target: The function, as "module:function". Its last argument is its end of the pipe, through which it sends the
+            value.
         arguments: The other arguments of the function.
-        within_s: The time limit in seconds, of each try.
+        within_s: The time limit of each try, in seconds.
 
     Raises:
         Died: The process died twice.

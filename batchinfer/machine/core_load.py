@@ -13,7 +13,7 @@ _BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq; not idle, iowait an
 
 
 class CoreLoad:
-    """Measures how much other processes use the CPU cores that this process may use, between calls of `look`."""
+    """Measures how much other processes use the CPU cores that this process may use."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class CoreLoad:
         clock: Callable[[], float] = time.monotonic,
         own_time: Callable[[], float] = time.process_time,
     ) -> None:
-        """Start the first interval.
+        """Start to measure.
 
         Args:
             stat: The system's file with the CPU time of each core.
@@ -34,11 +34,14 @@ class CoreLoad:
 
     @property
     def cores(self) -> int:
-        """Return the number of cores in this process's affinity, ignoring a container's CPU quota."""
+        """Return the number of cores that this process may use, ignoring a container's CPU quota."""
         return len(self._cores)
 
     def look(self) -> float | None:
-        """Return how many cores other processes used on average since the last call, such as 1.5; None if unknown."""
+        """Return how many cores other processes used on average since the last call, such as 1.5.
+
+        The first call measures from the creation of this object. The result is None if the system does not report it.
+        """
         now, others = self._clock(), self._others()
         elapsed, before = now - self._at, self._before
         self._at, self._before = now, others
@@ -47,7 +50,6 @@ class CoreLoad:
         return min(max(0.0, (others - before) / elapsed), float(len(self._cores)))
 
     def _others(self) -> float | None:
-        """Return the CPU seconds of other processes since boot, on this process's cores; None if unknown."""
         if not self._stat.exists():
             return None
         wanted = {f"cpu{core}" for core in self._cores}

@@ -16,7 +16,9 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """Return how many CPU cores this process may use, by affinity and by cgroup quota (such as `docker --cpus`).
+    """Return the number of CPU cores that this process may use: the lower of its affinity and its cgroup quota.
+
+    `docker --cpus` sets such a quota.
 
     Args:
         root: The folder in which cgroups are mounted.
@@ -30,12 +32,12 @@ def usable_cpus(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
 def split_cores(parts: int, nodes: Path = _NODES, topology: Path = _TOPOLOGY) -> list[tuple[int, ...]]:
     """Divide the CPU cores that this process may use into parts whose sizes differ by at most one.
 
-    Cores of a NUMA node, and hyper-threads of a physical core, are adjacent in the parts.
+    Cores of a NUMA node, and hyper-threads of a physical core, are in the same part or in neighbouring parts.
 
     Args:
         parts: The number of parts.
-        nodes: The folder of the system with the NUMA nodes.
-        topology: The folder of the system with the topology of cores.
+        nodes: The system's folder with the NUMA nodes.
+        topology: The system's folder with the topology of cores.
 
     Returns:
         The core numbers of each part; empty parts if the system has no CPU affinity.
@@ -57,7 +59,6 @@ def _number(path: Path) -> int:
 
 
 def _cores(path: Path) -> list[int]:
-    """Return the numbers in a file with a list such as `0-3,8`; [] if the file does not exist."""
     parts = path.read_text().strip().split(",") if path.exists() else []
     ranges = [part.partition("-") for part in parts if part]
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]

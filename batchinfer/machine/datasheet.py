@@ -19,8 +19,8 @@ class Datasheet:
 
     Args:
         peak_flops: FLOP/s by dtype, including "int8" and "fp8".
-        bandwidth: Bytes/s of its memory.
-        memory_bytes: The size of its memory.
+        bandwidth: The bandwidth of its memory in bytes/s.
+        memory_bytes: The size of its memory in bytes.
     """
 
     peak_flops: Mapping[str, float]
@@ -38,16 +38,16 @@ def _gpu(
     bfloat16: bool = True,
     fp8: bool = False,
 ) -> Datasheet:
-    """Create a datasheet.
+    """Create the datasheet of a GPU.
 
-    Tensor cores support int8 from Turing, bfloat16 from Ampere, and fp8 from Ada and Hopper, with the peak of int8.
+    Tensor cores support int8 since Turing, bfloat16 since Ampere, and fp8 since Ada and Hopper, with the peak of int8.
 
     Args:
         half: TFLOP/s in float16.
         single: TFLOP/s in float32.
         int8: TOP/s in int8. None: not supported.
-        terabytes: TB/s of the memory.
-        gigabytes: GB of the memory.
+        terabytes: The bandwidth of the memory in TB/s.
+        gigabytes: The size of the memory in GB.
         bfloat16: True if bfloat16 has the peak of float16. False: it is not supported.
         fp8: True if fp8 has the peak of int8. False: it is not supported.
     """
@@ -127,6 +127,9 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def full_name(name: str) -> str | None:
-    """Return the name of a GPU in nvidia-smi, given this name or a short name such as "h100"; None if unknown."""
+    """Return the name that nvidia-smi prints for a GPU, given this name or a short one such as "h100".
+
+    The result is None if the GPU is unknown.
+    """
     full = NAMES.get(name.casefold(), name)
     return full if full in _DATASHEETS else None

@@ -20,7 +20,7 @@ class Devices:
 
     Args:
         hardware: The model and the peaks of each device.
-        link: The link between devices of one machine.
+        link: The link between devices of one machine, such as NVLink.
         network: The link between machines.
         in_node: The number of devices per machine.
         nodes: The number of machines.
@@ -45,26 +45,34 @@ class Devices:
 
     @property
     def links(self) -> str:
-        """Return the names of the links between these devices, for people."""
+        """Return the names of the links between these devices, as text for people."""
         return f"{self.link.name}, {self.network.name}" if self.nodes > 1 else self.link.name
 
     def in_one_node(self, ranks: int) -> bool:
-        """Return True if each group of `ranks` consecutive devices is in one machine."""
+        """Return True if all ranks of a group are in one machine, for groups of consecutive devices.
+
+        Args:
+            ranks: The number of devices of a group.
+        """
         return self.in_node % ranks == 0
 
     def link_among(self, ranks: int) -> DeviceLink:
-        """Return the slowest link within a group of `ranks` consecutive devices."""
+        """Return the slowest link within a group of consecutive devices.
+
+        Args:
+            ranks: The number of devices of the group.
+        """
         return self.link if self.in_one_node(ranks) else self.network
 
 
 def devices_of(hardware: Hardware, count: int = 1) -> Devices:
-    """Return `count` devices of this kind in one machine, with the links that such a machine usually has."""
+    """Return `count` equal devices in one machine, with the links that a machine with these devices usually has."""
     link = LOOPBACK if hardware.device == "cpu" else link_between(hardware.name)
     return Devices(hardware, link, network_between(hardware.name), count)
 
 
 def devices_by_name(name: str, cache: Path | None = None) -> Devices:
-    """Return GPUs by name, which this machine need not have, for a forecast.
+    """Return GPUs by name, for a forecast. This machine need not have them.
 
     Args:
         name: A GPU such as `h100`, several in one machine such as `8xh100`, or in several machines such as `4x8xh100`.

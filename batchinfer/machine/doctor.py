@@ -40,7 +40,7 @@ class Fact:
 def doctor(cache: Path | None = None) -> list[Fact]:
     """Return the facts that `batchinfer doctor` prints: versions, CPU, memory, GPUs and known peaks.
 
-    It does not import the packages whose versions it returns.
+    The packages whose versions it returns are not imported.
 
     Args:
         cache: The file of measured peaks. None: the default file.
@@ -101,7 +101,7 @@ def _cache(path: Path) -> Fact:
 
 
 def peaks_text(here: Hardware) -> str:
-    """Describe the peaks of a device and their source, or how to measure them, in one line."""
+    """Describe the known peak speeds of a device and their source in one line, or how to measure them."""
     if here.source == "unknown" or here.bandwidth is None:
         return "unknown: run `batchinfer doctor --measure`"
     flops = ", ".join(_peak_text(here, dtype) for dtype in sorted(here.peak_flops))
@@ -109,7 +109,7 @@ def peaks_text(here: Hardware) -> str:
 
 
 def tiles_text(grant: Grant) -> str:
-    """Describe in one line if the CPU's matrix tiles (AMX) are used, or why not."""
+    """Describe in one line whether the CPU's matrix tiles (AMX) are used, or why not."""
     if grant.given:
         return "AMX, granted by the system"
     return f"not used: {grant.refusal}" if grant.refusal else "none known for this CPU"
@@ -121,7 +121,7 @@ def _peak_text(here: Hardware, dtype: str) -> str:
 
 
 def products_text(here: Hardware) -> str:
-    """Describe in one line the speed of matrix products by torch and by the compiled operators."""
+    """Describe in one line the measured speeds of matrix products, by torch and by the compiled CPU operators."""
     if not here.products:
         return "unknown: run `batchinfer doctor --measure`"
     return "; ".join(
@@ -136,7 +136,7 @@ def _by_whom(rates: Mapping[str, float]) -> str:
 
 
 def steps_text(here: Hardware) -> str:
-    """Describe in one line for which arithmetics step times are measured, or how to measure them."""
+    """Describe in one line for which dtypes and quantisations step times are measured, or how to measure them."""
     if not here.step_times:
         return "unknown, so forecasts of first runs are lower bounds: run `batchinfer doctor --measure`"
     return f"measured in {', '.join(sorted(here.step_times))}"

@@ -24,7 +24,7 @@ MAX_WATTS = 1000.0  # of a CPU package
 
 @dataclass(frozen=True, slots=True)
 class EnergyUse:
-    """The energy that a machine used in an interval. None means unknown: a counter cannot be read.
+    """The energy that a machine used in an interval. None means that a counter cannot be read.
 
     Args:
         cpu_j: Joules of the CPUs.
@@ -36,14 +36,14 @@ class EnergyUse:
 
     @property
     def total_j(self) -> float | None:
-        """Return the joules of CPUs and GPUs together, without an unknown value; None if both are unknown."""
+        """Return the joules of CPUs and GPUs together. An unknown value is left out; None if both are unknown."""
         known = [value for value in (self.cpu_j, self.gpu_j) if value is not None]
         return sum(known) if known else None
 
 
 @dataclass(slots=True)
 class Counter:
-    """Adds up the energy that a hardware counter measures, across its overflows.
+    """Adds up the energy that a hardware counter measures. It handles overflows of the hardware counter.
 
     Args:
         read: Returns the value of the hardware counter in joules.
@@ -89,12 +89,12 @@ class EnergyMeter:
         return cls(rapl_counters(), nvml_counters(gpus) if gpus else ())
 
     def poll(self) -> None:
-        """Read the counters if the last reading is at least READ_EVERY_S seconds ago."""
+        """Read the hardware counters, unless they were read less than READ_EVERY_S seconds ago."""
         if self._clock() - self._polled >= READ_EVERY_S:
             self.read()
 
     def read(self) -> EnergyUse:
-        """Read the counters, and return the energy since the meter was created."""
+        """Read the hardware counters, and return the energy used since the meter was created."""
         gap_s, self._polled = self._clock() - self._polled, self._clock()
         self._cpu, cpu = _read(self._cpu, gap_s)
         self._gpu, gpu = _read(self._gpu, gap_s)
@@ -102,14 +102,7 @@ class EnergyMeter:
 
 
 def _read(counters: Sequence[Counter], gap_s: float) -> tuple[Sequence[Counter], float | None]:
-    """Poll the counters, and return them with their sum in joules.
-
-    If a counter fails, or may have overflowed twice, return no counters and None: the energy is unknown from then on.
-
-    Args:
-        counters: The counters of all CPUs, or of all GPUs.
-        gap_s: The seconds since they were last polled.
-    """
+    # If a counter fails, or may have overflowed twice, the energy is unknown from then on
     if any(counter.range_j is not None and gap_s * MAX_WATTS > counter.range_j for counter in counters):
         return (), None
     try:
@@ -121,7 +114,7 @@ def _read(counters: Sequence[Counter], gap_s: float) -> tuple[Sequence[Counter],
 
 
 def rapl_counters(folder: Path = POWERCAP) -> list[Counter]:
-    """Return an energy counter (RAPL) per CPU package of this machine; [] if any of them cannot be read."""
+    """Return an energy counter (RAPL) for each CPU package of this machine; [] if any counter cannot be read."""
     packages = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
     try:
         wanted = [zone for zone in packages if (zone / "name").read_text().startswith("package")]
@@ -138,10 +131,10 @@ def _microjoules(path: Path) -> float:
 
 
 def nvml_counters(gpus: Sequence[str]) -> list[Counter]:
-    """Return an energy counter (NVML) per GPU; [] if a GPU has none, or the package `nvidia-ml-py` is not installed.
+    """Return an energy counter (NVML) for each GPU; [] if a GPU has none, or `nvidia-ml-py` is not installed.
 
     Args:
-        gpus: UUIDs of GPUs. Numbers are ambiguous: CUDA and the driver order GPUs differently.
+        gpus: UUIDs of GPUs. Numbers would be ambiguous, because CUDA and the driver order GPUs differently.
     """
     if find_spec("pynvml") is None:
         return []

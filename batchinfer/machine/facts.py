@@ -28,22 +28,22 @@ from batchinfer_kernels.tiles import tile_grant
 class MachineFacts:
     """The machine on which a job's engines run.
 
-    All fields are plain values: one machine can send its description to another. None means unknown, and an unknown
-    fact limits nothing: a job gets all the cores and GPUs that it needs.
+    All fields are plain values, so that a machine can send its description to another. None means unknown. An unknown
+    number of cores or GPUs does not limit a job.
 
     Args:
         hardware: The device that engines use: the CPU, or each GPU.
         cores: The number of CPU cores that this process may use.
         free_memory: The bytes of memory that were free before the first engine started.
         torch_has_cuda: True if the installed torch supports CUDA.
-        has_gpu: True if the machine has a GPU. In a container, nvidia-smi may list none.
+        has_gpu: True if the machine has a GPU, even if nvidia-smi in a container lists none.
         gpus: The GPUs that CUDA may use, by their names for CUDA_VISIBLE_DEVICES.
         several_kinds: True if `gpus` may be different models.
         capability: The lowest compute capability of `gpus`, such as (9, 0).
         fast_bf16: True if the CPU multiplies bfloat16 in hardware.
         tiles: True if the CPU's matrix tiles (AMX) may be used.
         arm: True if the CPU is an Arm CPU.
-        engines: The number of engines for which a cluster has room. The other fields describe the share of each.
+        engines: The number of engines for which a cluster has room. The other fields describe what each engine gets.
     """
 
     hardware: Hardware
@@ -79,10 +79,10 @@ class MachineFacts:
         return max(1, len(self.gpus or ())) if self.device == "cuda" else 1
 
     def arm_sums(self, dtype: str) -> str:
-        """Return a name of the order in which an Arm CPU's compiled operators add numbers; "" on other devices.
+        """Return a name for the order in which the compiled operators of an Arm CPU add numbers; "" on other devices.
 
-        Arm vectors are shorter than x86-64 vectors, so sums have another order, and answers may differ. BFDOT (and
-        BFMMLA, which the same CPUs have) also rounds bfloat16 sums differently.
+        Different orders may give different answers. BFDOT (and BFMMLA, which the same CPUs have) also rounds bfloat16
+        sums differently.
 
         Args:
             dtype: The dtype of activations.
@@ -120,5 +120,5 @@ def this_machine(asked: Device | Literal["auto"]) -> MachineFacts:
 
 
 def _has_gpu_files() -> bool:
-    """Return True if the system has a device file of a GPU. In a container, nvidia-smi may be missing."""
+    # In a container, nvidia-smi may be missing
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

@@ -10,11 +10,11 @@ SHARED_READ = 0o755
 def make_folder(path: Path, mode: int = SHARED_READ) -> None:
     """Create a folder and its missing parents.
 
-    With an umask of 0, `Path.mkdir(parents=True)` would create the parents with mode 0777.
+    Missing parents get the mode SHARED_READ, even with an umask of 0. `Path.mkdir(parents=True)` would use 0777.
 
     Args:
         path: The folder. It may exist.
-        mode: Its permissions, before the umask is applied.
+        mode: The permissions of the folder, before the umask is applied.
 
     Raises:
         OSError: A folder cannot be created, or there is a file in its place.

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 def freeze_existing_objects() -> Iterator[None]:
     """Return a context manager in which Python's garbage collector ignores the objects that exist at its start.
 
-    A model's libraries create several hundred thousand objects. Scanning them took 1 % of a run of small steps.
+    The libraries of a model create several hundred thousand objects. Scanning them took 1 % of the time of a run with
+    small steps.
     """
     gc.collect()
     gc.freeze()
@@ -25,7 +26,8 @@ def freeze_existing_objects() -> Iterator[None]:
 def pause_garbage_collector() -> Iterator[None]:
     """Return a context manager in which Python's garbage collector is disabled.
 
-    Collecting an unused CUDA kernel unloads it from the device, which invalidates a capture that is in progress.
+    It is used while a CUDA graph is captured: collecting an unused CUDA kernel unloads it, which invalidates the
+    capture.
     """
     was_enabled = gc.isenabled()
     gc.disable()

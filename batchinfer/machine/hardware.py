@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 def arithmetic_text(
     dtype: str, quantization: str | None, kv_cache: str | None, deterministic: bool | None
 ) -> str:
-    """Describe the arithmetic of a run for people: `bfloat16 with int8 weights, deterministic`.
+    """Describe the number formats of a run for people, such as `bfloat16 with int8 weights, deterministic`.
 
     Args:
         dtype: The dtype of activations.
@@ -64,20 +64,23 @@ def coded_text(quantization: str | None) -> str | None:
 
 
 def arithmetic_name(dtype: str, quantization: str = "none") -> str:
-    """Return the key of an arithmetic in `Hardware.step_times`: "bfloat16", or with quantisation "bfloat16+int8"."""
+    """Return the name of a run's number formats: "bfloat16", or with quantised weights "bfloat16+int8".
+
+    It is a key of `Hardware.step_times`.
+    """
     return dtype if quantization == "none" else f"{dtype}+{quantization}"
 
 
 def codes_of(quantization: str, device: Device) -> str | None:
-    """Return the type in which matrix products of quantised weights are computed, as a key of `Hardware.peak_flops`.
+    """Return the type of quantised values that matrix products multiply, as a key of `Hardware.peak_flops`.
 
     Args:
         quantization: The value of model.quantization.
         device: The device that computes.
 
     Returns:
-        "int8" or "fp8"; None if products are computed in the run's dtype: GPUs dequantise int4, all devices dequantise
-        MXFP4, and sparse weights are not quantised.
+        "int8" or "fp8". None if products are computed in the run's dtype, because weights are not quantised or are
+        dequantised first (int4 on a GPU, MXFP4).
     """
     codes = "fp8" if quantization == "stored" else quantization.removeprefix("stored-")
     if codes in ("none", "mxfp4", "sparse") or (codes == "int4" and device == "cuda"):
@@ -87,17 +90,18 @@ def codes_of(quantization: str, device: Device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device, and the peak speeds of it that are known.
+    """A device, and its known peak speeds.
 
     Args:
         name: The model, such as "AMD EPYC 9B14" or "NVIDIA H200".
         device: "cpu" or "cuda".
         cores: The number of CPU cores that this process may use. None for a GPU.
-        memory_bytes: The size of the device's memory. None: unknown.
+        memory_bytes: The size of the device's memory in bytes. None: unknown.
         peak_flops: FLOP/s by dtype, including "int8" and "fp8". A missing dtype is unknown.
-        bandwidth: Bytes/s of the memory. None: unknown.
-        source: Where the peaks are from.
-        step_times: Measured times of the parts of a step, by arithmetic (see batchinfer.plan.simulation.step_parts).
+        bandwidth: The bandwidth of the memory in bytes/s. None: unknown.
+        source: Where the peaks are from: a measurement, a datasheet, or unknown.
+        step_times: Measured times of the parts of a step (see batchinfer.plan.simulation.step_parts), by
+            `arithmetic_name`.
         peak_by: The library that reached a measured peak, by dtype: "torch" or "compiled" (the CPU operators). May be
             incomplete.
         products: Measured FLOP/s of matrix products, by dtype, size and library. May be incomplete.
@@ -131,9 +135,9 @@ class Hardware:
 
         Args:
             peak_flops: FLOP/s by dtype.
-            bandwidth: Bytes/s of the memory.
-            step_times: Times of the parts of a step, by arithmetic. None: not measured.
-            peak_by: The library that reached a peak, by dtype. None: unknown.
+            bandwidth: The bandwidth of the memory in bytes/s.
+            step_times: Times of the parts of a step, by `arithmetic_name`. None: not measured.
+            peak_by: The library that reached the peak, by dtype. None: unknown.
             products: FLOP/s of matrix products, by dtype, size and library. None: not measured.
         """
         return replace(
@@ -147,7 +151,7 @@ class Hardware:
         )
 
     def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
-        """Return the measured times of a step's parts in an arithmetic, by name of the part; None if not measured.
+        """Return the measured times of the parts of a step, by part; None if they are not measured.
 
         Args:
             dtype: The dtype of activations.
@@ -174,11 +178,11 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU in the list of the driver.
+    """A GPU that the driver lists.
 
     Args:
         name: The name in nvidia-smi, such as "NVIDIA H200".
-        memory_bytes: The size of its memory. None: unknown.
+        memory_bytes: The size of its memory in bytes. None: unknown.
     """
 
     name: str
@@ -186,15 +190,16 @@ class Gpu:
 
 
 def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) -> Hardware:
-    """Return a device of this machine with its peaks, which are measured, from the datasheet, or unknown.
+    """Return a device of this machine, with peaks that are measured, from the datasheet, or unknown.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
-        gpu: The GPU. None: the one that nvidia-smi lists at N, which CUDA_VISIBLE_DEVICES may contradict.
+        gpu: The GPU. None: the GPU that nvidia-smi lists at index N, although CUDA_VISIBLE_DEVICES may order GPUs
+            differently.
         cache: The file of measured peaks. None: the default file.
 
     Raises:
-        ValueError: `device` is something else.
+        ValueError: `device` has another form.
     """
     if device == "cpu":
         bare = Hardware(cpu_name(), "cpu", usable_cpus(), total_memory())
@@ -206,7 +211,7 @@ def detect(device: str, *, gpu: Gpu | None = None, cache: Path | None = None) ->
 
 
 def hardware_by_name(name: str, cache: Path | None = None) -> Hardware:
-    """Return a GPU, which this machine need not have, with measured peaks, or the peaks of its datasheet.
+    """Return a GPU by name, with measured peaks, or the peaks of its datasheet. This machine need not have it.
 
     Args:
         name: The name in nvidia-smi, or a short name such as "h100".
@@ -267,9 +272,9 @@ class KeptPeaks:
 
     Args:
         peak_flops: FLOP/s by dtype.
-        bandwidth: Bytes/s of the memory.
-        step_times: Times of the parts of a step, by arithmetic. Empty: not measured.
-        peak_by: The library that reached a peak, by dtype. Empty in files of older versions.
+        bandwidth: The bandwidth of the memory in bytes/s.
+        step_times: Times of the parts of a step, by `arithmetic_name`. Empty: not measured.
+        peak_by: The library that reached the peak, by dtype. Empty in files of older versions.
         products: FLOP/s of matrix products, by dtype, size and library. Empty in files of older versions.
     """
 
@@ -280,7 +285,7 @@ class KeptPeaks:
     products: dict[str, dict[str, dict[str, float]]]
 
     def to_json(self) -> dict[str, object]:
-        """Return the JSON object of the device in the file of measured peaks."""
+        """Return the measurements as the JSON object that the file of measured peaks contains for the device."""
         return {
             "peak_flops": self.peak_flops,
             "bandwidth": self.bandwidth,
@@ -291,7 +296,10 @@ class KeptPeaks:
 
 
 def read_cache(path: Path) -> dict[str, KeptPeaks]:
-    """Read the file of measured peaks, by `Hardware.key`. If it is unusable, log a warning and return {}."""
+    """Read the file of measured peaks, and return its measurements by `Hardware.key`.
+
+    If the file is unusable, log a warning and return {}.
+    """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         return _parse_cache(raw)
@@ -428,7 +436,8 @@ def min_capability(names: Sequence[str]) -> tuple[int, ...] | None:
     """Return the lowest compute capability of some GPUs, such as (9, 0); None if the driver reports none.
 
     Args:
-        names: Numbers or UUIDs of the GPUs. If the driver does not know all of them, all GPUs are considered.
+        names: Numbers or UUIDs of the GPUs. If the driver does not know all of them, all GPUs of the machine are
+            considered.
     """
     text = _output(["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"])
     found = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip()]
@@ -438,7 +447,7 @@ def min_capability(names: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _capability(text: str) -> tuple[int, ...]:
-    """Parse a version such as `8.9`. An invalid one yields (), which is lower than any version."""
+    # () is lower than any version
     parts = text.split(".")
     return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
 
@@ -446,7 +455,7 @@ def _capability(text: str) -> tuple[int, ...]:
 def usable_gpus(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the GPUs that CUDA may use, by their names for CUDA_VISIBLE_DEVICES.
 
-    If CUDA_VISIBLE_DEVICES is not set, these are all GPUs of the same model as the first one.
+    If CUDA_VISIBLE_DEVICES is not set, the result is all GPUs of the same model as the first GPU.
 
     Args:
         found: All GPUs of the machine.
@@ -463,7 +472,7 @@ def usable_gpus(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> tu
 def several_kinds(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> bool:
     """Return True if the GPUs that CUDA may use may be different models.
 
-    This is the case if CUDA_VISIBLE_DEVICES is set and the machine has different models.
+    That is so if CUDA_VISIBLE_DEVICES is set and the machine has GPUs of different models.
 
     Args:
         found: All GPUs of the machine.
@@ -479,7 +488,6 @@ def _parse_gpu(line: str) -> Gpu:
 
 
 def _output(command: list[str]) -> str:
-    """Return the output of a system command; "" if it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

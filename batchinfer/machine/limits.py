@@ -32,7 +32,7 @@ def check_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 
     Raises:
         OutOfMemory: The limit on address space or data is too low.
-        Unavailable: Too few processes and threads may be started.
+        Unavailable: The limit on processes and threads is too low.
     """
     cores = usable_cpus()
     _check_space(resource.RLIMIT_AS, "address space (RLIMIT_AS; `ulimit -v`", SPACE_MIB, cores)
@@ -48,14 +48,6 @@ def check_limits(root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")
 
 
 def _check_space(limit: int, what: str, mib: int, cores: int) -> None:
-    """Raise OutOfMemory if a limit is below `mib` MiB plus SPACE_OF_A_CORE_MIB per core.
-
-    Args:
-        limit: The number of the limit, such as resource.RLIMIT_AS.
-        what: The name of the limit, for the message.
-        mib: The needed MiB without those per core.
-        cores: The number of usable cores.
-    """
     allowed, needed = resource.getrlimit(limit)[0], (mib + SPACE_OF_A_CORE_MIB * cores) * _MIB
     if allowed != resource.RLIM_INFINITY and allowed < needed:
         raise OutOfMemory(

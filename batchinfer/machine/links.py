@@ -18,9 +18,9 @@ class DeviceLink:
 
     Args:
         name: The name for people, such as "NVLink at 450 GB/s".
-        bytes_per_s: The speed per direction, from the datasheet.
-        latency_s: The latency of a message.
-        share: The share of the speed that messages reach.
+        bytes_per_s: The speed per direction in bytes/s, from the datasheet.
+        latency_s: The latency of a message in seconds.
+        share: The share of `bytes_per_s` that messages reach, 0 to 1.
     """
 
     name: str
@@ -80,10 +80,10 @@ LOOPBACK = DeviceLink("this machine's memory", 2 * _G, 1e-4)
 
 
 def link_between(gpu: str) -> DeviceLink:
-    """Return the usual link between GPUs of one machine, by the GPU's name in nvidia-smi; PCIe 4.0 if unknown."""
+    """Return the usual link between GPUs of one machine, given the GPU's name in nvidia-smi; PCIe 4.0 if unknown."""
     return _LINKS.get(gpu, _PCIE_4)
 
 
 def network_between(gpu: str) -> DeviceLink:
-    """Return the usual network between machines, by the GPU's name in nvidia-smi; 100 Gbit/s if unknown."""
+    """Return the usual network between machines with a GPU, given its name in nvidia-smi; 100 Gbit/s if unknown."""
     return _NETWORKS.get(gpu, _ETHERNET)

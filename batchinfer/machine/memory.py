@@ -70,7 +70,7 @@ def _machine(path: Path) -> int:
 
 
 def _container(folder: Path) -> int:
-    """Return the bytes that the container's memory limit still leaves. Inactive page cache counts as available."""
+    # Inactive page cache counts as available
     limit = _limit(folder)
     if limit == _UNLIMITED:
         return _UNLIMITED
@@ -88,7 +88,6 @@ _USED = (
 
 
 def _limit(folder: Path) -> int:
-    """Return the container's memory limit in bytes, by cgroup v2 or v1; _UNLIMITED if there is none."""
     limit = _number(folder / "memory.max") or _number(folder / "memory/memory.limit_in_bytes")
     return _UNLIMITED if limit is None else min(limit, _UNLIMITED)
 
@@ -108,9 +107,9 @@ def _file_pages(path: Path) -> int:
 
 
 def limit_memory(extra: int) -> None:
-    """Limit the address space of this process to its current size plus `extra` bytes, or a lower hard limit.
+    """Limit the address space of this process to its current size plus `extra` bytes, at most the hard limit.
 
-    Only the soft limit is set, so child processes can lift it. Has an effect on Linux only.
+    Only the soft limit is set, so child processes can lift it with `lift_memory_limit`. It has an effect on Linux only.
     """
     if sys.platform != "linux":
         return

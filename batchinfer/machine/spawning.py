@@ -92,9 +92,9 @@ def cpu_limit_s() -> int | None:
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    """Return a context manager that converts OSErrors of receiving to EOFError.
+    """Return a context manager that converts OSErrors to EOFError, while a message is received from another process.
 
-    The other process may end within a message.
+    The other process may end while it sends the message.
     """
     try:
         yield
@@ -103,18 +103,18 @@ def receiving() -> Iterator[None]:
 
 
 class Child:
-    """A child process of this Python process that runs one function. `connection` is a pipe between both.
+    """A child process of this Python process that runs one function.
 
-    On Linux the child is killed when the *thread* that started it ends. On other systems it must exit when its
-    connection is closed.
+    The attribute `connection` is the parent's end of a pipe between both. On Linux the child is killed when the
+    *thread* that started it ends. On other systems it must exit when its connection is closed.
     """
 
     def __init__(self, target: str, *arguments: object, files: Sequence[int] = ()) -> None:
         """Start the process.
 
         Args:
-            target: The function, "module:function". Its last argument is the child's end of the pipe.
-            arguments: The other arguments.
+            target: The function, as "module:function". Its last argument is the child's end of the pipe.
+            arguments: The other arguments of the function.
             files: File descriptors that the child inherits with the same numbers.
         """
         self._start(target, files, ())
@@ -122,11 +122,11 @@ class Child:
 
     @classmethod
     def standing_by(cls, target: str, imports: Sequence[str]) -> Child:
-        """Start a standby process, which imports modules and waits until `begin` sends the arguments.
+        """Start a child process that imports modules, and waits until `begin` sends the arguments of its function.
 
         Args:
-            target: The function, "module:function". Its last argument is the child's end of the pipe.
-            imports: The names of the modules.
+            target: The function, as "module:function". Its last argument is the child's end of the pipe.
+            imports: The names of the modules to import.
         """
         child = cls.__new__(cls)
         child._start(target, (), imports)
@@ -139,7 +139,7 @@ class Child:
             self.pid = _spawn(target, theirs.fileno(), files, imports)
 
     def begin(self, *arguments: object) -> None:
-        """Send the arguments of the child's function, which starts it. Call this once."""
+        """Send the arguments of the function to a child from `standing_by`, which then runs it. Call this once."""
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # it died; `wait` returns how
                 self.connection.send(arguments)
@@ -190,14 +190,6 @@ class Child:
 
 
 def _spawn(target: str, connection: int, files: Sequence[int], imports: Sequence[str]) -> int:
-    """Start a Python interpreter with the same options as this one that calls `run_child`, and return its pid.
-
-    Args:
-        target: The function, "module:function".
-        connection: The file descriptor of the child's end of the pipe.
-        files: Further file descriptors that the child inherits.
-        imports: Names of modules that the child imports before it receives arguments.
-    """
     options = ["-P", *(["-I"] if sys.flags.isolated else []), *(["-B"] if sys.dont_write_bytecode else [])]
     options += [f"-W{warning}" for warning in sys.warnoptions]
     arguments = [str(os.getpid()), str(connection), target, ",".join(imports), *sys.path]
@@ -216,11 +208,11 @@ def _spawn(target: str, connection: int, files: Sequence[int], imports: Sequence
 
 
 def run_child(connection: int, target: str, imports: str) -> None:
-    """Run the function of a child process. This is the child's entry point.
+    """Receive the arguments of a function and run it. This is the entry point of a child process.
 
     Args:
-        connection: The file descriptor of the child's end of the pipe, from which the arguments are received.
-        target: The function, "module:function".
+        connection: The file descriptor of the child's end of the pipe, through which the parent sends the arguments.
+        target: The function, as "module:function".
         imports: Modules to import before the arguments arrive, separated by commas.
     """
     for signum in _IGNORED_SIGNALS:
@@ -238,14 +230,8 @@ def run_child(connection: int, target: str, imports: str) -> None:
 
 
 def _imported(module: str, more: str) -> ModuleType:
-    """Import modules without garbage collection, and return the first one.
-
-    Collections would take a third of torch's import and free nothing. The objects of the modules are frozen afterwards.
-
-    Args:
-        module: The module to return.
-        more: Further modules, separated by commas. Those that cannot be imported are skipped.
-    """
+    # Garbage collections would take a third of torch's import and free nothing. The objects of the modules are frozen
+    # afterwards
     with pause_garbage_collector():
         imported = importlib.import_module(module)
         for name in filter(None, more.split(",")):

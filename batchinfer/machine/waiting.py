@@ -11,10 +11,10 @@ LOOK_S = 0.25
 
 
 class WaitTimer:
-    """Measures how long this process has waited for another process, without the time in which it was stopped.
+    """Measures how long this process has waited for another process.
 
-    Each call of `look` counts at most `most_s` seconds since the last call: if this process was stopped for longer (by
-    a terminal, container or virtual machine), the other process was probably stopped, too.
+    Time in which this process was stopped does not count. A terminal, container or virtual machine can stop processes,
+    and then the other process was probably stopped too. Call `look` often: each call counts at most `most_s` seconds.
     """
 
     def __init__(self, most_s: float = 2 * LOOK_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,14 +22,14 @@ class WaitTimer:
         self.seconds, self._looked_at = 0.0, clock()
 
     def look(self) -> float:
-        """Add the time since the last call, and return the seconds of waiting so far."""
+        """Add the time since the last call to the waiting time, and return the waiting time in seconds."""
         now = self._clock()
         self.seconds += min(now - self._looked_at, self._most_s)
         self._looked_at = now
         return self.seconds
 
     def reset(self) -> None:
-        """Start again from 0 seconds, after a message has arrived."""
+        """Set the waiting time to 0, after a message has arrived."""
         self.seconds, self._looked_at = 0.0, self._clock()
 
 

@@ -23,7 +23,7 @@ class GgufModel:
 
     Args:
         path: The value of model.path: a file or a folder.
-        files: The files of the model in order.
+        files: The files of the model; large models are split into several, in this order.
         metadata: The metadata of the first file by key.
         tensors: The tensors of all files by name.
     """
@@ -40,13 +40,13 @@ class GgufModel:
 
 
 def gguf_files(path: Path) -> tuple[Path, ...]:
-    """Return the files of the GGUF model at a path, in order; () if there is none.
+    """Return the files of the GGUF model at a path, in order; () if there is no model.
 
     Args:
         path: A file or a folder. A folder with safetensors is not a GGUF model.
 
     Raises:
-        JobFileError: The folder contains several models, or parts are missing.
+        JobFileError: The folder contains several models, or files of a split model are missing.
         SecurityRefusal: A link leads out of the folder.
     """
     if path.suffix == GGUF and path.is_file():
@@ -66,12 +66,12 @@ def gguf_files(path: Path) -> tuple[Path, ...]:
 
 
 def is_model(name: str) -> bool:
-    """Return True if a GGUF file with this name may be a model or a part of one, not an image projector."""
+    """Return True if a GGUF file with this name may belong to a language model, rather than be an image projector."""
     return not name.startswith(_PROJECTOR)
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of all files of a GGUF model in order, given the name of any of these files."""
+    """Return the names of all files of a split GGUF model in order, given the name of any of them."""
     named = _PART.fullmatch(name)
     if named is None:
         return [name]
@@ -80,7 +80,6 @@ def parts_of(name: str) -> list[str]:
 
 
 def _parts(file: Path) -> tuple[Path, ...]:
-    """Return all files of a GGUF model, given any of its files. Raises JobFileError if a file is missing."""
     parts = [file.with_name(name) for name in parts_of(file.name)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
@@ -95,7 +94,7 @@ def _parts(file: Path) -> tuple[Path, ...]:
 
 
 def read_gguf(path: Path) -> GgufModel | None:
-    """Read the headers of the GGUF model at a path; None if there is none.
+    """Read the headers of the GGUF model at a path. Return None if there is no GGUF model.
 
     Args:
         path: A file or a folder. A folder with safetensors is not a GGUF model.
@@ -120,13 +119,6 @@ def read_gguf(path: Path) -> GgufModel | None:
 
 
 def _check_parts(path: Path, files: tuple[Path, ...], metadata: Mapping[str, Any]) -> None:
-    """Raise JobFileError if the metadata says that the files are not a model, or only some of its parts.
-
-    Args:
-        path: The value of model.path, for messages.
-        files: The files that were found.
-        metadata: The metadata of the first file.
-    """
     kind, count = metadata.get("general.type", "model"), metadata.get("split.count", 0)
     if kind != "model":
         text = f"{files[0].name} is not a model: its general.type is {kind!r}"

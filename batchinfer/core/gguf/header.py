@@ -30,12 +30,12 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 
 class GgmlType(NamedTuple):
-    """A storage format of tensors in GGUF files, which store blocks of values.
+    """A storage format of tensors in GGUF files, which store values in blocks.
 
     Args:
         name: The name, such as "Q4_K".
-        values: Consecutive values of a row per block.
-        size: Bytes per block.
+        values: The number of consecutive values of a row in a block.
+        size: The number of bytes of a block.
     """
 
     name: str
@@ -67,11 +67,11 @@ class GgufTensor(NamedTuple):
     """The location of a tensor in a GGUF file.
 
     Args:
-        file: The file.
-        type: The storage format.
+        file: The file with the tensor.
+        type: The storage format of its values.
         shape: The shape, with the fastest-varying dimension last, as in PyTorch.
-        start: The first byte, counted from the start of the file.
-        end: The end (exclusive).
+        start: The offset of the tensor's first byte in the file.
+        end: The offset of its end, exclusive.
     """
 
     file: Path
@@ -95,12 +95,12 @@ class GgufHeader:
 
 
 def wrong_gguf(path: Path, *messages: str, hint: str | None = None) -> JobFileError:
-    """Return the error of a GGUF file that cannot be used; its messages refer to model.path of the job file.
+    """Return an error for a GGUF file that cannot be used. Its messages refer to the key model.path of the job file.
 
     Args:
         path: The file or folder.
-        messages: The mistakes.
-        hint: Advice for the user about each mistake.
+        messages: One text per mistake.
+        hint: Advice for the user about each mistake, or None.
     """
     return JobFileError(str(path), [Mistake("model.path", message, hint=hint) for message in messages])
 
@@ -156,7 +156,6 @@ class _HeaderReader:
             raise self._wrong(f"ends after {len(self._data)} bytes, inside its header")
 
     def _count(self, what: str, least: int) -> int:
-        """Read a count of items, and check that the file is large enough for items of at least `least` bytes each."""
         count = self._number("Q")
         if count > MAX_ENTRIES:
             raise self._wrong(f"states {count} {what}; at most {MAX_ENTRIES} are read")

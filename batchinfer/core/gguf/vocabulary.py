@@ -52,7 +52,10 @@ class Vocabulary:
 
     @property
     def ends(self) -> list[int]:
-        """Return the ids of the end-of-generation tokens: first declared ones, then tokens that llama.cpp knows."""
+        """Return the ids of the tokens that end an answer.
+
+        The tokens that the metadata declares come first, then further tokens that llama.cpp treats in this way.
+        """
         stated = [self.stated.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         found = [each for each in stated if type(each) is int and 0 <= each < len(self.tokens)]
         special = {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == CONTROL}
@@ -64,7 +67,11 @@ class Vocabulary:
 
 
 def vocabulary_of(model: GgufModel) -> Vocabulary | None:
-    """Return the vocabulary in the metadata of a model; None if it has none. Raises JobFileError if it is invalid."""
+    """Return the vocabulary in the metadata of a GGUF model; None if there is none.
+
+    Raises:
+        JobFileError: The vocabulary is invalid.
+    """
     start = f"{PREFIX}ggml."
     stated = {k.removeprefix(start): value for k, value in model.metadata.items() if k.startswith(start)}
     if "tokens" not in stated:

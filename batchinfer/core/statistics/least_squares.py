@@ -10,7 +10,7 @@ TOLERANCE = 1e-10  # gradients below this count as zero
 
 
 def nonnegative(columns: Floats, wanted: Floats) -> Floats:
-    """Return the coefficients x ≥ 0 that minimise |columns @ x - wanted|, (n,).
+    """Return the coefficients x ≥ 0 that minimise |columns @ x - wanted|, (n,): least squares without negative values.
 
     Args:
         columns: (m, n). A column of zeros gets the coefficient 0.
@@ -31,14 +31,6 @@ def nonnegative(columns: Floats, wanted: Floats) -> Floats:
 
 
 def _solve_free(columns: Floats, wanted: Floats, found: Floats, free: NDArray[np.bool_]) -> Floats:
-    """Return coefficients that minimise |columns @ x - wanted|, in which only the free ones are not 0.
-
-    Args:
-        columns: (m, n).
-        wanted: (m,).
-        found: (n,), the previous coefficients.
-        free: (n,), True for free coefficients. Those that would become negative are set to False.
-    """
     while True:
         best = np.zeros(len(found))
         best[free] = np.linalg.lstsq(columns[:, free], wanted, rcond=None)[0]

@@ -15,16 +15,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SurvivalCurve:
-    """The share of answers that are longer than n tokens: the estimator of Kaplan and Meier (1958).
+    """Estimates how long answers are: the share of answers that are longer than n tokens (Kaplan and Meier, 1958).
 
-    An answer that is cut or still running is only known to be longer than its current length (a censored observation).
-    Beyond the longest observed answer, the share decreases exponentially at the mean rate up to there (Brown, Hollander
-    and Kotz, 1974).
+    An answer that was cut or is still running is only known to be longer than its current length (a censored
+    observation). Beyond the longest observed answer, the share decreases exponentially, at the mean rate up to there
+    (Brown, Hollander and Kotz, 1974).
 
     Args:
-        _lengths: Ascending lengths in tokens at which answers ended.
-        _longer: The share of answers that are longer, for each of these lengths.
-        _last: Tokens of the longest answer, cut or not.
+        _lengths: The lengths in tokens at which answers ended, ascending.
+        _longer: For each of these lengths, the share of answers that are longer.
+        _last: The number of tokens of the longest answer, cut or not.
     """
 
     _lengths: Ints
@@ -36,7 +36,7 @@ class SurvivalCurve:
         """Estimate the curve from a sample of answers. Return None if every answer was cut.
 
         Args:
-            lengths: (n,), tokens of each answer.
+            lengths: (n,), number of tokens of each answer.
             cut: (n,), True if the answer was cut or still runs.
         """
         return cls.of_counts(
@@ -45,12 +45,12 @@ class SurvivalCurve:
 
     @classmethod
     def of_counts(cls, ended: Ints, times: Ints, cut: Ints, cut_times: Ints) -> SurvivalCurve | None:
-        """Estimate the curve from histograms of lengths. Return None if every answer was cut.
+        """Estimate the curve from counts of answers by length. Return None if every answer was cut.
 
         Args:
-            ended: Ascending lengths of answers that were not cut.
+            ended: The different lengths of answers that were not cut, ascending.
             times: The number of answers that ended, for each length in `ended`.
-            cut: Ascending lengths of cut answers.
+            cut: The different lengths of cut answers, ascending.
             cut_times: The number of cut answers, for each length in `cut`.
         """
         if not len(ended):
@@ -61,7 +61,7 @@ class SurvivalCurve:
         return cls(ended, longer, int(max(ended[-1], cut[-1] if len(cut) else 0)))
 
     def length(self, share: float, most: int) -> int:
-        """Return a quantile: the length in tokens that a share of the answers does not exceed.
+        """Return a quantile of the answers' lengths: a given share of the answers has at most this number of tokens.
 
         Args:
             share: The share of the answers, 0 to 1.
@@ -88,7 +88,6 @@ class SurvivalCurve:
 
 
 def _at_least(lengths: Ints, cut: Ints, times: Ints) -> Ints:
-    """Return for each length how many answers were cut there or later; `times` of them at each length in `cut`."""
     sums = np.concatenate([[0], np.cumsum(times)]).astype(np.int64)
     found: Ints = sums[-1] - sums[np.searchsorted(cut, lengths)]
     return found

@@ -17,13 +17,13 @@ _ID = re.compile(r"[0-9]{1,10}")
 def token_biases(value: object) -> tuple[tuple[int, float], ...]:
     """Parse a `logit_bias`, and return its (token id, bias) pairs in the order of the mapping.
 
-    Token ids may be texts, as in JSON. Tokens with a null bias are left out.
+    Token ids may be texts, as in JSON. Pairs with a null bias are left out.
 
     Args:
         value: A mapping from token ids to numbers, or a list of pairs (a map of Parquet).
 
     Raises:
-        ValueError: The value is no such mapping, or a number is out of bounds.
+        ValueError: The value is neither, or an id or bias is out of bounds.
     """
     found: dict[int, float] = {}
     for token, bias in _pairs(value):
