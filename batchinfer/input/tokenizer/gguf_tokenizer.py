@@ -34,11 +34,11 @@ _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class SplitRules:
-    """The rules of a BPE tokenizer for splitting texts before it merges bytes to tokens.
+    """The rules of a BPE tokenizer for splitting texts into parts, before it merges the bytes of each part to tokens.
 
     Args:
         patterns: The split patterns; each one splits the parts of the previous one. (): the pattern of GPT-2.
-        digits: True if each digit becomes a part of its own at the end.
+        digits: True if each digit becomes a part of its own, after the patterns were applied.
         whole: True if a part that is a token becomes that token, without applying merges.
         begins: True if texts begin with BOS, unless the GGUF file states otherwise.
         composed: True if texts are normalised to NFC first.
@@ -83,15 +83,16 @@ SPLIT_RULES: Mapping[str, SplitRules] = {
 
 
 def definition_of(model: GgufModel, vocabulary: Vocabulary) -> str:
-    """Return the tokenizer of a GGUF file as the text of a tokenizer.json.
+    """Convert the tokenizer of a GGUF file to the text of a tokenizer.json.
+
+    An unknown kind of tokenizer is an error, since a similar kind might encode texts differently.
 
     Args:
         model: The GGUF file.
         vocabulary: Its tokens, scores and merges.
 
     Raises:
-        JobFileError: The kind of tokenizer is unknown, or the vocabulary is invalid. An unknown kind is not replaced by
-            a similar one, which might encode texts differently.
+        JobFileError: The kind of tokenizer is unknown, or the vocabulary is invalid.
     """
     try:
         return _definition(model, vocabulary)
@@ -136,7 +137,6 @@ def _rules(model: GgufModel, vocabulary: Vocabulary) -> SplitRules:
 
 
 def _numbered(vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the token ids by text. If several tokens have the same text, the first one counts."""
     return {token: number for number, token in reversed([*enumerate(vocabulary.tokens)])}
 
 
@@ -157,7 +157,6 @@ def _bytes(vocabulary: Vocabulary, rules: SplitRules) -> RustTokenizer:
 
 
 def _pieces(model: GgufModel, vocabulary: Vocabulary) -> RustTokenizer:
-    """Return a tokenizer that merges like sentencepiece, best score first, and falls back to bytes."""
     prefixed = vocabulary.stated.get("add_space_prefix", True)
     merges = [_pair(one) for one in vocabulary.merges] or _merges(model, vocabulary)
     unknown = vocabulary.token("unknown_token_id")
@@ -177,10 +176,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that together form a token, best score of that token first.
-
-    Gemma's tokens are in the order of their merges, and their scores are not, so their ids are used as scores.
-    """
+    # Gemma's tokens are in the order of their merges, and their scores are not, so their ids are used as scores
     if not vocabulary.scores:
         raise wrong_gguf(model.path, f"{model.name} has neither tokenizer.ggml.scores nor merges", hint=_HINT)
     by_id = _architecture(model).startswith("gemma")
@@ -199,14 +195,6 @@ def _merges(model: GgufModel, vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -> None:
-    """Add the tokens that are found in texts before merging: control tokens and user-defined tokens.
-
-    Args:
-        rust: The tokenizer to change.
-        vocabulary: The tokens with their types.
-        swallowing: True if the added tokens absorb the white space after them, except those in _KEEPING.
-    """
-
     def added(kinds: tuple[int, ...], special: bool) -> list[AddedToken]:
         found = zip(vocabulary.tokens, vocabulary.types, strict=True)
         return [
@@ -220,12 +208,6 @@ def _add_tokens(rust: RustTokenizer, vocabulary: Vocabulary, swallowing: bool) -
 
 
 def _around(vocabulary: Vocabulary, begins: bool) -> Any:
-    """Return the post-processor that adds BOS and EOS to texts as the file states, or None if it adds neither.
-
-    Args:
-        vocabulary: The tokens, and the options of the file.
-        begins: True if BOS is added by default.
-    """
     first = vocabulary.token("bos_token_id") if vocabulary.stated.get("add_bos_token", begins) else None
     last = vocabulary.token("eos_token_id") if vocabulary.stated.get("add_eos_token", False) else None
     if first is None and last is None:

@@ -9,13 +9,17 @@ from typing import Any
 
 
 def masks_for(value: Any, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Choose a mask for each special-token literal in a JSON value, and return the literals by mask.
+    """Choose a placeholder (mask) for each special token that occurs as text in a row's value.
 
-    The masks contain a digest of the value, so no text in the value can contain a mask.
+    The placeholder replaces the text while a template is rendered, so that the tokenizer does not take it for a special
+    token. It contains a digest of the value, so no text in the value can contain it.
 
     Args:
-        value: The value.
+        value: A JSON value of the row.
         pattern: Matches the special tokens of the checkpoint.
+
+    Returns:
+        The text of the special token by placeholder.
     """
     digest = hashlib.sha256(repr(value).encode("utf-8", "replace")).hexdigest()[:24]
     found = sorted({match for text in texts_of(value) for match in pattern.findall(text)})
@@ -32,12 +36,12 @@ def texts_of(value: Any) -> list[str]:
 
 
 def mask_texts(value: Any, masks: Mapping[str, str], substitute: Callable[..., str]) -> Any:
-    """Return a copy of a JSON value with each special-token literal replaced by its mask.
+    """Return a copy of a JSON value in which texts that look like special tokens are replaced by placeholders.
 
     Args:
         value: The value.
-        masks: The masks by literal.
-        substitute: The `sub` method of the pattern that finds the literals.
+        masks: The placeholder for each such text.
+        substitute: The method `sub` of the pattern that finds these texts.
     """
     if isinstance(value, str):
         return substitute(lambda match: masks[match.group(0)], value)

@@ -20,14 +20,14 @@ class NoPairs(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """The tokens that a tokenizer adds to a pair of texts.
+    """The special tokens that a tokenizer adds to a pair of texts, such as [CLS] and [SEP] of BERT.
 
     Args:
         before: Tokens before the first text.
         between: Tokens between the texts.
         behind: Tokens after the second text.
-        typed: How many of the tokens in `between` have type 0. The tokens after them have type 1. None: all tokens of
-            the pair have type 0.
+        typed: The number of tokens in `between` that have type 0. All tokens after them have type 1. None: all tokens
+            of the pair have type 0.
     """
 
     before: tuple[int, ...]
@@ -37,10 +37,13 @@ class PairTemplate:
 
     @classmethod
     def of(cls, rust: Any) -> Self:
-        """Return the template of a tokenizer, found by encoding two short texts. Raises NoPairs.
+        """Find out which tokens a tokenizer adds to a pair, by encoding two short texts.
 
         Args:
             rust: The `tokenizers.Tokenizer`.
+
+        Raises:
+            NoPairs: The tokenizer encodes pairs in an unsupported way.
         """
         found, other = (cls._read(rust.encode(*texts)) for texts in (_PROBES, _PROBES[::-1]))
         if found != other:
@@ -49,7 +52,6 @@ class PairTemplate:
 
     @classmethod
     def _read(cls, found: Any) -> Self:
-        """Return the template from the encoding of a pair by `tokenizers`. Raises NoPairs."""
         runs = [(of, len([*run])) for of, run in groupby(found.sequence_ids)]
         if [of for of, _ in runs] not in _ORDERS:
             raise NoPairs(_NOT_IN_TURN)
@@ -68,17 +70,24 @@ class PairTemplate:
 
     @property
     def added(self) -> int:
-        """The number of tokens added to a pair of texts."""
+        """The number of special tokens that a pair of texts gets."""
         return len(self.before) + len(self.between) + len(self.behind)
 
     def join(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
-        """Return the tokens of a pair, including the added tokens. `first` and `second` are the tokens of the texts."""
+        """Return the tokens of a pair, including the special tokens.
+
+        Args:
+            first: The tokens of the first text.
+            second: The tokens of the second text.
+        """
         return [*self.before, *first, *self.between, *second, *self.behind]
 
     def second_segment(self, first: Sequence[int], second: Sequence[int]) -> int:
-        """Return the position of the first token with type 1 in the joined pair, or 0 if there is none.
+        """Return the position in the joined pair from which tokens have type 1, or 0 if all tokens have type 0.
 
-        `first` and `second` are the tokens of the texts.
+        Args:
+            first: The tokens of the first text.
+            second: The tokens of the second text.
         """
         if self.typed is None:
             return 0
@@ -87,10 +96,6 @@ class PairTemplate:
 
 
 def _places(order: list[int | None]) -> list[str]:
-    """Return the names of a template's parts in order: "before", "first", "between", "second" and "behind".
-
-    `order` has 0 for the first text, 1 for the second text, and None for added tokens.
-    """
     first, second = order.index(0), order.index(1)
     names = {first: "first", second: "second"}
     return [
@@ -100,12 +105,6 @@ def _places(order: list[int | None]) -> list[str]:
 
 
 def _typed(types: Sequence[int], middle: int) -> int | None:
-    """Return the position of the first token with type 1, or None. Raises NoPairs for an unsupported order.
-
-    Args:
-        types: The type of each token of the pair.
-        middle: The position after the first text.
-    """
     if not any(types):
         return None
     first = next(at for at, of in enumerate(types) if of)
@@ -117,7 +116,7 @@ def _typed(types: Sequence[int], middle: int) -> int | None:
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the numbers of tokens to keep of two texts, so that both fit into `room` tokens.
+    """Return how many tokens of two texts to keep, (first, second), so that both fit into `room` tokens together.
 
     The longer text is cut first. If the shorter text has more than half of the room, each text gets a half. This is the
     strategy longest_first of `tokenizers`.

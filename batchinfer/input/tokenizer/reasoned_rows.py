@@ -14,10 +14,12 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 
 
 class ReasonedRows:
-    """Finds prompts that have already begun the reasoning, and adapts the sampling parameters of their rows.
+    """Adapts the sampling parameters of rows to the reasoning that precedes an answer.
+
+    Some chat templates begin or end the reasoning in the prompt already, which is found by the prompt's tokens.
 
     Args:
-        reasoning: How the checkpoint marks its reasoning, or None.
+        reasoning: How the checkpoint marks its reasoning, or None if it does not reason.
         tokenizer: The tokenizer of the checkpoint.
     """
 
@@ -29,19 +31,19 @@ class ReasonedRows:
         self._last: tuple[SamplingParams, int, SamplingParams] | None = None
 
     def openings(self, tokens: TokenIds, counts: TokenIds) -> ReasoningOpenings:
-        """Return per prompt NO_MARKER, OPEN if it has begun the reasoning, or CLOSED if it has ended it.
+        """Return how each prompt ends: OPEN within reasoning, CLOSED after reasoning, else NO_MARKER. Shape (prompts,).
 
         Args:
             tokens: The concatenated prompts.
-            counts: The number of tokens of each prompt.
+            counts: The number of tokens of each prompt, shape (prompts,).
         """
         return np.zeros(len(counts), np.int8) if self._ends is None else self._ends.of(tokens, counts)
 
     def params(self, params: SamplingParams, opening: int) -> SamplingParams:
         """Return the sampling parameters of a row, adapted to how its prompt ends.
 
-        A constraint applies after the reasoning, whose length the budget limits. Without reasoning, the budget is
-        removed.
+        If the answer may reason, a constraint only applies after the reasoning. Otherwise the limit on reasoning tokens
+        (`thinking_budget`) is removed.
 
         Args:
             params: The parameters of the row.

@@ -39,14 +39,14 @@ _FINAL, _COMMENTARY = "final<|message|>", "commentary"  # the ends of headers of
 
 
 def find_reasoning(setting: Marks, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return how the checkpoint marks its reasoning, from the job's setting or its chat template.
+    """Find out by which markers the checkpoint's answers begin and end reasoning.
 
     Args:
-        setting: "auto", "none", or the markers (begin, end).
+        setting: "auto" to look for known markers in the chat template, "none", or the markers (begin, end).
         tokenizer: The tokenizer of the checkpoint.
 
     Returns:
-        None if it does not reason, or if the job does not separate the reasoning from the answer.
+        The markers. None for "none", or if the chat template has no known markers.
     """
     if setting == "none":
         return None
@@ -61,10 +61,16 @@ def find_reasoning(setting: Marks, tokenizer: Tokenizer) -> Reasoning | None:
 
 
 def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningTokens | None:
-    """Return the tokens around the reasoning before a tool call, if calls use another channel than answers.
+    """Return the markers of reasoning that a tool call follows, if they differ from those before a final answer.
+
+    In gpt-oss, tool calls are in another channel than final answers, so the reasoning ends with another header.
+
+    Args:
+        style: How the checkpoint marks its reasoning.
+        tokenizer: The tokenizer of the checkpoint.
 
     Returns:
-        None if calls use the channel of answers.
+        None if the markers are the same.
     """
     if style.tokens is None or _FINAL not in style.answer:
         return None
@@ -76,10 +82,7 @@ def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningToken
 
 
 def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
-    """Return the style with the token ids of its markers, if the tokenizer always encodes the markers so.
-
-    It does if each marker begins and ends with an added token, since tokenizers split every text at added tokens.
-    """
+    # Tokenizers split every text at added tokens, so a marker between two added tokens always has the same tokens
     added = frozenset(tokenizer.rust.get_added_tokens_decoder())
 
     def ids(text: str) -> tuple[int, ...]:
@@ -92,13 +95,13 @@ def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
 
 
 class PromptEnds:
-    """Finds prompts that end within, or just after, reasoning.
+    """Finds prompts that end within reasoning, or after it.
 
     Only the last added token of a prompt counts. If it belongs to a marker, plain text may follow: the start of the
     answer. If it is another token, such as the start of a turn, earlier markers belong to earlier answers.
 
     Args:
-        tokens: The markers around the reasoning.
+        tokens: The markers that begin and end reasoning.
         tokenizer: The tokenizer of the checkpoint.
     """
 
@@ -110,11 +113,11 @@ class PromptEnds:
         self._added[marks] = True
 
     def of(self, tokens: TokenIds, counts: TokenIds) -> ReasoningOpenings:
-        """Return per prompt OPEN if it has begun the reasoning, CLOSED if it has ended it, else NO_MARKER; shape (n,).
+        """Return how each prompt ends: OPEN within reasoning, CLOSED after reasoning, else NO_MARKER. Shape (prompts,).
 
         Args:
             tokens: The concatenated prompts.
-            counts: The number of tokens of each prompt, shape (n,).
+            counts: The number of tokens of each prompt, shape (prompts,).
         """
         ends = np.cumsum(counts, dtype=np.int64)
         starts = ends - counts
@@ -134,14 +137,6 @@ class PromptEnds:
 def _ends_with(
     tokens: TokenIds, mark: tuple[int, ...], last: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return per prompt True if a marker ends at a position and is inside the prompt, shape (n,).
-
-    Args:
-        tokens: The concatenated prompts.
-        mark: The tokens of the marker.
-        last: Per prompt, the position in `tokens`.
-        starts: Per prompt, the position of its first token.
-    """
     inside = last - len(mark) + 1 >= starts
     for back, token in enumerate(reversed(mark)):
         inside &= tokens[np.maximum(last - back, 0)] == token if len(tokens) else False

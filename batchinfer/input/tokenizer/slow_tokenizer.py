@@ -19,7 +19,14 @@ WITHIN_S = 900.0  # time limit in seconds; the import takes about 5 s, the large
 
 
 def convert_in_child(folder: Path) -> str:
-    """Convert the tokenizer in a folder and return it as the text of a tokenizer.json. Raises JobFileError."""
+    """Convert a tokenizer without a tokenizer.json, in a child process, to the text of a tokenizer.json.
+
+    Args:
+        folder: The folder of the checkpoint.
+
+    Raises:
+        JobFileError: The tokenizer cannot be converted.
+    """
     try:
         what = "the process that converts the tokenizer"
         text, problem = ask_child(what, CONVERTER, str(folder), within_s=WITHIN_S)
@@ -31,18 +38,23 @@ def convert_in_child(folder: Path) -> str:
 
 
 def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileError:
-    """Return the error for a checkpoint whose tokenizer is missing or damaged.
+    """Return the error to raise for a checkpoint whose tokenizer is missing or damaged.
 
     Args:
         folder: The folder or file of the checkpoint.
         message: The problem.
-        hint: Advice for the user.
+        hint: Advice for the user. By default, to download the checkpoint again.
     """
     return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
 
 
 def convert(folder: str, connection: Connection[Any, Any]) -> None:
-    """Run the child process: convert the tokenizer in a folder, and send (its JSON text, None) or (None, problem)."""
+    """Run the child process: convert the tokenizer in a folder, and send the result.
+
+    Args:
+        folder: The folder of the checkpoint.
+        connection: The connection to the parent. It gets (text of the tokenizer.json, None) or (None, problem).
+    """
     try:
         connection.send((_convert(folder), None))
     except _FAILURES as error:

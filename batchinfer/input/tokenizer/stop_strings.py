@@ -13,16 +13,16 @@ _INCOMPLETE = "\ufffd"  # the decoded text of an incomplete character
 
 
 class StopStrings:
-    """Finds the first stop string in the answer of one sequence, token by token.
+    """Searches the answer of one sequence for stop strings, token by token.
 
     The text of an answer is `rust.decode(all ids, skip_special_tokens=True)`. Decoding it for every token would take
-    quadratic time, so a stream finds candidates, and decoding the whole answer confirms them.
+    quadratic time. Therefore tokens are decoded one by one, and the whole answer only to confirm a stop string.
 
     Args:
         rust: The `tokenizers.Tokenizer`.
         stops: The non-empty stop strings.
-        min_tokens: The minimum length of the answer in tokens. Stop strings only count in the text from that token on.
-        include: True if the stop string stays in the text.
+        min_tokens: The minimum length of the answer in tokens. Stop strings in the text before that token are ignored.
+        include: True if the stop string stays in the answer.
     """
 
     def __init__(self, rust: Any, stops: Sequence[str], min_tokens: int = 0, include: bool = False) -> None:
@@ -38,10 +38,10 @@ class StopStrings:
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, token_id: int) -> int | None:
-        """Add a token to the answer.
+        """Add a token to the answer, and check if the answer has a stop string now.
 
         Returns:
-            The number of characters of the answer to keep if it has a stop string now, else None.
+            The number of characters of the answer to keep, or None without a stop string.
         """
         self._ids.append(token_id)
         if not self._stops:
@@ -57,7 +57,6 @@ class StopStrings:
         return self._cut() if any(stop in seen for stop in self._stops) else None
 
     def _new_text(self, token_id: int) -> str:
-        """Return the text that a token adds to the answer; it is empty while a character is incomplete."""
         try:
             return self._stream.step(self._rust, token_id) or ""
         except Exception:  # noqa: BLE001 - the library raises plain Exception if a token changes earlier text
@@ -75,24 +74,26 @@ class StopStrings:
 
 
 def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | None]]:
-    """Return a function that the engine calls for each sequence with stop strings.
+    """Return a function that starts the search for stop strings in an answer.
 
-    For the sampling parameters of the sequence, it returns the method `push` of its StopStrings. `rust` is the
-    `tokenizers.Tokenizer`.
+    Its argument are the sampling parameters of the sequence. Its result is the method `push` of a new StopStrings.
+
+    Args:
+        rust: The `tokenizers.Tokenizer`.
     """
     return lambda params: StopStrings(rust, params.stop, params.min_tokens, params.include_stop).push
 
 
 def cut_at_stop(text: str, stops: Sequence[str], start: int = 0, include: bool = False) -> int | None:
-    """Return the number of characters before the first stop string in a text, or None if there is none.
+    """Return how many characters of a text to keep if it has a stop string, or None if it has none.
 
-    Among stop strings at the same position, the shortest counts.
+    The first stop string counts, and the shortest of several at the same position.
 
     Args:
         text: The text.
         stops: The stop strings.
         start: The position at which the search starts.
-        include: True to count the characters of the stop string, too.
+        include: True to keep the stop string, too.
     """
     places = [(at, at + len(stop)) for stop in stops if (at := text.find(stop, start)) >= 0]
     return min(places)[include] if places else None

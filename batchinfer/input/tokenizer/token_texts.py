@@ -13,7 +13,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token of a vocabulary with by
 
 
 class TokenTexts:
-    """Returns the texts of single tokens, and caches them.
+    """Decodes single tokens to texts or bytes, with a cache.
 
     A token is decoded after a letter, since decoders strip a space at the beginning of a text.
 
@@ -31,14 +31,14 @@ class TokenTexts:
         self._cached: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token id. It contains U+FFFD if the token is a part of a character."""
+        """Return the text of each token. If a token is a part of a character, its text contains U+FFFD."""
         new = [token for token in ids if token not in self._cached]
         for token, text in zip(new, self._decoded([[*self._before, t] for t in new]), strict=True):
             self._cached[token] = self._own(token, text)
         return [self._cached[token] for token in ids]
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token id, also if they are not whole characters."""
+        """Return the UTF-8 bytes of a token. They may be a part of a character."""
         (text,) = self.texts([token])
         piece = self._rust.id_to_token(token) or ""
         if _INCOMPLETE not in text:
@@ -49,7 +49,7 @@ class TokenTexts:
         return bytes(table[c] for c in piece) if all(c in table for c in piece) else text.encode()
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of consecutive token ids, without special tokens."""
+        """Return the text of consecutive tokens, without special tokens."""
         return str(self._rust.decode(list(ids), skip_special_tokens=True))
 
     def _own(self, token: int, text: str) -> str:
@@ -65,10 +65,7 @@ class TokenTexts:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Return the value of each byte by the letter that byte-level vocabularies write for it (Radford et al., 2019).
-
-    Printable bytes are written as themselves, the others as letters from U+0100 on.
-    """
+    # Byte-level vocabularies write printable bytes as themselves, all others as letters from U+0100 on (Radford et al., 2019)
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

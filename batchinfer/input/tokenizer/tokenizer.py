@@ -35,7 +35,7 @@ class Tokenizer:
 
     Attributes:
         rust: The `tokenizers.Tokenizer`.
-        definition: The JSON from which `rust` was made.
+        definition: The text of the tokenizer.json from which `rust` was made.
         specials: The ids of special tokens by their texts.
         named: The texts of bos_token, eos_token and so on, as the chat template sees them.
         template: The chat template, or None.
@@ -94,12 +94,12 @@ class Tokenizer:
 
     @property
     def gives_types(self) -> bool:
-        """True if the model takes token types. It does unless the checkpoint lists its inputs without them."""
+        """True if the model takes token types (segments). Only a checkpoint that lists its inputs can exclude them."""
         return not isinstance(self._inputs, list) or "token_type_ids" in self._inputs
 
     @property
     def tells_the_day(self) -> bool:
-        """True if the chat template writes the current date into prompts."""
+        """True if the chat template may write the current date into prompts: it contains `strftime_now`."""
         return "strftime_now" in (self.chat_template or "")
 
     @property
@@ -114,11 +114,15 @@ class Tokenizer:
         return digest.hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer's token ids, without special tokens and the token that ended the answer."""
+        """Decode an answer to text, without special tokens and without the token that ended the answer.
+
+        Args:
+            ids: The token ids of the answer.
+        """
         return self.decode_batch([ids])[0]
 
     def decode_batch(self, rows: Iterable[Sequence[int]]) -> list[str]:
-        """Return the text of each answer, as `decode` does.
+        """Decode several answers to texts, each as `decode` does.
 
         Args:
             rows: The token ids of each answer.
@@ -129,7 +133,7 @@ class Tokenizer:
         return list(self.rust.decode_batch(answers, skip_special_tokens=True))
 
     def decode_shown(self, rows: Iterable[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the text of each answer without special tokens, except the special tokens in `shown`.
+        """Decode several answers to texts, without special tokens except those in `shown`.
 
         Args:
             rows: The token ids of each answer.
@@ -141,18 +145,18 @@ class Tokenizer:
 
     @cached_property
     def _text_ends(self) -> frozenset[int]:
-        """The ids of tokens that end an answer but are not marked as special, as `<|im_end|>` in some checkpoints."""
+        # Some checkpoints do not mark a token that ends answers, such as `<|im_end|>`, as special
         named = self.rust.token_to_id(self.named.get("eos_token", ""))
         ends = [named, *self._source.ends()]
         return frozenset(one for one in ends if isinstance(one, int) and one not in self.specials.values())
 
     @cached_property
     def single(self) -> TokenTexts:
-        """Returns the texts and bytes of single tokens."""
+        """The TokenTexts of the tokenizer, which decodes single tokens."""
         return TokenTexts(self.rust, self.specials.values())
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token id, including special tokens."""
+        """Return the text of each token, including special tokens."""
         return self.single.texts(ids)
 
     def segments(self) -> SegmentEncoder:
@@ -161,13 +165,14 @@ class Tokenizer:
 
 
 class SegmentEncoder:
-    """Encodes a text in pieces: special tokens to their ids, and the text between special tokens as plain text.
+    """Encodes prompts in which some texts look like special tokens, but must be encoded as plain text.
 
-    The tokenizer also splits texts at special tokens first, so the result is the same.
+    Such texts are replaced by placeholders. A prompt is split at special tokens, and each part between them is encoded
+    as plain text. The tokenizer itself splits texts at special tokens, so its result would be the same.
 
     Args:
         definition: The tokenizer as the text of a tokenizer.json.
-        added: The special tokens by text.
+        added: The special tokens of `tokenizers` by text.
         specials: The ids of the special tokens by text.
         pattern: Matches the special tokens.
     """
@@ -182,11 +187,12 @@ class SegmentEncoder:
         self._inner = _plain(json.loads(definition), inner=True)
 
     def encode(self, text: str, masks: dict[str, str], add_special: bool = False) -> list[int]:
-        """Return the token ids of a text.
+        """Return the token ids of a prompt.
 
         Args:
             text: The rendered prompt.
-            masks: The special-token literals by mask. Each mask in the text is encoded as its literal in plain text.
+            masks: Texts that look like special tokens, by the placeholder that replaces each in `text`. They are
+                encoded as plain text.
             add_special: True to add the tokens that the tokenizer puts around a text, such as BOS.
         """
         ids = self._encoded(text, masks)
@@ -195,7 +201,7 @@ class SegmentEncoder:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The token ids that the tokenizer adds before a text, and after it."""
+        """The special tokens that the tokenizer adds before a text and after it: (ids before, ids after)."""
         plain = self._first.encode(_PROBE, add_special_tokens=False).ids
         whole = self._first.encode(_PROBE, add_special_tokens=True).ids
         starts = range(len(whole) - len(plain) + 1)
@@ -218,12 +224,7 @@ class SegmentEncoder:
         return ids
 
     def _stripped(self, pieces: list[str], index: int) -> str:
-        """Return a piece of a text without the white space that the special tokens next to it absorb.
-
-        Args:
-            pieces: Texts and special tokens in turn.
-            index: The position of the piece, which is a text.
-        """
+        # Special tokens may absorb the white space next to them
         piece = pieces[index]
         if index and self._added[pieces[index - 1]].rstrip:
             piece = piece.lstrip()
@@ -233,12 +234,6 @@ class SegmentEncoder:
 
 
 def _plain(definition: dict[str, Any], inner: bool) -> Any:
-    """Return a tokenizer that encodes special tokens as text.
-
-    Args:
-        definition: The parsed tokenizer.json; changed.
-        inner: True for pieces inside a text, False for the start of a text.
-    """
     pre = definition.get("pre_tokenizer") or {}
     for part in [pre, *pre.get("pretokenizers", [])]:
         if inner and part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
@@ -262,7 +257,6 @@ def _from_json(folder: Path, definition: str) -> Any:
 
 
 def _check_size(folder: Path, rust: Any) -> None:
-    """Raise JobFileError if the tokenizer has too many tokens for the memory of the render workers."""
     tokens = rust.get_vocab_size(with_added_tokens=True)
     if tokens > MAX_TOKENS:
         raise wrong_tokenizer(
@@ -273,7 +267,7 @@ def _check_size(folder: Path, rust: Any) -> None:
 
 
 def _check_ids(tokenizer: Tokenizer) -> None:
-    """Raise JobFileError if a token id is so high that tables of all tokens would need too much memory."""
+    # Tables of all tokens have an entry for each id up to the highest
     if tokenizer.vocab_size <= MAX_TOKENS:
         return
     vocabulary = tokenizer.rust.get_vocab(with_added_tokens=True)

@@ -22,8 +22,7 @@ def file_exists(path: Path) -> bool:
     """Return True if a file of a tokenizer exists.
 
     Raises:
-        SecurityRefusal: The path is a link out of the model's folder, or not a regular file. Opening a pipe would
-            block.
+        SecurityRefusal: The path is a link out of the model's folder, or not a regular file, such as a pipe.
     """
     try:
         mode = resolve_inside(path, model_roots(path.parent.resolve())).stat().st_mode
@@ -53,7 +52,12 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a tokenizer's file, or {} without the file. Raises JobFileError or SecurityRefusal."""
+    """Return the JSON object in a tokenizer's file. {} if the file does not exist.
+
+    Raises:
+        JobFileError: The file is too large, or has no JSON object.
+        SecurityRefusal: It is not a regular file in the model's folder.
+    """
     if not file_exists(path):
         return {}
     try:

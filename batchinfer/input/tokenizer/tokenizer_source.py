@@ -34,7 +34,7 @@ class TemplateSource:
 
 
 class TokenizerFolder:
-    """A tokenizer whose files are in a checkpoint folder."""
+    """A tokenizer whose files are in the folder of a checkpoint. It has the same methods as GgufTokenizer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ class TokenizerFolder:
 
 
 class GgufTokenizer:
-    """A tokenizer that is stored in the keys of a GGUF file.
+    """A tokenizer that is stored in the metadata (keys) of a GGUF file.
 
     Args:
         model: The GGUF file.
@@ -99,13 +99,13 @@ class GgufTokenizer:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The texts of BOS, EOS and so on, under the names of tokenizer_config.json."""
+        """The texts of BOS, EOS and so on, by their names in a tokenizer_config.json."""
         keys = {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
         names = ("bos_token", "eos_token", "sep_token", "mask_token", *keys)
         return {name: self._vocabulary.token(keys.get(name, f"{name}_id")) for name in names}
 
     def template(self) -> TemplateSource | None:
-        """Return the chat template of the file, or None."""
+        """Return the chat template in the GGUF file, or None."""
         found = self._model.metadata.get(_IN_GGUF)
         return TemplateSource(found, f"{self._model.name} ({_IN_GGUF})") if isinstance(found, str) else None
 
@@ -114,16 +114,16 @@ class GgufTokenizer:
         return self._vocabulary.ends
 
     def content(self) -> Iterator[bytes]:
-        """Yield all keys that the tokenizer depends on as JSON bytes, for its fingerprint."""
+        """Yield the metadata that the tokenizer depends on, as JSON bytes, for its fingerprint."""
         stated = {key: value for key, value in self._model.metadata.items() if key.startswith(PREFIX)}
         architecture = self._model.metadata.get("general.architecture")
         yield json.dumps([architecture, stated], sort_keys=True).encode()
 
 
 def source_of(path: Path) -> TokenizerFolder | GgufTokenizer:
-    """Return the source of a model's tokenizer: files in a folder, or a GGUF file.
+    """Find out where a model's tokenizer is: in files of a folder, or in a GGUF file.
 
-    A tokenizer.json in the folder precedes the keys of a GGUF file.
+    If a folder has both, its tokenizer.json is used.
 
     Args:
         path: The folder of the checkpoint, or a GGUF file.

@@ -25,15 +25,6 @@ _TAIL = re.compile(r"\s*[;,]?\s*\Z")
 
 
 class _CallGroup(NamedTuple):
-    """Consecutive tool calls, and the range of the answer that they take up.
-
-    Attributes:
-        calls: The calls.
-        start: The position of their first character.
-        end: The position after their last character.
-        tagged: True if `PYTHON_TAG` precedes them.
-    """
-
     calls: list[Call]
     start: int
     end: int
@@ -41,12 +32,15 @@ class _CallGroup(NamedTuple):
 
 
 def bare_calls(text: str, tools: KnownTools | None) -> FoundCalls:
-    """Extract the tool calls that an answer writes as plain JSON, and return them with the remaining text.
+    """Extract the tool calls that an answer writes as JSON without markers around it.
 
     Args:
         text: The answer.
-        tools: The row's tools. If they are unknown (None), the calls must be the whole answer, or everything after
-            `PYTHON_TAG`. Otherwise every object with a name would count as a call.
+        tools: The row's tools. If they are unknown (None), calls must be the whole answer, or all of it after
+            `PYTHON_TAG`: any other object with a name could be meant as text.
+
+    Returns:
+        The calls, and the remaining text.
     """
     groups = _groups(text, tools)
     if not groups:
@@ -79,18 +73,6 @@ def _groups(text: str, tools: KnownTools | None) -> list[_CallGroup]:
 
 
 def _following(text: str, at: int, tools: KnownTools | None) -> ParsedCalls | None:
-    """Return the tool call or list of tool calls at a position of an answer.
-
-    Calls after it are included if only separators are in between.
-
-    Args:
-        text: The answer.
-        at: The position of the JSON.
-        tools: The row's tools, or None if unknown.
-
-    Returns:
-        None if there is no call, or none of the row's tools has its name.
-    """
     calls: list[Call] = []
     end = at
     while (found := calls_at(text, at, needs=True)) is not None and _are_known(found.calls, tools):
@@ -108,13 +90,6 @@ def _are_known(calls: list[Call], tools: KnownTools | None) -> bool:
 
 
 def _with_surroundings(text: str, begin: re.Match[str], found: ParsedCalls) -> _CallGroup:
-    """Return the calls with the range of the tag, code fence and separator around them.
-
-    Args:
-        text: The answer.
-        begin: The match of the start of the calls.
-        found: The calls, and the position after them.
-    """
     start, end = begin.start(), found.end
     if begin["fence"] is not None:
         closing = _FENCE_END.match(text, end)

@@ -23,20 +23,12 @@ _CALLS = "%calls%"  # placeholder for the calls in the start rule of a grammar
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Writes the parts of a grammar around the arguments of tool calls.
-
-    In the grammar, the rule `a0` is the arguments of the first tool, `a1` of the second, and so on.
-
-    Args:
-        mark: Returns a text as a token of the grammar, if it is a token, else as a literal.
-        names: The names of the tools.
-    """
-
+    # Rules for a call of any tool; in the grammar, the rule `a0` is the arguments of the first tool, `a1` of the second
     mark: Callable[[str], str]
     names: Sequence[str]
 
     def alternatives(self, before: str = "", behind: str = "", joint: str = "") -> str:
-        """Return a rule for a call of any of the tools: its name and its arguments.
+        """Return a grammar rule that matches a call of any of the tools, as text, name, text, arguments and text.
 
         Args:
             before: The text before the name.
@@ -49,15 +41,19 @@ class _Frame:
         )
 
     def object(self, arguments: str = "arguments") -> str:
-        """Return a rule for a call of any of the tools as a JSON object. `arguments` is the key of the arguments."""
+        """Return a grammar rule that matches a call of any of the tools as a JSON object.
+
+        Args:
+            arguments: The key of the arguments in the object.
+        """
         return self.alternatives('{"name": "', "}", f'", "{arguments}": ')
 
     def marked(self, before: str, mark: str, behind: str = "") -> str:
-        """Return a rule for a call of any of the tools: its name, a marker, and its arguments.
+        """Return a grammar rule that matches a call of any of the tools, as text, name, marker, text and arguments.
 
         Args:
             before: The text before the name.
-            mark: The marker after the name.
+            mark: The marker after the name, such as a special token.
             behind: The text after the marker.
         """
         return " | ".join(
@@ -69,18 +65,18 @@ class _Frame:
 def call_grammar(
     style: CallStyle, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, single: bool, reasons: bool
 ) -> str | None:
-    """Return a grammar of answers that call tools, as the value of the sampling parameter `tool_call`.
+    """Return a grammar that forces an answer to call tools, as the value of the sampling parameter `tool_call`.
 
     Args:
         style: The syntax of the calls.
-        tools: The tools that may be called.
-        tokenizer: The tokenizer, whose special tokens become tokens in the grammar.
-        single: True if the answer must be exactly one call, else it is one or more.
-        reasons: True if the answer reasons first. In the harmony style, the reasoning then ends with the header of a
-            call.
+        tools: The tools that may be called, as in OpenAI's API.
+        tokenizer: The tokenizer of the checkpoint. Its special tokens are tokens in the grammar.
+        single: True if the answer must be exactly one call, False for one or more.
+        reasons: True if the answer reasons first. In the harmony style of gpt-oss, the end of the reasoning then
+            includes the start of the header of a call.
 
     Returns:
-        None if the style has no grammar.
+        None if grammars of this style are not supported.
     """
     frame = _Frame(lambda text: _mark(text, tokenizer), [one["function"]["name"] for one in tools])
     made = _lines(style.name, frame, tokenizer, reasons)
@@ -96,17 +92,6 @@ def call_grammar(
 def _lines(
     name: str, frame: _Frame, tokenizer: Tokenizer, reasons: bool
 ) -> tuple[str, str, str | None] | None:
-    """Return the start rule with the placeholder for calls, the rule of a call, and the separator between calls.
-
-    Args:
-        name: The name of the style.
-        frame: Writes the rules.
-        tokenizer: The tokenizer of the checkpoint.
-        reasons: True if the answer reasons first.
-
-    Returns:
-        None for a style without a grammar. The separator is None if models of the style write a single call.
-    """
     mark, template = frame.mark, tokenizer.chat_template or ""
     if name in ("hermes", "nemotron"):
         return _tagged(name, frame)
@@ -156,7 +141,6 @@ def _harmony(frame: _Frame, behind: str) -> str:
 
 
 def _mark(text: str, tokenizer: Tokenizer) -> str:
-    """Return a text for a grammar: as a token if it is an added token of the tokenizer, else as a literal."""
     token = tokenizer.rust.token_to_id(text)
     added = tokenizer.rust.get_added_tokens_decoder()
     return f"<[{token}]>" if token in added else _text(text)

@@ -40,14 +40,14 @@ _SHOWN: tuple[tuple[str, str], ...] = (
 
 
 def find_call_style(setting: str, tokenizer: Tokenizer) -> CallStyle | None:
-    """Return the syntax of the checkpoint's tool calls, from the job's setting or the chat template.
+    """Find out in which syntax the checkpoint's answers write tool calls.
 
     Args:
-        setting: The name of a style, "auto" or "none".
+        setting: The name of a style, "auto" to recognise it by the chat template, or "none".
         tokenizer: The tokenizer of the checkpoint.
 
     Returns:
-        None if calls are not separated from text.
+        None for "none", or if the chat template shows no known style. Calls then stay in the text.
     """
     if setting == "none":
         return None

@@ -34,9 +34,9 @@ class Tagged(NamedTuple):
     """A syntax of tool calls: JSON with a call or a list of calls between two tags.
 
     Args:
-        begins: The alternative start tags.
+        begins: The start tags, any of which may begin calls.
         end: The end tag.
-        closed: True if the end tag, another call or the end of the answer must follow the JSON.
+        closed: True if calls are invalid unless the end tag, another call or the end of the answer follows the JSON.
     """
 
     begins: tuple[str, ...]
@@ -72,11 +72,7 @@ def _mistral(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _mistral_calls(begin: re.Match[str]) -> ParsedCalls | None:
-    """Return the tool calls after the marker of Mistral's models: a list as in older models, or a name and arguments.
-
-    Args:
-        begin: The match of the marker in the answer.
-    """
+    # Older models write a list of calls, newer models a name and arguments
     text, at = begin.string, begin.end()
     named = _MISTRAL.match(text, at)
     if named is None:
@@ -92,13 +88,7 @@ def _deepseek(text: str, _: KnownTools | None) -> FoundCalls:
 
 
 def _deepseek_call(begin: re.Match[str]) -> ParsedCalls | None:
-    """Return the tool call after the marker of DeepSeek's models.
-
-    V3 and R1 write the kind of tool and a code fence around arguments; V3.1 writes neither.
-
-    Args:
-        begin: The match of the marker in the answer.
-    """
+    # V3 and R1 write the kind of tool and a code fence around arguments; V3.1 writes neither
     text = begin.string
     if begin[0] != CALL_BEGIN:
         return ParsedCalls([], begin.end())
@@ -119,14 +109,6 @@ def _qwen_coder(text: str, tools: KnownTools | None) -> FoundCalls:
 
 
 def _take_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] = _NOTHING) -> FoundCalls:
-    """Extract the tool calls from an answer with the white space around them, and return them with the remaining text.
-
-    Args:
-        text: The answer.
-        begins: A pattern of the starts of calls.
-        read: Parses the calls after a start. If it returns no calls, only the marker is removed.
-        around: A pattern of the markers around all calls.
-    """
     calls: list[Call] = []
     pieces, start = [], 0
     for begin, found in _read_each(text, re.compile(begins), read):
@@ -140,13 +122,6 @@ def _take_out(text: str, begins: str, read: _BeginsAt, around: re.Pattern[str] =
 
 
 def _read_each(text: str, begins: re.Pattern[str], read: _BeginsAt) -> Iterator[tuple[int, ParsedCalls]]:
-    """Yield (position, parsed calls) for each start of calls in an answer that can be parsed.
-
-    Args:
-        text: The answer.
-        begins: A pattern of the starts of calls.
-        read: Parses the calls after a start, or returns None.
-    """
     at = 0
     for _ in range(MOST_TRIED):
         begin = begins.search(text, at)

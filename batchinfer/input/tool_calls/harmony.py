@@ -18,17 +18,17 @@ _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,64})(?=[\s<]|$)")
 
 
 class ShowingDetokenizer(Protocol):
-    """Decodes token ids and keeps chosen special tokens."""
+    """The interface of a tokenizer that can keep chosen special tokens when it decodes token ids, as Tokenizer does."""
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the text of each row of token ids without special tokens, except the special tokens in `shown`."""
+        """Decode several sequences of token ids to texts, without special tokens except those in `shown`."""
 
 
 class AnswerWithCalls(NamedTuple):
     """An answer whose tool calls were extracted.
 
     Attributes:
-        ids: The tokens of the answer without its calls.
+        ids: The token ids of the answer without its calls.
         calls: The calls.
     """
 
@@ -37,15 +37,7 @@ class AnswerWithCalls(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """The positions of a message in the tokens of an answer.
-
-    Attributes:
-        start: The first token of its header.
-        content: The first token of its content.
-        end: The token after its content.
-        stop: The token after the message.
-    """
-
+    # A message in the tokens of an answer: `content` to `end` are its content, `stop` is after the token that ends it
     start: int
     content: int
     end: int
@@ -55,12 +47,12 @@ class _Message(NamedTuple):
 def without_calls(
     answers: Sequence[list[int]], style: CallStyle, detokenizer: ShowingDetokenizer
 ) -> list[AnswerWithCalls]:
-    """Extract the tool calls from answers of gpt-oss.
+    """Extract the tool calls from answers of gpt-oss, whose messages have headers (the harmony format).
 
     A message to a function stays in the answer if its content is not a JSON object.
 
     Args:
-        answers: The tokens of each answer.
+        answers: The token ids of each answer.
         style: The harmony style, with the ids of its special tokens.
         detokenizer: Decodes tokens.
     """
@@ -90,10 +82,7 @@ def _without(ids: list[int], messages: Sequence[_Message], texts: Iterator[str])
 
 
 def _messages(ids: Sequence[int], marks: Mapping[str, int]) -> Iterator[_Message]:
-    """Yield the messages in the tokens of an answer. The prompt contains the start of the first message.
-
-    `marks` are the ids of the special tokens of harmony by text.
-    """
+    # The prompt contains the start of the first message
     start, message = marks["<|start|>"], marks["<|message|>"]
     ends = {marks[text] for text in ("<|end|>", "<|call|>", "<|return|>") if text in marks}
     places = [at for at, token in enumerate(ids) if token in ends or token in (start, message)]

@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 
 class ParsedCalls(NamedTuple):
-    """Tool calls that were parsed from an answer, and the position after them."""
+    """Tool calls that were parsed from an answer, and `end`, the position in the answer after them."""
 
     calls: list[Call]
     end: int
@@ -44,19 +44,26 @@ def skip_space(text: str, at: int) -> int:
 
 
 def calls_at(text: str, at: int, needs: bool = False) -> ParsedCalls | None:
-    """Return the tool call or the list of tool calls at a position of an answer, or None. A list may be empty.
+    """Parse the tool call, or the list of tool calls, at a position of an answer.
 
     Args:
         text: The answer.
         at: The position of the JSON, or of white space before it.
         needs: True if a call must have arguments.
+
+    Returns:
+        The calls, none for an empty list. None if the JSON is no call or list of calls.
     """
     at = skip_space(text, at)
     return _listed(text, at, needs) if text.startswith("[", at) else _call_at(text, at, needs)
 
 
 def value_end(text: str, at: int) -> tuple[int, bool]:
-    """Return (end, True) for the JSON value at position `at`, or (position of the error, False) if it is invalid."""
+    """Find the end of the JSON value at position `at` of a text.
+
+    Returns:
+        (position after the value, True), or (position of the error, False) if the JSON is invalid.
+    """
     try:
         return _DECODER.raw_decode(text, at)[1], True
     except json.JSONDecodeError as error:
@@ -66,10 +73,6 @@ def value_end(text: str, at: int) -> tuple[int, bool]:
 
 
 def _call_at(text: str, at: int, needs: bool) -> ParsedCalls | None:
-    """Return the tool call at position `at`: a JSON object with a name; or None.
-
-    `needs` is True if a call must have arguments.
-    """
     spans = _members(text, at)
     if spans is None or "name" not in spans.values:
         return None
@@ -106,22 +109,11 @@ def json_value(text: str) -> str | None:
 
 
 class _Members(NamedTuple):
-    """The members of a JSON object in a text.
-
-    Attributes:
-        values: The range (start, end) of each value by key.
-        end: The position after the object.
-    """
-
     values: dict[str, Span]
     end: int
 
 
 def _listed(text: str, at: int, needs: bool) -> ParsedCalls | None:
-    """Return the tool calls in the JSON list at position `at`, or None if it is not a list of calls.
-
-    `needs` is True if a call must have arguments.
-    """
     calls: list[Call] = []
     first = skip_space(text, at + 1)
     if text.startswith("]", first):
@@ -136,7 +128,6 @@ def _listed(text: str, at: int, needs: bool) -> ParsedCalls | None:
 
 
 def _members(text: str, at: int) -> _Members | None:
-    """Return the members of the JSON object at position `at`, or None if it is invalid or nested too deeply."""
     if not text.startswith("{", at):
         return None
     try:
@@ -147,7 +138,6 @@ def _members(text: str, at: int) -> _Members | None:
 
 
 def _read_members(text: str, start: int) -> _Members:
-    """Return the members of the JSON object at position `start`. Raises ValueError or RecursionError if invalid."""
     values: dict[str, Span] = {}
     at = skip_space(text, start + 1)
     if text.startswith("}", at):
@@ -171,16 +161,12 @@ def _read_members(text: str, start: int) -> _Members:
 
 
 def _string(text: str, span: Span) -> str | None:
-    """Return the JSON string in the range `span` (start, end) of a text; None if the value there is no string."""
     found = _DECODER.decode(text[slice(*span)]) if text.startswith('"', span[0]) else None
     return found if isinstance(found, str) else None
 
 
 def _arguments(text: str, span: Span) -> str | None:
-    """Return the arguments of a tool call in a range of a text as JSON text, or None if they are no object.
-
-    Some models write the text of the object as a JSON string, and null or an empty string for no arguments.
-    """
+    # Some models write the text of the object as a JSON string, and null or an empty string for no arguments
     given = text[slice(*span)]
     if given.startswith("{"):
         return given

@@ -32,16 +32,18 @@ _JSON_NAMES: dict[type, str] = {
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the names of tools and the types of their parameters as JSON text, for the index.
+    """Return the names of a row's tools and the types of their parameters as JSON text.
 
-    `tools` are valid tools as in OpenAI's API.
+    The index stores the text. It is needed to parse the tool calls in answers.
+
+    Args:
+        tools: Valid tools as in OpenAI's API.
     """
     found = {one["function"]["name"]: _types(one["function"].get("parameters")) for one in tools}
     return json.dumps(found, sort_keys=True, separators=(",", ":"))
 
 
 def _types(parameters: Any) -> dict[str, Types]:
-    """Return the allowed types of each property of a JSON Schema, by name. Properties of any type are left out."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
         return {}
@@ -49,14 +51,6 @@ def _types(parameters: Any) -> dict[str, Types]:
 
 
 def _named(schema: Any, root: Mapping[str, Any]) -> Types:
-    """Return the types that a schema allows: directly, in its alternatives, or in a definition that it refers to.
-
-    The result is empty if any of these schemas names no type.
-
-    Args:
-        schema: The schema.
-        root: The document in which references are resolved.
-    """
     found: list[str] = []
     pending = deque([schema])
     for _ in range(_MOST_SCHEMAS):
@@ -82,7 +76,6 @@ def _own_types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
-    """Return the alternatives of a schema, and the definition in the document `root` that it refers to."""
     parts = [
         one for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for one in schema[key]
     ]
@@ -98,22 +91,22 @@ def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
 
 
 class KnownTools:
-    """The names of a row's tools and the types of their parameters. Use `KnownTools.of`."""
+    """The names of a row's tools and the types of their parameters. Create it with `KnownTools.of`."""
 
     def __init__(self, types: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
         self._types = types
 
     @classmethod
     def of(cls, text: str) -> KnownTools:
-        """Return the tools from a JSON text that `known_tools` wrote."""
+        """Parse a JSON text that the function `known_tools` wrote."""
         return _read(text)
 
     @staticmethod
     def check(text: str) -> None:
-        """Check a text that `known_tools` should have written.
+        """Check that a text has the form that the function `known_tools` writes.
 
         Raises:
-            ValueError, TypeError, AttributeError or RecursionError: `known_tools` did not write the text.
+            ValueError, TypeError, AttributeError or RecursionError: It does not.
         """
         for types in json.loads(text).values():
             if not all(isinstance(one, str) for named in types.values() for one in named):
@@ -123,11 +116,14 @@ class KnownTools:
         return name in self._types
 
     def types(self, tool: str, parameter: str) -> Types:
-        """Return the JSON Schema types of a parameter of a tool; empty if they are unknown."""
+        """Return the types in the JSON Schema of a tool's parameter.
+
+        Empty if the tool, parameter or types are unknown.
+        """
         return tuple(self._types.get(tool, {}).get(parameter, _ANY))
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> KnownTools:
-    """Parse a text of `known_tools`. Results are cached, since many rows share a text."""
+    # Cached, since many rows share a text
     return KnownTools(json.loads(text))

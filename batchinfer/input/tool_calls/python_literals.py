@@ -24,7 +24,7 @@ _ESCAPED = re.compile(
 
 
 def python_value(text: str) -> str | None:
-    """Translate an object or list in Python's syntax to JSON text. Return None if the text is neither.
+    """Translate a dict or list in Python's syntax to JSON text. Return None for any other text.
 
     The text is translated token by token, since Python's own parser may exhaust its stack on hostile text.
     """
@@ -49,7 +49,6 @@ def python_value(text: str) -> str | None:
 
 
 def _json_token(found: re.Match[str]) -> str:
-    """Translate a token of Python's syntax to JSON. Raises SyntaxError for an escape that is not a character."""
     if found["string"] is not None:
         return f'"{_ESCAPED.sub(_json_escape, found[0][1:-1])}"'
     return _WORDS.get(found[0], found[0])

@@ -27,11 +27,13 @@ _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}  # i
 
 
 def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> ParsedCalls | None:
-    """Parse a tool call of Qwen3-Coder. Return it with the position after it, or None if it is invalid.
+    """Parse a tool call in the tags of Qwen3-Coder.
+
+    Return the call and the position after it, or None if it is invalid.
 
     Args:
-        begin: The match of `TAGGED_BEGIN`.
-        tools: The row's tools, or None if unknown. A call whose first tag is missing must name a known tool.
+        begin: The match of `TAGGED_BEGIN` at the start of the call.
+        tools: The row's tools, or None if unknown. A call whose first tag is missing must name one of them.
     """
     text = begin.string
     function = _FUNCTION.match(text, begin.end())
@@ -53,15 +55,8 @@ def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> ParsedCalls |
 
 
 def _written(value: str, types: Types) -> str:
-    """Return the value of a parameter as JSON text.
-
-    It is parsed as JSON or a Python literal. It is a string if the tool only takes strings, or if the parsed value has
-    none of the parameter's types. Chat templates write a missing value of any type as null.
-
-    Args:
-        value: The text of the value in the answer.
-        types: The JSON Schema types of the parameter; empty if unknown.
-    """
+    # A value is a string if the tool only takes strings, or if the parsed value has none of the parameter's types. Chat
+    # templates write a missing value of any type as null.
     if value.strip() == "null":
         return "null"
     if types != ("string",):
