@@ -64,13 +64,13 @@ _OTHER_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
 def check(values: Mapping[str, Any], file: JobFile) -> list[Finding]:
-    """Return all mistakes that involve several fields of a job file.
+    """Find the mistakes of a job file that involve several of its fields.
 
     Fields of a wrong type are skipped, because they are already reported.
 
     Args:
         values: The values of the job file by section.
-        file: The same file with the origin of each value.
+        file: The same file with the line of each value.
     """
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     return [
@@ -156,7 +156,7 @@ def _draft_section(drafts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _written(section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find options for text files (encoding, delimiter, quote) in a job whose input is in another format."""
+    # The input is in another format than text, so options for text files have no effect
     form = section.get("format", "auto")
     for names, formats, readers in (
         (("encoding",), LINE_FORMATS, "JSONL and CSV"),
@@ -194,19 +194,12 @@ def _prompt(
 
 
 def _has_requests(sections: Mapping[str, dict[str, Any]], file: JobFile) -> bool:
-    """Return True if the job's rows are OpenAI requests.
-
-    They are if the format says so, or if the input file has requests and the job has no prompt.
-    """
+    # The format names OpenAI requests, or the input file has them and the job has no prompt
     source, given = sections.get("input", {}), _given(sections.get("prompt", {}), *PROMPT_SOURCES)
     return source.get("format") == "openai" or (not given and _is_openai(source, file))
 
 
 def _is_openai(section: Mapping[str, Any], file: JobFile) -> bool:
-    """Return True if the first line of the job's first input file is an OpenAI batch request.
-
-    If the file cannot be read, return False.
-    """
     for path in _inputs(section, file)[:1]:
         try:
             with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as lines:
@@ -235,10 +228,7 @@ def _template(text: str, loc: Loc, first_line: int | None) -> Iterator[Finding]:
 
 
 def _template_faults(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, message, hint) for each mistake in a template.
-
-    The template is only parsed: evaluating even a constant expression could take forever.
-    """
+    # Only parsed: evaluating even a constant expression could take forever
     environment = SandboxedEnvironment()
     try:
         tree = environment.parse(text)
@@ -280,7 +270,6 @@ def _from_columns(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Find adapters that the job names but does not list."""
     model = sections.get("model", {})
     listed, name = model.get("adapters") or {}, model.get("adapter")
     if isinstance(listed, dict) and isinstance(name, str) and name not in listed:
@@ -295,7 +284,6 @@ def _adapters(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """Find constraints in a job that already has another constraint, and output.column without a schema."""
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     schemas = [("output", name) for name in ("schema", "schema_file") if output.get(name) is not None]
     given = [*schemas, *(("sampling", name) for name in CONSTRAINTS if sampling.get(name))]
@@ -315,7 +303,7 @@ def _constraints(sections: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Find options that exclude output.confidence: it needs listed answers, and uses log-probabilities itself."""
+    # output.confidence needs listed answers, and uses log-probabilities itself
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     if output.get("confidence") is not True:
         return
@@ -342,7 +330,7 @@ def _confidence(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterat
 
 
 def _fit(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Find `max_tokens: fit` without a constraint, neither of the job nor of its rows."""
+    # `max_tokens: fit` takes the length from a constraint, which the job or its rows must have
     sampling, output = sections.get("sampling", {}), sections.get("output", {})
     if sampling.get("max_tokens") != "fit" or _is_openai(sections.get("input", {}), file):
         return
@@ -380,7 +368,7 @@ def _samples(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
 
 
 def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Finding]:
-    """Find options that exclude output.explode: false, with which the answers to a row are in lists."""
+    # With output.explode: false, the answers to a row are in lists
     sampling, source = sections.get("sampling", {}), sections.get("input", {})
     if sections.get("output", {}).get("explode") is not False:
         return
@@ -399,13 +387,7 @@ def _lists(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[Fi
 
 
 def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding]:
-    """Find options that exclude sampling.best_of, because rows set the number of answers themselves.
-
-    Args:
-        best_of: The value of sampling.best_of.
-        per_row: The value of sampling.from_columns.
-        is_openai: True if rows are OpenAI requests.
-    """
+    # Rows that set the number of answers themselves exclude sampling.best_of
     if is_openai:
         message = f"is {best_of}, which is not for OpenAI batch files: a request says itself how many answers it wants"
         yield Finding(("sampling", "best_of"), message, "set n, or give the prompt section")
@@ -415,7 +397,7 @@ def _best_of(best_of: int, per_row: object, is_openai: bool) -> Iterator[Finding
 
 
 def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find data types that a CPU does not support. With device: auto, plan/setup checks them."""
+    # With device: auto, the device is not known here; plan/setup then checks the data types that a CPU supports
     if engine.get("device") != "cpu":
         return
     if model.get("kv_cache_dtype") == "fp8":
@@ -436,7 +418,7 @@ def _arithmetic(model: Mapping[str, Any], engine: Mapping[str, Any]) -> Iterator
 
 
 def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find tensor and expert parallelism together: tensor parallelism already distributes experts."""
+    # Tensor parallelism already distributes experts
     tensor, experts = (_whole(engine, f"{kind}_parallel_size", 1) for kind in ("tensor", "expert"))
     if tensor is not None and experts is not None and tensor > 1 and experts > 1:
         message = f"is {experts}, but tensor_parallel_size is {tensor} and distributes experts already"
@@ -444,7 +426,6 @@ def _ranks(engine: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Find engine.data_parallel in a job for a Ray cluster, and a minimum of ray.engines above its maximum."""
     ray, asked = sections.get("ray"), sections.get("engine", {}).get("data_parallel", "auto")
     if ray is None:
         return
@@ -459,12 +440,15 @@ def _ray(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def task_columns(task: str) -> tuple[str, ...]:
-    """Return the names of the result columns for a task such as "embed", whose answers are no texts."""
+    """Return the names of the columns that a task such as "embed" adds to the result.
+
+    The task's answers are not texts.
+    """
     return (*RESULT_COLUMNS[:5], *TASK_COLUMNS[task], "prompt_tokens", *RESULT_COLUMNS[-4:])
 
 
 def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the result columns, except columns that are copied from the input or made by a schema."""
+    # Without columns that are copied from the input or made by a schema
     ray = values.get("ray")
     classes = [ENGINE_CLASS] if isinstance(ray, Mapping) and ray.get("classes") == "any" else []
     if (task := str(values.get("task"))) in TASK_COLUMNS:
@@ -484,10 +468,7 @@ def _result_columns(values: Mapping[str, Any], sampling: Mapping[str, Any]) -> t
 
 
 def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Finding]:
-    """Find duplicate and reserved names in output.columns. Like DuckDB, ignores case.
-
-    `taken` are the names of the other result columns.
-    """
+    # Like DuckDB, names are compared without case
     columns = section.get("columns")
     seen: dict[str, str] = {}
     for at, column in enumerate(columns if isinstance(columns, tuple) else ()):
@@ -523,10 +504,6 @@ def _columns(section: Mapping[str, Any], taken: Sequence[str]) -> Iterator[Findi
 
 
 def _expected(sections: Mapping[str, dict[str, Any]], taken: Sequence[str]) -> Iterator[Finding]:
-    """Find a column of expected answers with the name of another result column.
-
-    `taken` are the names of the other result columns.
-    """
     column = sections.get("input", {}).get("expected")
     if not isinstance(column, str):
         return
@@ -574,7 +551,6 @@ def _folders(sections: Mapping[str, dict[str, Any]], file: JobFile) -> Iterator[
 
 
 def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
-    """Find links to folders whose names are not UTF-8. `folders` has the path of each section, or None."""
     for section, folder in folders.items():
         shown = None if folder is None else not_utf8(os.path.realpath(folder))
         if shown is not None:
@@ -583,7 +559,6 @@ def _names_not_utf8(folders: Mapping[str, str | None]) -> Iterator[Finding]:
 
 
 def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str | None, list[Finding]]:
-    """Return the path of the model, and mistakes in its name. The path is None if the job names no usable path."""
     path = _folder_at(sections, "model", file)
     if path is None:
         return None, []
@@ -594,7 +569,7 @@ def _model(sections: Mapping[str, dict[str, Any]], file: JobFile) -> tuple[str |
 
 
 def _store(cache: str | None, model: str | None, inputs: Sequence[str]) -> Iterator[Finding]:
-    """Find a store in the model's folder or among the input files. Every run adds files to the store."""
+    # Every run adds files to the store, so it must not be in the model's folder or among the input files
     if cache is None:
         return
     real = Path(os.path.realpath(cache))
@@ -632,7 +607,6 @@ def _inputs(section: Mapping[str, Any], file: JobFile) -> list[str]:
 
 
 def _input_overlap(path: str, output: Path) -> str | None:
-    """Return how results in `output` would overlap the input `path`, for a message; None if they do not."""
     base = os.path.realpath(_fixed_part(path))
     if Path(base).is_relative_to(output):
         return f"holds the input {shorten(path, 200)}, and results replace their folder as a whole"
@@ -642,19 +616,17 @@ def _input_overlap(path: str, output: Path) -> str | None:
 
 
 def _falls_among_inputs(path: str, folder: Path) -> bool:
-    """Return True if the input `path` (a file, folder or glob) would read Parquet files in `folder`."""
     base = os.path.realpath(_fixed_part(path))
     return folder.is_relative_to(base) and (base == os.path.realpath(path) or _may_match_results(path))
 
 
 def _fixed_part(path: str) -> str:
-    """Return the folder of a glob before its first wildcard, or a path without wildcards unchanged."""
     parts = Path(path).parts
     fixed = next((at for at, part in enumerate(parts) if re.search(r"[*?\[]", part)), len(parts))
     return str(Path(*parts[:fixed]))
 
 
 def _may_match_results(glob: str) -> bool:
-    """Return True if a glob may match names that end in .parquet; False for a glob such as *.jsonl."""
+    """Return True if a glob may match names that end in .parquet. False for a glob such as *.jsonl."""
     ending = re.search(r"\.[A-Za-z0-9]+$", glob)
     return ending is None or ending[0].lower() == ".parquet"

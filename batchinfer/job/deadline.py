@@ -15,7 +15,7 @@ _CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
 
 @dataclass(frozen=True, slots=True)
 class StopTime:
-    """The time at which a run stops.
+    """The time at which the user wants a run to stop.
 
     Attributes:
         text: The time as the user wrote it.
@@ -27,11 +27,14 @@ class StopTime:
 
     @classmethod
     def of(cls, text: str, now: datetime) -> StopTime:
-        """Return the time that a user means. Raises UsageError if the text is invalid or the time has passed.
+        """Return the stop time that a user's text means.
 
         Args:
             text: A time of day (HH:MM), which means its next occurrence, or a timestamp.
             now: The current time, with a time zone.
+
+        Raises:
+            UsageError: The text is invalid, or the time has passed.
         """
         try:
             at = next_moment(text, now)
@@ -47,15 +50,15 @@ class StopTime:
 
     @property
     def recurs(self) -> bool:
-        """Return True if the user gave a time of day (HH:MM), which means another moment tomorrow."""
+        """Return True if the user gave a time of day (HH:MM). On another day, the same text means another moment."""
         return _CLOCK.fullmatch(self.text) is not None
 
 
 def next_moment(text: str, now: datetime) -> datetime:
     """Return the moment that a text means.
 
-    HH:MM is its next occurrence by the machine's clock. When clocks are set back, an hour occurs twice; the first
-    occurrence in the future counts. A timestamp without a zone is local.
+    A time of day (HH:MM) means its next occurrence by the machine's clock. When clocks are set back, an hour occurs
+    twice; the next of the two moments counts. A timestamp without a zone is local.
 
     Args:
         text: A time of day (HH:MM) or a timestamp.
@@ -75,7 +78,7 @@ def next_moment(text: str, now: datetime) -> datetime:
 
 
 def _timestamp(text: str) -> str:
-    """Return a text with a time of day. Raise ValueError for a bare date: few users mean midnight at its start."""
+    # A bare date is refused: few users mean midnight at its start
     if not re.match(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}", text):
         raise ValueError(f"no time of day and no timestamp: {text}")
     return text

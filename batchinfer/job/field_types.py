@@ -78,10 +78,7 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _ray_address(value: object) -> object:
-    """Return the address of a Ray cluster, "auto" or HOST:PORT. Other texts become (), which pydantic then rejects.
-
-    Addresses of Ray's client (ray://) are rejected: nodes have no IDs there.
-    """
+    # Addresses of Ray's client (ray://) are rejected: nodes have no IDs there. pydantic rejects ().
     if not isinstance(value, str) or value == "auto":
         return value
     host, colon, port = value.rpartition(":")
@@ -91,7 +88,6 @@ def _ray_address(value: object) -> object:
 
 
 def _label_pairs(value: object) -> object:
-    """Convert a mapping such as {ray.io/accelerator-type: H100} to pairs. Raises ValueError."""
     if not isinstance(value, dict):
         return value
     for name, wanted in value.items():
@@ -105,10 +101,7 @@ def _folder(info: Info) -> Path:
 
 
 def _anchored(text: str, info: Info) -> str:
-    """Return a path of the job file as an absolute path, relative to the folder of the job file.
-
-    Raises ValueError for URLs and for paths that begin with ~.
-    """
+    # Paths are relative to the folder of the job file
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         raise ValueError(
             f"found the address {shorten(text)}; buckets and URLs are not supported: a path must be on one of this "
@@ -124,7 +117,7 @@ def _to_path(value: object, info: Info) -> object:
 
 
 def _to_model(value: object, info: Info) -> object:
-    """Return the path of a model's folder, or the cache folder of a model name. `check` reports a missing model."""
+    # `check` reports a missing model
     if not isinstance(value, str) or not value:
         return value
     path = Path(_anchored(value, info))
@@ -135,7 +128,6 @@ def _to_model(value: object, info: Info) -> object:
 
 
 def _to_adapter(value: object, info: Info) -> object:
-    """Return the path of an adapter's folder, or the cache folder of an adapter name."""
     return locate_adapter(value, Path(_anchored(value, info))) if isinstance(value, str) and value else value
 
 
@@ -158,7 +150,7 @@ def _bytes(text: str) -> int:
 
 
 def _memory(value: object) -> object:
-    """Return "auto", bytes (int) or a share of the memory (float). Other values become (), which pydantic rejects."""
+    # "auto", bytes (int) or a share of the memory (float); pydantic rejects ()
     if isinstance(value, str):
         value = value if value == "auto" else _bytes(value)
     if value == "auto" or (isinstance(value, int) and MIN_KV_BYTES <= value <= MAX_BYTES):
@@ -169,7 +161,7 @@ def _memory(value: object) -> object:
 
 
 def _min_rows(value: object) -> object:
-    """Return a number of rows (int) or a share of rows (float). Other values become (), which pydantic rejects."""
+    # A number of rows (int) or a share of rows (float); pydantic rejects ()
     if isinstance(value, int) and not isinstance(value, bool):
         return value if 1 <= value <= INT32_MAX else ()
     return value if isinstance(value, float) and 0 < value < 1 else ()
@@ -213,7 +205,6 @@ def _checked_pairs(value: object, check: Callable[[object], None]) -> object:
 
 
 def _marks(value: object) -> object:
-    """Convert {begin: <think>, end: </think>} to a pair of texts. Raises ValueError for other keys."""
     if not isinstance(value, dict):
         return value
     if value.keys() != {"begin", "end"}:
@@ -248,12 +239,6 @@ def _check_argument(name: object) -> None:
 
 
 def _from_json_text(value: object, right: str) -> object:
-    """Parse JSON text; return other values unchanged.
-
-    Args:
-        value: The value in the job file.
-        right: A description of valid values, for the message of ValueError.
-    """
     if not isinstance(value, str):
         return value
     try:
@@ -263,10 +248,7 @@ def _from_json_text(value: object, right: str) -> object:
 
 
 def _arguments_text(value: object) -> object:
-    """Convert arguments of the chat template, a mapping or its JSON text, to compact JSON text. Raises ValueError.
-
-    Arguments that are null are omitted.
-    """
+    # Arguments that are null are omitted
     value = _from_json_text(value, _RIGHT_ARGUMENTS)
     if value is None:
         return None
@@ -283,7 +265,6 @@ def _arguments_text(value: object) -> object:
 
 
 def _tools_text(value: object) -> object:
-    """Convert a list of tools, or its JSON text, to compact JSON text. Raises ValueError."""
     value = _from_json_text(value, "it must be a list of tools")
     if value is None:
         return None
@@ -295,14 +276,14 @@ def _tools_text(value: object) -> object:
 
 
 def _sql_memory(value: object) -> object:
-    """Return "auto" or a size in bytes. Other values become (), which pydantic rejects."""
+    # "auto" or a size in bytes; pydantic rejects ()
     size = value if value == "auto" else _size(value)
     number = isinstance(size, int) and not isinstance(size, bool) and MIN_SQL_BYTES <= size <= MAX_BYTES
     return size if size == "auto" or number else ()
 
 
 def _encoding(value: object) -> object:
-    """Return Python's name of an encoding: latin-1 becomes iso8859-1. Raises ValueError for an unknown one."""
+    # Python has one name per encoding: latin-1 becomes iso8859-1
     if not isinstance(value, str) or not value:
         return value
     try:
@@ -329,14 +310,13 @@ def _quote(value: object) -> object:
 
 
 def _character(value: object, word: str) -> object:
-    """Return a single ASCII character, or the text `word`. Other texts become (), which pydantic rejects."""
+    # A single ASCII character or the text `word`; pydantic rejects ()
     if not isinstance(value, str) or value == word:
         return value
     return value if len(value) == 1 and value.isascii() and value not in "\0\r\n" else ()
 
 
 def _schema_text(value: object) -> object:
-    """Convert a JSON Schema, a mapping or its JSON text, to compact JSON text. Raises ValueError."""
     if value is None:
         return value
     if isinstance(value, str):
@@ -355,7 +335,6 @@ def _schema_text(value: object) -> object:
 
 
 def _biases(value: object) -> object:
-    """Convert a mapping such as {50256: -100} to pairs of a token id and its bias."""
     return value if value is None else token_biases(value)
 
 
@@ -374,7 +353,7 @@ def _deadline(text: str) -> str:
 
 
 def bounded(name: str) -> Any:
-    """Return the bounds of a sampling parameter, as a pydantic annotation for its type.
+    """Return the valid range of a sampling parameter as a pydantic annotation, for the type of its field.
 
     Args:
         name: The name of the parameter.

@@ -20,12 +20,12 @@ MAX_BYTES = 1 << 20  # maximum size; the longest prompts have a few hundred KB
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The origin of a value: a line of the job file, or a --set option.
+    """The place where the user set a value: a line of the job file, or a --set option.
 
     Attributes:
         line: The line of the value's key, from 1, or None if unknown.
-        override: The key of the --set option as a location, or None.
-        text_line: The first line of the text, for a text block (`|`).
+        override: The key of the --set option as a tuple, such as ("output", "path"), or None.
+        text_line: For a text block (`|`), the line where the text begins, else None.
     """
 
     line: int | None
@@ -42,10 +42,10 @@ class JobFile:
     Attributes:
         path: The file.
         values: The values by section.
-        places: The origin of each value, by location.
-        mistakes: Mistakes found so far.
-        broken: The locations of values with a known mistake. Further mistakes of these values are ignored.
-        dated: Texts that name ${date}, by location, expanded with HOLE instead of the date.
+        places: The line or --set option that set each value, by location.
+        mistakes: Mistakes found until now.
+        broken: The locations of values with a known mistake. Further mistakes of these values are not reported.
+        dated: The texts that contain ${date}, by location. Each ${date} is replaced by the character HOLE.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class JobFile:
         return {dotted(loc): place.line for loc, place in self.places.items() if place.line and _is_key(loc)}
 
     def mistake(self, finding: Finding) -> Mistake:
-        """Convert a finding to a Mistake, which names the line or the `--set` option that set the value."""
+        """Convert a finding to a Mistake, whose message names the line or the `--set` option that set the value."""
         place = self.place(finding.loc)
         where = dotted(finding.loc)
         if place.override is None:
@@ -79,7 +79,10 @@ class JobFile:
         return replace(self, places=places, mistakes=tuple(replace(one, line=None) for one in self.mistakes))
 
     def place(self, loc: Loc) -> Place:
-        """Return the origin of the value at a location, or of its nearest parent with a known origin."""
+        """Return where the value at a location was set.
+
+        If unknown, return where the nearest value around it was set.
+        """
         for length in range(len(loc), 0, -1):
             if loc[:length] in self.places:
                 return self.places[loc[:length]]
@@ -97,12 +100,12 @@ def dotted(loc: Iterable[str | int]) -> str:
 
 
 def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: Variables) -> JobFile:
-    """Read a job file, and apply the overrides.
+    """Read a job file, and apply the overrides of the command line.
 
     Args:
         path: The job file.
         overrides: Pairs of a dotted key and YAML text, as for `--set`.
-        variables: The variables that texts in the file may name.
+        variables: The values of variables such as ${date} in texts of the file.
 
     Raises:
         InputMissing: The file does not exist.
@@ -119,13 +122,15 @@ def read_job_file(path: Path, overrides: Sequence[tuple[str, str]], variables: V
 def read_job_values(
     path: Path, given: Mapping[str, Any], overrides: Sequence[tuple[str, str]], variables: Variables
 ) -> JobFile:
-    """Convert a mapping as if it were a job file, and apply the overrides. The result has no lines.
+    """Convert a mapping of sections as if it were the content of a job file, and apply the overrides.
+
+    Values have no lines.
 
     Args:
-        path: Names the mapping in messages. Its folder anchors relative paths.
+        path: A name for the mapping in messages. Relative paths start from its folder.
         given: The values by section.
         overrides: Pairs of a dotted key and YAML text, as for `--set`.
-        variables: The variables that texts may name.
+        variables: The values of variables such as ${date} in texts.
 
     Raises:
         JobFileError: A value is invalid, or cannot be in a job file.
@@ -150,13 +155,13 @@ def _path_text(value: Any) -> str:
 def read_job_text(
     path: Path, text: str, overrides: Sequence[tuple[str, str]], variables: Variables
 ) -> JobFile:
-    """Parse the text of a job file, and apply the overrides.
+    """Parse the text of a job file, and apply the overrides of the command line.
 
     Args:
         path: The job file, for messages and relative paths.
         text: Its text.
         overrides: Pairs of a dotted key and YAML text, as for `--set`.
-        variables: The variables that texts in the file may name.
+        variables: The values of variables such as ${date} in texts of the file.
 
     Raises:
         JobFileError: The text is not YAML, empty, or not a mapping.
@@ -202,7 +207,6 @@ def _read_text(path: Path) -> str:
 
 
 def _no_job_file(path: Path) -> str:
-    """Return the message for a missing job file, which suggests an existing file, or how to create one."""
     held = sorted(one.name for suffix in ("*.yaml", "*.yml") for one in path.parent.glob(suffix))
     near = difflib.get_close_matches(path.name, held, 1) or held[:1]
     if near:
@@ -226,11 +230,7 @@ def _plain(finding: Finding) -> Mistake:
 
 @dataclass(slots=True)
 class _Values:
-    """Collects plain values and their origins: first from the job file, then from each override.
-
-    The fields are explained in JobFile.
-    """
-
+    # Collects the values of the job file first, then of each override. JobFile explains the fields.
     variables: Variables
     root: dict[str, Any] = field(default_factory=dict)
     places: dict[Loc, Place] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class _Values:
         self.root = self._value(root, (), None)
 
     def override(self, key: str, text: str) -> list[Mistake]:
-        """Apply the option `--set key=text` to the values, and return the mistakes in it."""
+        """Apply the option `--set key=text` to the values, and return its mistakes."""
         loc = tuple(UNUSABLE.sub("\ufffd", key).split("."))
         node, findings = read_yaml(text)
         if not all(loc):
@@ -273,11 +273,6 @@ class _Values:
         return []
 
     def _forget(self, loc: Loc) -> None:
-        """Remove a value of the job file with all values in it, and their origins and mistakes.
-
-        Args:
-            loc: The location of the value, such as ("output", "columns").
-        """
         self.places = {at: place for at, place in self.places.items() if at[: len(loc)] != loc}
         self.broken = {at for at in self.broken if at[: len(loc)] != loc}
         self.dated = {at: text for at, text in self.dated.items() if at[: len(loc)] != loc}
@@ -329,11 +324,11 @@ def not_utf8(path: str | os.PathLike[str]) -> str | None:
 
 
 def job_file_in(path: Path) -> Path:
-    """Return the job.yaml in the folder `path` if it has one, else `path` itself."""
+    """Return the file job.yaml in the folder `path`. Return `path` itself if it has none, or is a file."""
     held = path / "job.yaml"
     return held if held.is_file() else path
 
 
 def absolute(folder: Path, text: str) -> str:
-    """Return the absolute path of `text`, relative to `folder`. `..` is resolved; links and globs are kept."""
+    """Return `text`, a path relative to `folder`, as an absolute path. `..` is resolved; links and globs are kept."""
     return os.path.normpath(os.path.join(folder, text))

@@ -21,10 +21,7 @@ _FLOATS = frozenset(one.name for one in fields(SamplingParams) if isinstance(one
 
 
 def _rungs(value: object) -> object:
-    """Check the value of on_invalid, and return its items with numbers of the right type (int or float).
-
-    Values other than lists are returned unchanged, and pydantic rejects them. Raises ValueError for a wrong item.
-    """
+    # Values other than lists are returned unchanged, and pydantic rejects them
     if not isinstance(value, tuple | list):
         return value
     if len(value) > MOST_RUNGS:
@@ -70,7 +67,9 @@ Ladder = Annotated[
 
 
 def ladder_findings(ladder: Sequence[Rung], params: SamplingParams, alike: bool) -> Iterator[Finding]:
-    """Find mistakes in a ladder: items without effect, and items with contradictory parameters.
+    """Find mistakes in `on_invalid`, the changed sampling parameters of the further attempts at a row.
+
+    A mistake is an attempt that equals an earlier one, or has contradictory parameters.
 
     Args:
         ladder: The changed parameters of each further attempt.

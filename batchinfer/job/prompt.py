@@ -105,7 +105,7 @@ class PromptSection(Section):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the chat-template arguments that all rows share, by name."""
+        """Return the arguments of the chat template that the section sets for all rows, by name."""
         found: dict[str, Any] = json.loads(self.template_arguments or "{}")
         return found
 
@@ -116,26 +116,23 @@ class PromptSection(Section):
 
     @property
     def may_call(self) -> bool:
-        """Return True if the section gives tools, or names a style of tool calls, so that answers may call tools."""
+        """Return True if answers may call tools: the section gives tools, or names a style of tool calls."""
         return bool(self.tool_keys()) or self.tool_calls not in ("auto", "none")
 
     @property
     def forced_call(self) -> dict[str, Any]:
-        """Return the field `tool_choice` of an OpenAI request, for the call that every answer must make.
-
-        Empty if no call is required.
-        """
+        """Return {"tool_choice": …} as in an OpenAI request if every answer must call a tool, else {}."""
         if self.tool_choice == "auto":
             return {}
         named = {"type": "function", "function": {"name": self.tool_choice}}
         return {"tool_choice": "required" if self.tool_choice == "required" else named}
 
     def tool_keys(self) -> list[str]:
-        """Return those keys that give tools and are set: "tools", "tools_from_column"."""
+        """Return the keys of this section that give tools and are set: "tools", "tools_from_column", both or none."""
         return [name for name in ("tools", "tools_from_column") if getattr(self, name) is not None]
 
     def argument_keys(self) -> list[tuple[str, str]]:
-        """Return (name, key) for each chat-template argument that the section sets."""
+        """Return (name of the argument, key of this section that sets it) for each argument of the chat template."""
         columns = "template_arguments_from_columns"
         return [
             *((name, f"template_arguments.{name}") for name in self.arguments),

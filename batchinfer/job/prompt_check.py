@@ -28,7 +28,7 @@ _ROW_OPTIONS = (
 
 
 def prompt_findings(section: Mapping[str, Any], requests: bool) -> Iterator[Finding]:
-    """Find mistakes in the section `prompt`.
+    """Find mistakes in the section `prompt` of a job file.
 
     Args:
         section: The values of the section.
@@ -59,7 +59,6 @@ def _source(section: Mapping[str, Any], given: list[str]) -> Iterator[Finding]:
 
 
 def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
-    """Find options of chat templates in a section that uses no chat template."""
     if source in _WITHOUT_TEMPLATE:
         why = f"{source} takes the prompt as it is, without a chat template"
         unused: tuple[str, ...] = ("chat", *_CHAT_OPTIONS)
@@ -82,7 +81,6 @@ def _chat(section: Mapping[str, Any], source: str) -> Iterator[Finding]:
 
 
 def _choice(section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find a tool_choice without tools, or one that names an unknown tool."""
     choice, tools = section.get("tool_choice"), section.get("tools")
     if choice in (None, "auto") or section.get("tools_from_column") is not None:
         return

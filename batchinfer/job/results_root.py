@@ -33,18 +33,25 @@ def trial_results(root: Path, limit: int) -> Path:
 
 
 def root_of_trial(results: Path) -> Path | None:
-    """Return the result folder of a job, without its date, for the result folder of a trial. None for other folders."""
+    """Return the result folder of the job to which a trial belongs, without its date.
+
+    Args:
+        results: The result folder of the trial.
+
+    Returns:
+        None if `results` is not the folder of a trial.
+    """
     found = re.fullmatch(rf"(.+){_TRIAL}\d+", results.name)
     return results.with_name(found[1]) if found else None
 
 
 def results_root(text: str, folder: Path, job: str) -> Path:
-    """Return `output.path` without its date: the root of a job's dated results.
+    """Return the result folder of a job without its ${date}, for example "answers" for "answers/${date}".
 
     Args:
-        text: The `output.path` with the character HOLE instead of each ${date}.
+        text: The `output.path`, with the character HOLE in place of each ${date}.
         folder: The folder that relative paths start from.
-        job: The name of the job, for a path that is only a date.
+        job: The name of the job, which names the folder if the path is only a date.
     """
     parts = [rest for part in PurePath(os.path.normpath(text)).parts if (rest := _closed(part))]
     if all(part in ("..", os.sep, os.sep * 2) for part in parts):
@@ -53,7 +60,6 @@ def results_root(text: str, folder: Path, job: str) -> Path:
 
 
 def _closed(part: str) -> str:
-    """Return a path component without its dates (HOLE characters) and the separators around them."""
     if HOLE not in part:
         return part
     first, *between, last = part.split(HOLE)
@@ -62,5 +68,5 @@ def _closed(part: str) -> str:
 
 
 def folder_name(job: str) -> str:
-    """Return the name of a job without characters that are unusual in a folder name."""
+    """Return a folder name for a job: its name with unusual characters replaced, at most 60 characters."""
     return re.sub(r"[^\w.-]+", "-", job)[:_NAME_LENGTH].strip("-.") or "job"

@@ -157,25 +157,19 @@ class SamplingSection(Section):
         return self.best_of > self.n
 
     def params(self) -> SamplingParams:
-        """Return the sampling parameters of a row without values of its own.
+        """Return the sampling parameters of a row that sets none itself.
 
-        With `max_tokens: fit`, the maximum number of tokens is 2^31 - 1.
+        With `max_tokens: fit`, the maximum number of tokens is 2^31 - 1 until the row's constraint determines it.
         """
         given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
         return SamplingParams(**self._limited(given))
 
     def given_params(self) -> dict[str, Any]:
-        """Return only the sampling parameters that the job file sets, with the values that the engine gets."""
+        """Return only the sampling parameters that the job file sets, by name, as the engine gets them."""
         return self._limited(self.explicit_params())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return parameters with a number for `max_tokens: fit`, and with logprobs for `best_of`.
-
-        A row's constraint replaces the number later. The best answers are chosen by their log-probabilities.
-
-        Args:
-            given: The parameters by name.
-        """
+        # A row's constraint replaces the number for `fit` later. The best answers are chosen by their log-probabilities.
         given = given | ({"max_tokens": INT32_MAX} if self.fits else {})
         return given | ({"logprobs": 0} if self.chooses and given.get("logprobs") is None else {})
 
@@ -196,12 +190,12 @@ class SamplingSection(Section):
 
     @property
     def samples_column(self) -> str | None:
-        """Return the column in which rows set their number of answers (`n`), or None."""
+        """Return the column that sets the number of answers (`n`) of each row, or None."""
         return dict(self.from_columns).get("n")
 
     @property
     def asks_samples(self) -> bool:
-        """Return True if rows may have several answers. The result then has a column that numbers them."""
+        """Return True if rows may have several answers, so that the result has the column `sample_index`."""
         return self.n > 1 or self.best_of > 1 or self.samples_column is not None
 
     def row_parameters(self) -> str:
@@ -211,12 +205,12 @@ class SamplingSection(Section):
         )
 
     def explicit_params(self) -> dict[str, Any]:
-        """Return only the parameters that the job file sets, by name.
+        """Return only the parameters that the job file sets, by name, as written.
 
-        An OpenAI request has its own defaults for the other parameters.
+        OpenAI requests have other defaults than jobs, so defaults must be distinguished from set values.
         """
         return {name: getattr(self, name) for name in SAMPLING_PARAMETERS if name in self.model_fields_set}
 
     def explicit_options(self) -> dict[str, Any]:
-        """Return the parameters that the job file sets, and `n` if it is above 1."""
+        """Return only the options that the job file sets, by name: sampling parameters, and `n` if it is above 1."""
         return self.explicit_params() | ({"n": self.n} if self.n > 1 else {})

@@ -11,7 +11,7 @@ _RIGHT = "{type: object, properties: {…}}"
 
 
 def no_schema(value: object) -> str | None:
-    """Return why a value from YAML or JSON is no JSON Schema for answers; None for a mapping, which may be one."""
+    """Return why a value from YAML or JSON cannot be the JSON Schema of answers, or None. Only its type is checked."""
     if isinstance(value, dict):
         return None
     if value is True:
@@ -31,7 +31,11 @@ def no_schema(value: object) -> str | None:
 
 
 def read_schema_file(path: Path) -> str:
-    """Return the JSON Schema in a file as compact JSON text. Raises ValueError with the reason if there is none."""
+    """Read a file with a JSON Schema, and return the schema as compact JSON text.
+
+    Raises:
+        ValueError: The file cannot be read, is no JSON, or has no schema. The message is for users.
+    """
     try:
         schema = read_exactly(path.read_bytes()[: MAX_SCHEMA_BYTES + 1])
     except OSError as error:

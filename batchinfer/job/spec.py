@@ -365,7 +365,11 @@ class RaySection(Section):
     )
 
     def engine_count(self, room: int) -> int:
-        """Return the number of engines of a run. `room` is the number that fit on the cluster."""
+        """Return the number of engines that a run starts: the set number, or `room` within the bounds `min` and `max`.
+
+        Args:
+            room: The number of engines that fit on the cluster.
+        """
         if isinstance(self.engines, int):
             return self.engines
         bounds = self.engines or RayEngines()
@@ -506,14 +510,14 @@ class Job(Section):
                 self._root = results_root(dated, self._source.parent, self.name)
 
     def params(self) -> SamplingParams:
-        """Return the sampling parameters of a row without values of its own, with the values that the engine gets."""
+        """Return the sampling parameters of a row that sets none itself, as the engine gets them."""
         params, schema = self.sampling.params(), self.output.json_schema
         if self.output.confidence:
             params = replace(params, confidence=True)
         return params if schema is None else replace(params, json_schema=schema)
 
     def given_params(self) -> dict[str, Any]:
-        """Return only the sampling parameters that the job file sets, with the values that the engine gets."""
+        """Return only the sampling parameters that the job file sets, by name, as the engine gets them."""
         schema = self.output.json_schema
         return self.sampling.given_params() | ({} if schema is None else {"json_schema": schema})
 
@@ -524,7 +528,10 @@ class Job(Section):
 
     @property
     def chat_template(self) -> str | None:
-        """Return the text of the file `prompt.chat_template`, read when the job was loaded; None without the file."""
+        """Return the text of the file `prompt.chat_template`, as read when the job was loaded.
+
+        None if the job names no file.
+        """
         return self._chat_template
 
     @property
@@ -540,22 +547,25 @@ class Job(Section):
 
     @property
     def attempts(self) -> int:
-        """Return the maximum number of attempts per row: one, plus the length of the ladder."""
+        """Return the maximum number of attempts per row: the first, and one per item of `on_invalid`."""
         return 1 + len(self.on_invalid)
 
     @property
     def samples(self) -> int:
-        """Return the number of answers that are computed for a row that does not set the number itself."""
+        """Return the number of answers to compute for a row that does not set the number itself (`n` or `best_of`)."""
         return max(self.sampling.n, self.sampling.best_of)
 
     @property
     def published_samples(self) -> int:
-        """Return the number of published answers to a row that does not set the number itself."""
+        """Return the number of answers to publish for a row that does not set the number itself (`n`)."""
         return self.sampling.n if self.sampling.chooses else self.samples
 
     @property
     def rows_of_answers(self) -> int:
-        """Return the number of result rows for the answers to a row that does not set their number itself."""
+        """Return the number of result rows per input row that does not set its number of answers itself.
+
+        It is 1 if all answers to a row are in lists (`output.explode: false`).
+        """
         return self.published_samples if self.output.explode else 1
 
     @property
@@ -565,9 +575,9 @@ class Job(Section):
 
     @property
     def has_samples(self) -> bool:
-        """Return True if rows may have several answers.
+        """Return True if a row may have several answers, in several rows or in lists.
 
-        The job, the row or an OpenAI request may ask for them; a request for embeddings may have several inputs.
+        The job, the row or an OpenAI request may set the number; a request for embeddings may have several inputs.
         """
         return self.sampling.asks_samples or (self.requests and self.task in ("generate", "embed"))
 
@@ -588,16 +598,19 @@ class Job(Section):
 
     @property
     def date(self) -> str | None:
-        """Return the date that replaces ${date}, or None if no option uses it."""
+        """Return the date that replaced ${date} when the job was loaded, or None if no option contains ${date}."""
         return self._date
 
     @property
     def results_root(self) -> Path:
-        """Return `output.path` without its ${date}. State and report are stored next to it and shared by all dates."""
+        """Return the result folder without its ${date}.
+
+        The state folder and the report are next to it, and shared by the results of all dates.
+        """
         return self._root
 
     def first_rows(self, limit: int) -> Job:
-        """Return a trial of the job: only its first `limit` rows, and a result folder of its own.
+        """Return a trial of the job: a copy that runs only the first `limit` rows, and has another result folder.
 
         `input.min_rows` does not apply to a trial.
         """
@@ -611,7 +624,7 @@ class Job(Section):
         )
 
     def place(self, where: str) -> str:
-        """Return "FILE: line N: KEY" of a key, for errors that are not mistakes in the job file.
+        """Return where a key of the job file was set, as "FILE: line N: KEY" or "FILE: --set KEY", for error messages.
 
         Args:
             where: The dotted key, such as "input.path".
@@ -647,9 +660,9 @@ class Job(Section):
         return self._lines.get(where, self._lines.get(where.split(".")[0]))
 
     def identity_json(self) -> str:
-        """Return canonical JSON of the options that determine the rows of a result and their contents.
+        """Return the options that determine the rows of a result and their contents, as canonical JSON.
 
-        Options at their default are omitted, so new options do not make results outdated.
+        If it changes, the result is outdated. Options at their default are omitted, so a new option outdates no result.
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
         identity: dict[str, Any] = {key: dump[key] for key in _IDENTITY_SECTIONS if key in dump}
@@ -670,7 +683,10 @@ class Job(Section):
 
     @property
     def draft_sources(self) -> tuple[DraftName, ...]:
-        """Return the names of the sources of draft tokens. Empty without sources, or if no texts are generated."""
+        """Return the names of the sources of draft tokens, such as "prompt".
+
+        Empty if drafts are off, or answers are no texts.
+        """
         if self.task != "generate" or self.drafts == "off":
             return ()
         if isinstance(self.drafts, DraftModelSection):
@@ -679,9 +695,7 @@ class Job(Section):
 
     @property
     def drafting_job(self) -> Job | None:
-        """Return the job whose answers the draft model computes before the job's model is loaded.
-
-        It has the draft model as its model.
+        """Return a job with the draft model in place of the model. Its answers become drafts for this job.
 
         Returns:
             None without a draft model.
@@ -735,7 +749,7 @@ def load_job(
             directory for a mapping.
         overrides: Pairs of a dotted key and YAML text, as for `--set`.
         date: Value of ${date} as YYYY-MM-DD. None: today.
-        env: Environment variables.
+        env: Environment variables, which texts in the file may name.
 
     Raises:
         InputMissing: The file does not exist.
@@ -766,7 +780,6 @@ def load_job(
 
 
 def _with_schema_file(job: Job) -> Job:
-    """Return the job with the contents of `output.schema_file` as `output.schema`. Raises JobFileError."""
     path = job.output.schema_file
     if path is None or job.output.json_schema is not None:
         return job
@@ -778,7 +791,6 @@ def _with_schema_file(job: Job) -> Job:
 
 
 def _with_template_file(job: Job) -> Job:
-    """Read the file `prompt.chat_template`, and return the job with its text. Raises JobFileError."""
     path = None if job.prompt is None else job.prompt.chat_template
     if path is None:
         return job
@@ -804,7 +816,7 @@ def _is_day(text: str) -> bool:
 
 
 def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a job file with `{}` for sections without keys (all of them commented out)."""
+    # A section is null if all its keys are commented out
     sections = {name for name, info in Job.model_fields.items() if isinstance(info.annotation, type)} - {
         "name"
     }
@@ -812,10 +824,7 @@ def _without_empty_sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
-    """Return the mistakes without duplicates, sorted by line.
-
-    Mistakes without a line (a missing section, a --set) come last, in their order.
-    """
+    # Mistakes without a line (a missing section, a --set) come last, in their order
     return sorted(dict.fromkeys(mistakes), key=lambda one: (one.line is None, one.line or 0))
 
 
@@ -826,7 +835,6 @@ def job_schema() -> dict[str, Any]:
 
 
 def _without_markup(schema: Any) -> Any:
-    """Return a part of a JSON Schema without links and backticks in its descriptions."""
     if isinstance(schema, list):
         return [_without_markup(part) for part in schema]
     if not isinstance(schema, dict):

@@ -35,7 +35,7 @@ _TEXT_OPTIONS = (
 
 
 def task_findings(values: Mapping[str, Any], requests: bool = False) -> Iterator[Finding]:
-    """Find options that do not fit the job's task.
+    """Find options in a job file that have no meaning for the job's task.
 
     Args:
         values: The values of the job file by section.
@@ -96,7 +96,7 @@ def _scored(values: Mapping[str, Any], task: str) -> Iterator[Finding]:
 
 
 def _uncalibrated(section: Mapping[str, Any], prompt: Any, model: Any) -> Iterator[Finding]:
-    """Find reasons why labels cannot be calibrated: one prompt without content must fit all rows."""
+    # Calibration needs one prompt without content that fits all rows
     loc = ("classify", "calibrate")
     if section.get("choices_from_column") is not None:
         message = (
@@ -115,12 +115,7 @@ def _uncalibrated(section: Mapping[str, Any], prompt: Any, model: Any) -> Iterat
 
 
 def _pairs(given: Mapping[str, Any], prompt: Any) -> Iterator[Finding]:
-    """Find options that do not apply to a cross-encoder, which gets a query and a document.
-
-    Args:
-        given: The values of the section `rerank`.
-        prompt: The value of the section `prompt`.
-    """
+    # A cross-encoder gets a query and a document
     for name in ("yes", "no"):
         if given.get(name) is not None:
             message = "is given together with document, which a cross-encoder scores without any answer"

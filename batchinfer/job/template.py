@@ -75,13 +75,13 @@ on_error:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Example rows and an instruction, for a new job.
+    """Example rows and an instruction, for the job that `batchinfer init` writes.
 
     Attributes:
-        system: The system message.
-        column: The name of the column with the texts.
+        system: The system message with the instruction.
+        column: The name of the column with the texts of the rows.
         texts: The text of each row.
-        max_tokens: The value of `sampling.max_tokens`.
+        max_tokens: The value of `sampling.max_tokens`, as YAML.
         output: Further lines of the section `output`.
     """
 
@@ -128,14 +128,14 @@ def init_text(
     kind: ModelKind = "floats",
     pulled: bool = False,
 ) -> str:
-    """Return the text of a commented job file that runs on the file `prompts.jsonl` in its folder.
+    """Return the text of a new, commented job file that runs on the file `prompts.jsonl` in its folder.
 
     Args:
         model: The checkpoint's path, or its name in the Hugging Face cache.
         sample: The instruction and the input column.
         name: The name of the job.
-        kind: How the model stores its weights, for the comments.
-        pulled: True if `model` is a name.
+        kind: How the model stores its weights. Comments about quantisation depend on it.
+        pulled: True if `model` is a name in the cache.
     """
     values = {
         "@NAME@": yaml_text(name),
@@ -152,7 +152,7 @@ def init_text(
 
 
 def yaml_text(text: str) -> str:
-    """Return a text as a quoted YAML scalar, in which $ is escaped."""
+    """Return a text as a quoted YAML scalar for a job file. $ is escaped, so that no variable is expanded."""
     return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
 
 
@@ -163,10 +163,7 @@ def init_files(
     kind: ModelKind = "floats",
     pulled: bool = False,
 ) -> dict[str, str]:
-    """Return the texts of the files that `batchinfer init` writes, by file name.
-
-    The arguments are explained in `init_text`.
-    """
+    """Return the files that `batchinfer init` writes, as texts by file name. `init_text` explains the arguments."""
     rows = (json.dumps({"id": f"r{n}", sample.column: text}) for n, text in enumerate(sample.texts, 1))
     prompts = "".join(f"{row}\n" for row in rows)
     return {"job.yaml": init_text(model, sample, name, kind, pulled), "prompts.jsonl": prompts}

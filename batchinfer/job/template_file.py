@@ -10,7 +10,11 @@ MAX_BYTES = 4 << 20  # 2**20 characters of up to four bytes
 
 
 def read_template_file(path: Path) -> str:
-    """Return the text of a file with a chat template. Raises ValueError with the reason if it has none."""
+    """Return the content of a file that is a chat template (Jinja).
+
+    Raises:
+        ValueError: The file cannot be read, is too large, empty or not UTF-8. The message is for users.
+    """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would hang
             raise ValueError(f"{path} is no regular file; name a file with a chat template")

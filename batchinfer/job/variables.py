@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class Unexpanded:
-    """The reason why a variable could not be expanded.
+    """The reason why a variable in a text of the job file could not be expanded.
 
     Attributes:
         offset: The position of the variable in the text.
@@ -35,7 +35,7 @@ class Unexpanded:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """The values of the variables that a job file may name.
+    """The values of the variables, such as ${date}, that texts in a job file may contain.
 
     Attributes:
         date: The value of ${date}, as YYYY-MM-DD. It precedes an environment variable with the name date.
@@ -46,9 +46,11 @@ class Variables:
     env: Mapping[str, str]
 
     def expand(self, text: str) -> tuple[str, list[Unexpanded]]:
-        """Return the text with its variables expanded, and an entry for each variable that could not be expanded.
+        """Replace the variables in a text by their values.
 
-        If the expanded text would be too long, it is "".
+        Returns:
+            (expanded text, an entry for each variable that could not be expanded). The text is "" if it would be too
+            long.
         """
         if "$" not in text:
             return text, []

@@ -38,11 +38,11 @@ class ValidValues:
 
 
 def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> list[Finding]:
-    """Return one finding per wrong field, in plain words.
+    """Convert pydantic's error about a job file to findings in plain words, one per wrong field.
 
     Args:
         error: Pydantic's error, which may have several entries per field.
-        model: The class of the job file.
+        model: The pydantic class of the job file.
         values: The values of the job file.
     """
     groups: dict[Loc, list[ErrorDetails]] = {}
@@ -54,12 +54,12 @@ def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[
 
 
 def describe_valid_values(info: FieldInfo) -> str:
-    """Return a description of a field's valid values, such as `a whole number from 1 to 64, or auto`."""
+    """Return a text for users about a field's valid values, such as `a whole number from 1 to 64, or auto`."""
     return _phrase(info.annotation, info.metadata)
 
 
 def describe_value(value: object) -> str:
-    """Return a description of a value, such as `the text "64"`."""
+    """Return a text for users about a value, such as `the text "64"` or `a list`."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -73,38 +73,33 @@ def describe_value(value: object) -> str:
 
 
 def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the options of a section, by their names in a job file.
+    """Return the options of a section, or the sections of a job file, by their names there.
 
     Args:
-        model: The class of the section.
+        model: The pydantic class of the section or job file.
     """
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of the section `name` of a model, or None if the field is a plain value or unknown."""
+    """Return the pydantic class of a section in a job file. None if the field is a plain value or unknown.
+
+    Args:
+        model: The class that has the field.
+        name: The name of the field.
+    """
     info = model.model_fields.get(name)
     candidates = [info.annotation, *get_args(info.annotation)] if info else []
     return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _may_be_value(model: type[BaseModel], name: str) -> bool:
-    """Return True if the field `name` of a model may be a section or a plain value."""
     members = get_args(model.model_fields[name].annotation) if name in model.model_fields else ()
     return section_of(model, name) is not None and len({*members} - {types.NoneType}) > 1
 
 
 def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> Loc | None:
-    """Return the location of a pydantic error in a field that may be a section or a plain value.
-
-    Args:
-        model: The class of the job file.
-        loc: The location that pydantic reports.
-        values: The values of the job file.
-
-    Returns:
-        None if the error is about a section and the job file has a plain value, or the reverse.
-    """
+    # pydantic reports errors for both members of a union; None: the error is about the member that is not meant
     if len(loc) < 2 or not _may_be_value(model, str(loc[0])):
         return loc
     section = section_of(model, str(loc[0]))
@@ -116,7 +111,7 @@ def _of_member(model: type[BaseModel], loc: Loc, values: Mapping[str, Any]) -> L
 
 
 def _field_of(model: type[BaseModel], loc: Loc) -> Loc:
-    """Return a location without the parts that pydantic adds below a field: members of a union, list positions."""
+    # pydantic adds members of a union and list positions to the location of a field
     current: type[BaseModel] | None = model
     kept: list[str | int] = []
     for part in loc:
@@ -227,7 +222,7 @@ def _phrase(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:
-    """Return the metadata of a field's type, including metadata that pydantic has wrapped in a FieldInfo."""
+    # pydantic wraps some metadata in a FieldInfo
     flat: list[Any] = []
     for one in metadata:
         flat += _flat(one.metadata) if isinstance(one, FieldInfo) else [one]
@@ -241,12 +236,6 @@ def _list(item: Any, metadata: list[Any]) -> str:
 
 
 def _any_of(members: list[Any], metadata: list[Any]) -> str:
-    """Describe the valid values of a union of types: the alternatives, with auto as the last one.
-
-    Args:
-        members: The types.
-        metadata: The bounds of the field.
-    """
     phrases = [_phrase(one, metadata) for one in members]
     plain = [phrase for phrase in phrases if phrase != "auto"]
     return ", or ".join([*plain, *(["auto"] if "auto" in phrases else [])])

@@ -69,10 +69,10 @@ _CURES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A mistake in a job file.
+    """A mistake in a job file, before it is known which line or `--set` option caused it.
 
     Attributes:
-        loc: The location: a tuple of keys and positions, such as ("output", "columns", 1).
+        loc: The location of the value: a tuple of keys and positions, such as ("output", "columns", 1).
         message: The problem.
         hint: Advice for the user, or None.
         line: The line, only if it differs from the line of the key.
@@ -86,13 +86,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of a YAML tree.
+    """A value in a YAML text, with the values in it and their lines.
 
     Attributes:
         value: A scalar, the items of a list, or the entries of a mapping by key.
         line: The line of the value, from 1.
-        weight: Its size in characters with all children, after following aliases.
-        depth: The number of nested lists and mappings in it.
+        weight: Its size in characters with all values in it. An alias counts as the value that it refers to.
+        depth: The number of levels of lists and mappings in it. 0 for a scalar.
         text_line: The first line of the text, for a `|` block.
     """
 
@@ -112,22 +112,22 @@ class Entry:
 
 
 class _Stopped(Exception):
-    """Raised if the rest of a YAML text cannot be read. Carries the finding."""
-
+    # The rest of a YAML text cannot be read
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
         self.finding = finding
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Return a text in quotes for a message, on one line, shortened to about `limit` characters."""
+    """Return a text in quotes for a message: on one line, and shortened to about `limit` characters."""
     return json.dumps(text if len(text) <= limit else text[: limit - 1] + "…", ensure_ascii=False)
 
 
 def read_yaml(text: str) -> tuple[Node | None, list[Finding]]:
-    """Return the tree of the only document in a YAML text, and all mistakes.
+    """Parse a YAML text with one document, and return its tree and all mistakes.
 
-    The tree is None if the text is empty or unreadable.
+    Returns:
+        (tree, mistakes). The tree is None if the text is empty or unreadable.
     """
     reader = _Reader(text)
     try:
@@ -152,14 +152,7 @@ def resolve(text: str) -> Scalar:
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Maps positions in a text to lines as editors count them.
-
-    YAML's parser also counts U+0085 and U+2028 as line ends.
-
-    Attributes:
-        starts: The position of the first character of each line.
-    """
-
+    # Lines as editors count them. YAML's parser also counts U+0085 and U+2028 as line ends.
     starts: list[int]
 
     @classmethod
@@ -172,7 +165,6 @@ class _Lines:
 
 
 def _events(text: str, lines: _Lines) -> Iterator[Any]:
-    """Yield the events of YAML's parser. If the text is not valid YAML, raise _Stopped with a line and advice."""
     directive = re.search(r"^%", text, re.MULTILINE)
     if directive:
         message = "a line that begins with % (a YAML directive) is not allowed in a job file"
@@ -207,8 +199,6 @@ def _cure(problem: str, source: str) -> str | None:
 
 @dataclass(slots=True)
 class _Reader:
-    """Builds a YAML tree in one pass over the parser's events, and collects mistakes that leave the tree usable."""
-
     text: str
     findings: list[Finding] = field(default_factory=list)
     _anchors: dict[str, Node] = field(default_factory=dict)
@@ -299,7 +289,7 @@ class _Reader:
         return self._text(event, loc)
 
     def _text(self, event: Any, loc: Loc) -> str:
-        r"""Return the text of a scalar. A surrogate pair as JSON writes it ("\ud83d\ude00") is one character."""
+        # JSON writes a character beyond U+FFFF as a surrogate pair ("\ud83d\ude00")
         text: str = event.value
         if not UNUSABLE.search(text):
             return text
