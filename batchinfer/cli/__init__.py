@@ -62,7 +62,7 @@ app.add_typer(schema, name="schema")
 
 
 def main() -> None:
-    """Run a command of the console script, and exit with its exit code."""
+    """Run the command of the command line, and exit with its exit code."""
     logging.basicConfig(level=logging.WARNING, format="batchinfer: %(message)s")
     sys.exit(_guarded(sys.argv[1:]))
 
@@ -85,10 +85,8 @@ def _guarded(arguments: list[str]) -> int:
 
 @cache
 def _command() -> Callable[..., object]:
-    """Return the command line as a click command. It is cached, since building it takes longer than many commands.
-
-    The help of options has links, for docs/cli.md. A terminal shows only their text.
-    """
+    # Cached, since building it takes longer than many commands. The help of options has links, for docs/cli.md; a
+    # terminal shows only their text.
     command = typer.main.get_command(app)
     _without_links(command)
     return command

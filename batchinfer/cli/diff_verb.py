@@ -88,13 +88,6 @@ def _accuracy_lines(found: AccuracyDiff) -> Iterator[str]:
 
 
 def _right_lines(right: RightRows, rows: int, what: str) -> Iterator[str]:
-    """Yield how often the answers of A and B are right, and the result of McNemar's test.
-
-    Args:
-        right: The numbers of rows that are right in both results, only in A and only in B.
-        rows: The number of rows with an expected answer.
-        what: The measure, such as "right once normalised".
-    """
     a, b = ((right.both + only) / rows for only in (right.only_a, right.only_b))
     yield f"  {what}: A {a:.1%}, B {b:.1%} of {counted(rows, 'row')} with an expected answer"
     yield f"    only A in {counted(right.only_a, 'row')}, only B in {count(right.only_b)}: {_verdict(right)}"

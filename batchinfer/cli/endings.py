@@ -13,11 +13,11 @@ _INSTEAD = {"--dry-run": "`batchinfer plan JOB.YAML` says what a run would do, w
 
 
 def explain(error: Exception, as_line: bool) -> int:
-    """Print an error, and return the exit code of the command.
+    """Print the error that ended a command, and return the exit code of the command.
 
     Args:
-        error: The error that ended the command.
-        as_line: True to print a line of JSON, too.
+        error: The error.
+        as_line: True to print the error as a line of JSON, too.
     """
     meant = _meant(error)
     code, text = meant.exit_code, str(meant)
@@ -37,7 +37,6 @@ def _meant(error: Exception) -> BatchInferError:
 
 
 def _mistakes(error: Exception) -> dict[str, Any]:
-    """Return the mistakes of a JobFileError for a line of JSON; {} for other errors."""
     if not isinstance(error, JobFileError):
         return {}
     return {"path": error.path, "mistakes": [asdict(mistake) for mistake in error.mistakes]}

@@ -133,14 +133,12 @@ def run(
 
 
 def _stop_time(text: str | None) -> StopTime | None:
-    """Return the time of the option `--stop-at`, or None without the option. Raises UsageError."""
     from batchinfer.job.deadline import StopTime
 
     return None if text is None else StopTime.of(text, datetime.now().astimezone())
 
 
 def _open_progress(job: Job, quiet: bool, as_json: bool) -> Progress:
-    """Return the progress display of a run. Unless `quiet`, a line with the input files is printed first."""
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.opening import input_line
 
@@ -158,10 +156,7 @@ def _silent(_: str) -> None:
 
 
 def _show(result: RunResult, job: Job, quiet: bool, as_json: bool) -> None:
-    """Print the result of a run on stdout.
-
-    Raises StorageError if stdout cannot be written, except if the reader of a pipe has gone.
-    """
+    # StorageError if stdout cannot be written, except if the reader of a pipe has gone
     row = result.row
     try:
         if as_json:
@@ -181,7 +176,7 @@ def _show(result: RunResult, job: Job, quiet: bool, as_json: bool) -> None:
 
 
 def _summary(result: RunResult, job: Job) -> str:
-    """Return the summary of a run. It has example answers only on a terminal, to keep answers out of logs."""
+    # Example answers only on a terminal, to keep answers out of logs
     from batchinfer.report.summary import NAME_END, summary
 
     examples: list[str] = []
@@ -193,10 +188,6 @@ def _summary(result: RunResult, job: Job) -> str:
 
 
 def _painted(text: str, good: bool) -> str:
-    """Return a summary with colours: its first line as a heading, and the names in other lines dimmed.
-
-    `good` is True if the run succeeded.
-    """
     from batchinfer.report.summary import NAME_END
 
     first, *rest = text.splitlines()

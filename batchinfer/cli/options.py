@@ -51,7 +51,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text, 
 
 
 def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = None) -> Path | Job:
-    """Load the job if `target` is a job file or the folder of one. Else return `target` itself: a result folder.
+    """Load the job if `target` is a job file or a folder with one. Otherwise return `target`, which is a result folder.
 
     Args:
         target: The path that the user gave.
@@ -78,7 +78,18 @@ def folder_or_job(target: Path, overrides: list[str] | None, date: str | None = 
 
 
 def load(path: Path, overrides: list[str] | None, date: str | None, ray: str | None = None) -> Job:
-    """Load a job file with the values of `--set`, `--date` and `--ray`. Raises JobFileError or UsageError."""
+    """Load a job file, changed by options of the command line.
+
+    Args:
+        path: The job file, or its folder.
+        overrides: The values of `--set`.
+        date: The value of `--date`.
+        ray: The value of `--ray`.
+
+    Raises:
+        JobFileError: The job file or an option is invalid.
+        UsageError: A value of `--set` has no "=".
+    """
     from batchinfer.job import load_job
     from batchinfer.job.file import job_file_in
 
@@ -87,7 +98,7 @@ def load(path: Path, overrides: list[str] | None, date: str | None, ray: str | N
 
 
 def pairs_of(overrides: list[str] | None) -> list[tuple[str, str]]:
-    """Split the values of `--set` into (key, value). Raises UsageError for a value without "="."""
+    """Split each value of `--set` into (key, value). Raises UsageError for a value without "=". Empty for None."""
     pairs = []
     for text in overrides or []:
         key, equals, value = text.partition("=")

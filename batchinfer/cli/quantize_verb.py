@@ -73,23 +73,12 @@ def quantize(
 
 
 def _of_prompts(model: Path, prompts: Path, scratch: Path, overrides: Overrides) -> Job:
-    """Return a job that runs a model on the prompts of a file. It writes only to the folder `scratch`."""
     from batchinfer.verbs.prompts_job import prompts_job
 
     return prompts_job(str(model), prompts, scratch, pairs_of(overrides))
 
 
 def _quantize(job: Job, output: Path | None, group: int, again: bool, quiet: bool, as_json: bool) -> None:
-    """Calibrate the model of a job, and print the folder and the loss.
-
-    Args:
-        job: The job.
-        output: The folder for a checkpoint, or None to keep the weights for the job.
-        group: The number of inputs that share a scale, for a checkpoint.
-        again: True to calibrate even if the job has calibrated weights.
-        quiet: True to print nothing but errors.
-        as_json: True to print JSON.
-    """
     from batchinfer.pipeline.calibration.calibration import Listener, loss_text
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.quantize import export_job_model, quantize_job

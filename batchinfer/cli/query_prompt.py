@@ -36,7 +36,10 @@ _BEGINNING = re.compile(r"""['"]|/\*|\$\w*\$""")
 
 
 def is_whole(text: str) -> bool:
-    """Return True if an SQL text ends with a `;` outside of quoted texts, quoted names and comments."""
+    """Return True if an SQL text ends with a `;` that is not in a quoted text, a quoted name or a comment.
+
+    The prompt then runs the text instead of asking for another line.
+    """
     last = ""
     for found in _PIECE.finditer(text):
         piece = found.group()
@@ -48,7 +51,10 @@ def is_whole(text: str) -> bool:
 
 
 def history_file(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the history of typed queries: `${XDG_STATE_HOME:-~/.local/state}/batchinfer/query_history`."""
+    """Return the path of the file that keeps the queries which the user has typed.
+
+    It is `${XDG_STATE_HOME:-~/.local/state}/batchinfer/query_history`.
+    """
     base = env.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(base) / "batchinfer" / "query_history"
 
@@ -56,13 +62,13 @@ def history_file(env: Mapping[str, str] = os.environ) -> Path:
 def converse(result: OpenResult, form: str, escape_formulas: bool = False) -> None:
     """Read queries from stdin and print their answers, until the input ends.
 
-    On a terminal, an error is printed, and the next query can be typed. On a pipe, an error is raised. A pipe without
-    any query gets the default query.
+    On a terminal, an error is printed, and the next query can be typed. If stdin is a pipe, an error is raised, and
+    without any query the default query runs.
 
     Args:
         result: The tables to query.
         form: The format of the answers.
-        escape_formulas: True to escape formulas in CSV.
+        escape_formulas: True to put an apostrophe before CSV cells that spreadsheet programs would run as formulas.
     """
     if sys.stdin is not None and sys.stdin.isatty():
         with _history(history_file()):
@@ -124,7 +130,7 @@ def _answer(result: OpenResult, text: str, form: str, escape_formulas: bool) -> 
 
 
 def _command(text: str, result: OpenResult) -> bool:
-    """Run a dot command such as ".tables". Return False if the command leaves the prompt."""
+    # False leaves the prompt
     if text in (".quit", ".exit"):
         return False
     if text == ".tables":
@@ -138,10 +144,7 @@ def _command(text: str, result: OpenResult) -> bool:
 
 @contextmanager
 def _history(path: Path) -> Iterator[None]:
-    """Keep the lines that are typed in the `with` block in a history file that only the user may read.
-
-    Does nothing without readline.
-    """
+    # The history file is only readable for the user; without readline there is none
     if find_spec("readline") is None:
         yield
         return
@@ -160,7 +163,7 @@ def _history(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """Print errors of the history file instead of raising them, because queries still work."""
+    # Errors of the history file are printed and not raised, because queries still work
     try:
         yield
     except OSError as error:

@@ -100,7 +100,6 @@ def query(
 
 
 def _answer(question: Query, form: str) -> None:
-    """Print the answer to a query in the format `form`, or start the prompt if there is no SQL."""
     from batchinfer.cli.query_prompt import converse
     from batchinfer.verbs.query import open_result
 

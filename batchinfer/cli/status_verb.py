@@ -75,16 +75,6 @@ def _show(about: Path | Job, watch: bool, prometheus: Path | None, as_json: bool
 
 
 def _draw(found: RunStatus, drawn: int, as_json: bool) -> tuple[bool, int]:
-    """Print a status. On a terminal, it replaces the previous status.
-
-    Args:
-        found: The status.
-        drawn: The number of lines of the previous status.
-        as_json: True to print a line of JSON.
-
-    Returns:
-        True if stdout is still open, and the number of printed lines.
-    """
     if as_json:
         return say_json(found.to_json()), 0
     head, *lines = found.lines(datetime.now(UTC))

@@ -22,19 +22,22 @@ _STYLES: dict[Look, dict[str, Any]] = {
 
 
 def say(text: str) -> bool:
-    """Print a text on stdout. Paths below the current folder become relative.
+    """Print a text for users on stdout. Paths below the current folder are shown as relative paths.
 
     Args:
         text: The text. Control characters must be escaped already.
 
     Returns:
-        False if the reader of stdout has gone. Further output is dropped.
+        False if the reader of stdout, such as `head`, has gone. Further output is then dropped.
     """
     return _write(sys.stdout, with_near_paths(text))
 
 
 def say_verbatim(text: str) -> bool:
-    """Print a text on stdout unchanged, such as a user's prompt. Return False if the reader of stdout has gone."""
+    """Print a text on stdout without any change, such as a user's prompt.
+
+    Return False if the reader of stdout has gone.
+    """
     return _write(sys.stdout, text)
 
 
@@ -44,7 +47,7 @@ def say_json(value: Mapping[str, Any]) -> bool:
 
 
 def say_lines(lines: Iterable[str]) -> None:
-    """Print lines on stdout, until the reader closes the pipe.
+    """Print lines on stdout, until the reader of stdout has gone.
 
     Args:
         lines: The lines. Control characters must be escaped already.
@@ -56,7 +59,7 @@ def say_lines(lines: Iterable[str]) -> None:
 
 
 def tell(text: str) -> None:
-    """Print a text on stderr. If stderr is closed, the text is dropped.
+    """Print a text for users on stderr. If stderr is closed, the text is dropped.
 
     Args:
         text: The text. Control characters must be escaped already.
@@ -73,12 +76,12 @@ def tell_error(text: str) -> None:
 
 
 def paint(text: str, look: Look | None = None, stream: TextIO | None = None) -> str:
-    """Return a text with escaped control characters, coloured if the stream shows colours.
+    """Escape control characters in a text, and add colours if the stream shows colours.
 
     Args:
         text: The text.
-        look: The style; None for no colours.
-        stream: The stream that the text is printed on; None for stdout.
+        look: The style, or None for no colours.
+        stream: The stream that the text is printed on. None for stdout.
     """
     safe = printable(text)
     return (
@@ -87,7 +90,7 @@ def paint(text: str, look: Look | None = None, stream: TextIO | None = None) -> 
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return True for a terminal; False for a pipe, a file, or a stream that was closed before the start."""
+    """Return True for a terminal. False for a pipe, a file, or None, a stream that was closed before the start."""
     return stream is not None and stream.isatty()
 
 
@@ -104,10 +107,7 @@ def columns_of_terminal(stream: TextIO | None) -> int:
 
 
 def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = True) -> bool:
-    """Write a text and `end` to a stream. Return False if the reader of the stream has gone.
-
-    Raises OSError for other failures.
-    """
+    # False: the reader of the stream has gone
     if stream is None:  # closed before the start
         return False
     try:
@@ -124,7 +124,7 @@ def _write(stream: TextIO | None, text: str, *, end: str = "\n", flush: bool = T
 
 
 def _drop(stream: TextIO) -> None:
-    """Discard the buffered output of a stream. Python would try to write it at exit, and fail again."""
+    # Python would try to write the buffered output at exit, and fail again
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

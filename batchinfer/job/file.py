@@ -74,7 +74,7 @@ class JobFile:
         return Mistake(f"--set {dotted(place.override)}", inner + finding.message, None, finding.hint)
 
     def without_lines(self) -> JobFile:
-        """Return a copy in which values and mistakes have no lines."""
+        """Return a copy of the job file in which values and mistakes have no lines, for values from a mapping."""
         places = {loc: replace(place, line=None, text_line=None) for loc, place in self.places.items()}
         return replace(self, places=places, mistakes=tuple(replace(one, line=None) for one in self.mistakes))
 
@@ -314,7 +314,10 @@ class _Values:
 
 
 def not_utf8(path: str | os.PathLike[str]) -> str | None:
-    """Return a readable form of a path that is not UTF-8, which pyarrow and DuckDB refuse; None for other paths."""
+    """Return None for a path in UTF-8. Otherwise return it with escaped bytes, for a message.
+
+    pyarrow and DuckDB do not support such paths.
+    """
     data = os.fsencode(path)
     try:
         data.decode("utf-8")

@@ -111,7 +111,7 @@ class PromptSection(Section):
 
     @property
     def given_tools(self) -> dict[str, Any]:
-        """Return {"tools": the tools that all rows share}, as an argument of the chat template; {} without tools."""
+        """Return {"tools": the section's tools for all rows}, an argument of the chat template; {} without tools."""
         return {} if self.tools is None else {"tools": json.loads(self.tools)}
 
     @property

@@ -23,17 +23,17 @@ _TRIAL = "-first-"
 
 
 def trial_results(root: Path, limit: int) -> Path:
-    """Return the result folder of a trial, which runs only the first `limit` rows of a job.
+    """Return the result folder of a trial: a run of only the first `limit` rows of a job.
 
     Args:
         root: The result folder of the job, without its date.
-        limit: The number of rows.
+        limit: The number of rows, which is a part of the name.
     """
     return root.with_name(f"{root.name}{_TRIAL}{limit}")
 
 
 def root_of_trial(results: Path) -> Path | None:
-    """Return the result folder of the job to which a trial belongs, without its date.
+    """Return the result folder of the job that a trial was made of, without its date.
 
     Args:
         results: The result folder of the trial.

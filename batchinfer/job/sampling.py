@@ -148,7 +148,7 @@ class SamplingSection(Section):
 
     @property
     def fits(self) -> bool:
-        """Return True for `max_tokens: fit`: the maximum follows from the constraint of an answer."""
+        """Return True for `max_tokens: fit`: the limit of a row is the longest answer that its constraint allows."""
         return self.max_tokens == "fit"
 
     @property
@@ -169,7 +169,7 @@ class SamplingSection(Section):
         return self._limited(self.explicit_params())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
-        # A row's constraint replaces the number for `fit` later. The best answers are chosen by their log-probabilities.
+        # A row's constraint replaces the number for `fit` later; the best answers are chosen by their log-probabilities
         given = given | ({"max_tokens": INT32_MAX} if self.fits else {})
         return given | ({"logprobs": 0} if self.chooses and given.get("logprobs") is None else {})
 
@@ -199,7 +199,7 @@ class SamplingSection(Section):
         return self.n > 1 or self.best_of > 1 or self.samples_column is not None
 
     def row_parameters(self) -> str:
-        """Return the options that rows set themselves, as in `max_tokens, temperature (column temp_col)`."""
+        """Return `from_columns` as text for users, such as `max_tokens, temperature (column temp_col)`."""
         return ", ".join(
             name if name == column else f"{name} (column {column})" for name, column in self.from_columns
         )

@@ -51,7 +51,7 @@ class ClassifySection(Section):
 
     @property
     def content_free(self) -> str | None:
-        """Return the text that replaces a row's values in the calibration prompt, or None without calibration."""
+        """Return the text that replaces all values of a row in the prompt for calibration. None without calibration."""
         if isinstance(self.calibrate, str):
             return self.calibrate
         return "N/A" if self.calibrate else None

@@ -13,7 +13,7 @@ from batchinfer.job.yaml_tree import shorten
 
 
 class Section(BaseModel):
-    """Base class of all sections: frozen, without unknown keys, and without silent conversions."""
+    """Base class of the sections of a job file: immutable, without unknown keys or silent conversions of types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -500,7 +500,7 @@ class Job(Section):
     _chat_template: str | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Set the private attributes from the context that `load_job` passes."""
+        """Set the private attributes, such as the path of the job file, from the context that `load_job` passes."""
         self._root = self.output.path
         if context:
             self._source = context["source"]
@@ -570,7 +570,10 @@ class Job(Section):
 
     @property
     def mixes_classes(self) -> bool:
-        """Return True if engines may run on several machine classes. The result then names the class per row."""
+        """Return True if engines may run on several machine classes, such as two models of GPU.
+
+        Their answers may differ, so the result then has a column with the machine class of each row's engine.
+        """
         return self.ray is not None and self.ray.classes == "any"
 
     @property
@@ -583,7 +586,7 @@ class Job(Section):
 
     @property
     def embeds(self) -> bool:
-        """Return True if answers may be vectors: of all rows with task: embed, or of some OpenAI requests."""
+        """Return True if answers may be vectors: with task: embed, or for OpenAI requests for embeddings."""
         return self.task == "embed" or (self.task == "generate" and self.requests)
 
     @property
@@ -637,7 +640,7 @@ class Job(Section):
         return f"{self.source}: {where}"
 
     def mistake(self, where: str, message: str) -> JobFileError:
-        """Return an error about a key, for mistakes that are found after loading, such as a missing column.
+        """Return an error about a key of the job file, for a mistake found after loading, such as a missing column.
 
         Args:
             where: The dotted key, such as "input.path". The error has its line.

@@ -32,7 +32,7 @@ _BOOLEAN_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", "true", "false"}
 
 @dataclass(frozen=True, slots=True)
 class ValidValues:
-    """An annotation of a field's type: a description of valid values, if the type itself is not clear."""
+    """An annotation of a field's type with a description of valid values, if the type alone does not show them."""
 
     text: str
 

@@ -137,7 +137,7 @@ def read_yaml(text: str) -> tuple[Node | None, list[Finding]]:
 
 
 def resolve(text: str) -> Scalar:
-    """Return the value of a plain (unquoted) YAML scalar by the core schema of YAML 1.2."""
+    """Return the value of an unquoted YAML scalar, by the core schema of YAML 1.2: null, bool, int, float or str."""
     if text in _NULL:
         return None
     if text in _BOOL:

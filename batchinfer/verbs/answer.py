@@ -35,7 +35,12 @@ _A_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|-in
 
 
 def check_format(form: str, output: Path | None) -> None:
-    """Raise UsageError for an unknown format `form`, or for Parquet without an output file."""
+    """Raise UsageError if an answer cannot be written in a format.
+
+    Args:
+        form: The format. Unknown formats are refused.
+        output: The output file, or None for stdout, to which Parquet cannot be written.
+    """
     if form not in FORMATS:
         raise UsageError(f"--format {form}: it can be {', '.join(FORMATS)}")
     if form == "parquet" and output is None:
@@ -43,14 +48,14 @@ def check_format(form: str, output: Path | None) -> None:
 
 
 def format_for(form: str, output: Path | None) -> str:
-    """Return the format of the answer to a query.
+    """Determine the format of the answer to a query, from the user's choice or the suffix of the output file.
 
     Args:
         form: The format that the user names, or "auto".
-        output: The output file, or None for stdout. Its suffix decides for "auto".
+        output: The output file, or None for stdout.
 
     Returns:
-        "auto" if nothing decides.
+        The format. "auto" if neither names one; `answer_lines` then chooses.
     """
     if form != "auto" or output is None:
         return form
@@ -60,11 +65,11 @@ def format_for(form: str, output: Path | None) -> str:
 
 
 def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
-    """Return the format of an answer, which is CSV if formulas must be escaped and no format is given.
+    """Determine the format of an answer, which must be CSV if formulas are escaped.
 
     Args:
         form: The format that the user names, or "auto".
-        escape_formulas: True if formulas must be escaped.
+        escape_formulas: True if formulas must be escaped. "auto" then means CSV.
         output: The output file, or None for stdout.
 
     Raises:
@@ -85,10 +90,10 @@ def check_escapes(form: str, escape_formulas: bool, output: Path | None) -> str:
 def answer_lines(
     answer: duckdb.DuckDBPyRelation, form: str, width: int | None, escape_formulas: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of the answer to a query, without line ends.
+    """Yield the lines of the answer to a query in a text format, without line ends.
 
-    `auto` is a table if it fits into the terminal, else blocks. If the output is no terminal, `auto` is a table with
-    one line per row, like that of psql and DuckDB. Control characters are escaped in tables and blocks.
+    The format `auto` is a table with a line per row. If that is too wide for the terminal, it is a block of lines per
+    row instead. Control characters are escaped in tables and blocks.
 
     Args:
         answer: The answer, which DuckDB computes while it is read.
@@ -114,23 +119,14 @@ def answer_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """The answer to a query as texts, which DuckDB writes.
-
-    Python does not support the year 290000 or duplicate column names.
-
-    Attributes:
-        names: The names of the columns.
-        numeric: Per column, True if its values are numbers.
-        batches: The rows, in batches. A null is None.
-    """
-
+    # DuckDB converts all values to texts: Python's types support neither the year 290000 nor duplicate column names
     names: list[str]
     numeric: list[bool]
     batches: Iterator[list[Cells]]
 
     @classmethod
     def of(cls, answer: duckdb.DuckDBPyRelation, nested: Literal["duckdb", "json"] = "duckdb") -> _Texts:
-        """Return an answer as texts.
+        """Let DuckDB convert all values of an answer to texts.
 
         Args:
             answer: The answer.
@@ -161,15 +157,6 @@ def _batches(texts: duckdb.DuckDBPyRelation, json_columns: Sequence[int]) -> Ite
 # printed as they are read, and an answer that is too wide becomes blocks.
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The layout of a table with one line per row.
-
-    Attributes:
-        names: The names of the columns.
-        numeric: Per column, True if it is aligned to the right.
-        widths: The width of each column, in columns of the terminal.
-        one_line: True if no value contains a line break.
-    """
-
     names: list[str]
     numeric: list[bool]
     widths: list[int]
@@ -209,13 +196,6 @@ def _padded(text: str, width: int, right: bool) -> str:
 
 
 def _blocks(names: Sequence[str], rows: Iterator[Cells], width: int | None) -> Iterator[str]:
-    """Yield the lines of one block per row: a head, and a line per column.
-
-    Args:
-        names: The names of the columns.
-        rows: The values of each row.
-        width: The width of the terminal in columns, or None for lines of any length.
-    """
     shown_names = [on_one_line(name) for name in names]
     indent = max(map(columns_of, shown_names), default=0) + len(_GAP)
     for number, row in enumerate(rows, 1):
@@ -251,7 +231,7 @@ def _said(cell: str | None) -> str:
 
 
 def _csv_lines(texts: _Texts, escape_formulas: bool) -> Iterator[str]:
-    """Yield CSV as in RFC 4180, but with Unix line ends. Nulls are empty, and empty texts are quoted."""
+    # As in RFC 4180, but with Unix line ends. Nulls are empty, and empty texts are quoted.
     written = _escaped if escape_formulas else _quoted
     yield ",".join(map(written, texts.names))
     for rows in texts.batches:
@@ -259,7 +239,7 @@ def _csv_lines(texts: _Texts, escape_formulas: bool) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text as a CSV cell that spreadsheet programs do not run as a formula. Numbers are unchanged."""
+    # Numbers are unchanged, although a minus sign may begin a formula
     if not _FORMULA.match(text) or _A_NUMBER.fullmatch(text):
         return _quoted(text)
     return _quoted(f"'{text}")
@@ -272,7 +252,7 @@ def _quoted(text: str) -> str:
 
 
 def _json_lines(answer: duckdb.DuckDBPyRelation) -> Iterator[str]:
-    """Yield one JSON object per row. NaN and infinity become null, because JSON does not have them."""
+    # NaN and infinity become null, because JSON does not have them
     # A name that no column has: to_json(x) would take a column x instead of the row
     objects = answer.query(_ROW, f"SELECT CAST(to_json({_ROW}) AS VARCHAR) AS line FROM {_ROW}")
     for batch in objects.to_arrow_reader(BATCH_ROWS) if objects is not None else ():

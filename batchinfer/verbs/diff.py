@@ -17,10 +17,13 @@ def compare_results(a: Path, b: Path, options: DiffOptions) -> ResultDiff:
     Args:
         a: A result folder.
         b: The result folder to compare with `a`.
-        options: The column to match rows by, and the examples to return.
+        options: The column to match rows by, and the number of example rows to return.
 
     Raises:
-        InputMissing, UsageError, StorageError or OutOfMemory.
+        InputMissing: A folder has no result.
+        UsageError: The rows cannot be matched.
+        StorageError: A file is damaged.
+        OutOfMemory: The comparison needs too much memory.
     """
     return diff_results(_files(a), _files(b), options)
 

@@ -15,18 +15,18 @@ _PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 
 
 def choose_gguf(name: ModelName, tree: Iterable[str], include: str | None) -> list[str]:
-    """Return the GGUF files of a repository to download: all parts of one model.
+    """Choose the GGUF files of a hub repository to download: one model, which may consist of several files.
 
     Args:
         name: The name of the repository.
         tree: The names of its files.
-        include: A shell pattern for whole file names, or None.
+        include: A shell pattern for whole file names, by which the user chooses, or None.
 
     Returns:
-        Empty without `include` if the repository has other weights, too, or no GGUF file.
+        The names of the files. Without `include`, empty if the repository has other weights, too, or no GGUF file.
 
     Raises:
-        InputMissing: No model matches, or several.
+        InputMissing: No model matches, several match, or a part of the model is missing.
     """
     names = sorted(tree)
     if include is None and any(each.endswith((".safetensors", *PICKLE_SUFFIXES)) for each in names):
@@ -45,13 +45,6 @@ def choose_gguf(name: ModelName, tree: Iterable[str], include: str | None) -> li
 
 
 def _complete(name: ModelName, matching: list[str], there: list[str]) -> list[str]:
-    """Return all parts of the model that a matching file belongs to. Raises InputMissing if a part is missing.
-
-    Args:
-        name: The name of the repository.
-        matching: The files that match the user's pattern.
-        there: All GGUF files of the repository.
-    """
     wanted = sorted(set(parts_of(matching[0])))
     if missing := next((each for each in wanted if each not in there), None):
         raise InputMissing(f"{name} has {matching[0]}, and {missing}, another part of that model, is missing")

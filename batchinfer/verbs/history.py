@@ -32,7 +32,7 @@ SLOWER = 65  # exit code if the newest run is slower than --fail-if-slower allow
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All runs of a job.
+    """All runs of a job that wrote a report.
 
     Attributes:
         report: The report folder of the job.
@@ -44,7 +44,7 @@ class History:
 
     @property
     def comparison(self) -> Comparison:
-        """Return the comparison of the newest run with earlier runs."""
+        """Compare the newest run with the earlier runs."""
         return compare(self.runs)
 
     def lines(self, limit: int) -> list[str]:
@@ -65,10 +65,14 @@ class History:
 
 
 def history_of(target: Path | Job) -> History:
-    """Return the runs of a job. Raises InputMissing or StorageError.
+    """Read the runs of a job from its report folder.
 
     Args:
         target: The job, or its result folder or report folder.
+
+    Raises:
+        InputMissing: No run has written a report.
+        StorageError: A report table is damaged.
     """
     folder = report_folder(target.results_root) if isinstance(target, Job) else _report_of(target)
     files = tables(folder, RUN)
@@ -100,7 +104,7 @@ def _utc(time: datetime | None) -> datetime | None:
 
 
 def share_of(text: str) -> float:
-    """Return a percentage such as `10%` as a share: 0.1. Raises UsageError."""
+    """Parse a percentage such as `10%`, and return it as a share: 0.1. Raises UsageError unless 0% < value < 100%."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if found is None or not 0 < float(found[1]) < 100:
         raise UsageError(f"--fail-if-slower {text}: wanted a percentage above 0% and below 100%, e.g. 10%")
@@ -110,12 +114,14 @@ def share_of(text: str) -> float:
 def add_report_view(
     database: duckdb.DuckDBPyConnection, table: str, files: Sequence[Path], where: str = ""
 ) -> None:
-    """Create a view named `table` over the files of that table from all runs. Columns that older runs lack are null.
+    """Create a view of one report table over all runs of a job. Each run has written a file with its rows.
+
+    In rows of older runs, columns that these runs lack are null.
 
     Args:
         database: The database.
-        table: The name of the table, such as "run".
-        files: Its files.
+        table: The name of the table, such as "run". The view has the same name.
+        files: The files of the table.
         where: An SQL clause that limits the rows, such as " WHERE …", or "".
     """
     known = f"known_{table}"

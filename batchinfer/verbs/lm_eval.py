@@ -32,9 +32,10 @@ Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and its con
 
 @register_model("batchinfer")
 class BatchInferLM(TemplateLM):
-    """A model of lm-evaluation-harness that batchinfer runs. Each kind of request of an evaluation is a job.
+    """A model for lm-evaluation-harness that runs on batchinfer.
 
-    Answers are stored in a folder, so an interrupted evaluation continues, and no request is computed twice.
+    All requests of a kind, such as generate_until, are one job. Answers are stored in a folder, so an interrupted
+    evaluation continues, and no request is computed twice.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class BatchInferLM(TemplateLM):
 
         Args:
             path: The path of the checkpoint.
-            folder: The folder for jobs, their results and the store.
-            max_length: The maximum number of positions. None: as the checkpoint says.
+            folder: The folder for jobs, their results and stored answers.
+            max_length: The maximum number of tokens of a prompt and its answer. None: as the checkpoint says.
             overrides: A JSON object with keys of the job file, such as {"engine.device": "cpu"}.
             **_: Further options of the harness, such as batch_size, which are ignored.
         """
@@ -62,12 +63,12 @@ class BatchInferLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the id of the token that ends a text. It also replaces an empty context."""
+        """Return the id of the token that ends a text. It is also the prompt of a request without a context."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the id of the token that replaces an empty context."""
+        """Return the id of the token that is the prompt of a request without a context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -94,7 +95,7 @@ class BatchInferLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a chat with the checkpoint's chat template, and return the prompt.
+        """Render a chat with the checkpoint's chat template, and return the text of the prompt.
 
         Args:
             chat_history: The messages, with role and content.
@@ -114,7 +115,7 @@ class BatchInferLM(TemplateLM):
         return self._scored([(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text. Long texts are scored in windows.
+        """Return the log-probability of each text. A text that is longer than the context is scored in several windows.
 
         Args:
             requests: The requests, each with one text.
@@ -132,7 +133,7 @@ class BatchInferLM(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that is generated after each context, up to a stop string.
+        """Generate a text after each context, up to a stop string, and return the texts.
 
         Args:
             requests: The requests, each with a context and the options of its generation.
@@ -174,15 +175,7 @@ class BatchInferLM(TemplateLM):
         return list(zip(*columns, strict=True))
 
     def _run(self, task: str, rows: Sequence[Mapping[str, Any]], sections: Mapping[str, Any]) -> RunResult:
-        """Run a job with these rows and return its result. Raises ErrorBudgetExceeded if any row fails.
-
-        A metric would ignore a failed row.
-
-        Args:
-            task: The task of the job.
-            rows: The rows.
-            sections: Further sections of the job file.
-        """
+        # No row may fail: a metric would ignore it
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)
         name = hashlib.sha256(lines.encode()).hexdigest()[:_DIGEST_CHARACTERS]
         folder = self._folder / f"{task}-{name}"

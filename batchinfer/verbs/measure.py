@@ -31,13 +31,13 @@ MOST_BUSY = 0.2  # cores that other processes may use
 
 
 def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] = lambda _: None) -> Path:
-    """Measure the peaks and step times of this machine, record them, and return the path of the file.
+    """Measure the peaks and step times of this machine, record them in a file, and return its path.
 
-    The CPU is measured, and the GPU if torch can use one.
+    The CPU is measured, and the GPU if torch can use one. Forecasts and reports use the file.
 
     Args:
         although_busy: True to measure even if other processes use the cores.
-        notice: Receives a message if CPU operators must be compiled first.
+        notice: Called with a message if CPU operators must be compiled first.
 
     Raises:
         Busy: Other processes use the cores before or during the measurement. Nothing is recorded.
@@ -70,13 +70,13 @@ def measure_hardware(although_busy: bool = False, notice: Callable[[str], None] 
 
 
 def measure_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]:
-    """Measure an engine step on this CPU with each data type of `dtype: auto`, with and without int8 weights.
+    """Measure an engine step on this CPU for each dtype that `dtype: auto` can choose, with and without int8 weights.
 
     Args:
         here: This machine, with its measured peaks.
 
     Yields:
-        (name of the arithmetic, seconds by part of the step).
+        (name of the dtype and weights, seconds by part of the step).
     """
     for dtype, quantization in _arithmetics():
         peaks = here.peaks(dtype, quantization)
@@ -109,7 +109,11 @@ def _step_times(
 
 
 def refuse_busy(load: CoreLoad) -> None:
-    """Raise Busy if other processes used more than 0.2 cores since the last call of `load.look()`."""
+    """Raise Busy if other processes have used more than 0.2 cores since the last call of `load.look()`.
+
+    Args:
+        load: Measures the CPU time of other processes.
+    """
     others = load.look()
     if others is not None and others > MOST_BUSY:
         raise Busy(

@@ -9,10 +9,10 @@ from batchinfer.job import Job
 
 
 def input_line(job: Job) -> str | None:
-    """Return a line with the files that the job reads and their size.
+    """Return a line for users with the files that the job reads and their size.
 
     Returns:
-        None if the input is invalid. The error is reported after the checkpoint was checked, as by `validate`.
+        None if the input is invalid. That error is reported later, after the checkpoint was checked, as by `validate`.
     """
     if job.input.sql is not None:
         return "reads the rows of a query"

@@ -32,7 +32,7 @@ CONTINUATIONS_SHOWN = 20  # continuations of a row, which may have 1,000
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A label or another text that is scored after the row's prompt."""
+    """A label or another text whose tokens are scored after the prompt of a row."""
 
     text: str
     token_ids: list[int]
@@ -40,18 +40,18 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class PreviewedRow:
-    """A row as the model reads it, or its error.
+    """A row of the input as the model would read it, or its error.
 
     Attributes:
         file: The name of the input file.
         row_index: The number of the row in the file, from 0.
         id: The id of the row, or None.
         text: The prompt with special tokens, or None for an error row.
-        token_ids: The tokens of the prompt.
+        token_ids: The token ids of the prompt.
         sampling: The sampling parameters by name.
         error: The `code` and `message` of the row's error, or None.
-        own_sampling: The sampling parameters that are not the same for all rows.
-        continuations: Texts that are scored after the prompt.
+        own_sampling: The sampling parameters that differ from those of a row that sets none itself.
+        continuations: The texts that are scored after the prompt, or None.
     """
 
     file: str
@@ -94,17 +94,16 @@ def _tokens(ids: list[int]) -> str:
 
 
 def _ends(items: list[str], most: int) -> list[str]:
-    """Return the items, or only the first and last ones around "…" if there are more than `most`."""
     return items if len(items) <= most else [*items[: most // 2], "…", *items[-most // 2 :]]
 
 
 def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[PreviewedRow]:
-    """Yield the first rows of a job as the model reads them.
+    """Prepare the first rows of a job without computing answers, and yield them as the model would read them.
 
     Args:
         job: The job.
         rows: The number of rows.
-        notice: Receives warnings about the input.
+        notice: Called with each warning about the input.
     """
     state = state_of(job)
     machine = engine_machine(job, state)
@@ -128,14 +127,13 @@ def preview_job(job: Job, rows: int, notice: Callable[[str], None]) -> Iterator[
 
 
 def _shared_sampling(job: Job) -> SamplingParams:
-    """Return the sampling parameters of a row that sets none itself. For OpenAI requests, they are the defaults."""
     if job.task != "generate":
         return SamplingParams()
     return SamplingParams() if job.requests else job.params()
 
 
 def sampling_of_all(job: Job) -> list[str]:
-    """Return lines about the sampling parameters that all rows share."""
+    """Return lines for users about the sampling parameters that all rows share, and about parameters that rows set."""
     if job.task in _ANSWERS:
         return [f"task: {job.task}, the answer to each row is {_ANSWERS[job.task]}"]
     if job.requests:
@@ -148,13 +146,12 @@ def sampling_of_all(job: Job) -> list[str]:
 
 
 def _differences(params: SamplingParams, others: SamplingParams) -> dict[str, Any]:
-    """Return the parameters in which `params` differs from `others`, by name."""
     usual = asdict(others)
     return {key: value for key, value in _set_by_people(params).items() if value != usual[key]}
 
 
 def _set_by_people(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters by name, without parameters derived from a row's prompt."""
+    # Derived parameters depend on a row's prompt
     return {name: value for name, value in asdict(params).items() if name not in DERIVED}
 
 
@@ -179,11 +176,10 @@ def _previewed(row: dict[str, Any], index: Index, tokenizer: Tokenizer, job: Job
 
 
 def _is_continued(job: Job) -> bool:
-    """Return True if a job scores texts after the prompt; False if it scores the prompt itself, or nothing."""
+    # False if the job scores the prompt itself, or nothing
     return job.task == "classify" or (job.task == "score" and job.score.continuation is not None)
 
 
 def _parts(ids: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Split token ids into the prompt and its continuations. `lengths` has the tokens of each continuation."""
     ends = list(accumulate(lengths, initial=len(ids) - sum(lengths)))
     return [ids[start:end] for start, end in pairwise([0, *ends])]

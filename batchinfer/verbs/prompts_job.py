@@ -18,7 +18,7 @@ COLUMNS = ("messages", "prompt", "text")  # the first one that a row has is used
 
 
 def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[str, str]]) -> Job:
-    """Return a job that runs a model on the prompts of a file.
+    """Return a job that runs a model on a file of prompts, for calibration without a job file.
 
     A row's prompt is its column `messages` (a chat), `prompt` (a user message, if the model has a chat template) or
     `text` (used as it is). A text file has one prompt per line.
@@ -54,7 +54,6 @@ def prompts_job(model: str, prompts: Path, scratch: Path, overrides: list[tuple[
 
 
 def _prompt(columns: list[str], job: Job) -> dict[str, str]:
-    """Return the section `prompt` for rows with these columns. Raises UsageError if no column has prompts."""
     found = next((name for name in COLUMNS if name in columns), None)
     if found is None:
         raise UsageError(
@@ -67,7 +66,6 @@ def _prompt(columns: list[str], job: Job) -> dict[str, str]:
 
 
 def _columns(job: Job, prompts: Path) -> list[str]:
-    """Return the columns of the first readable row of a file. Raises UsageError if there is none."""
     for batch in open_input(job, input_files(job)).batches():
         for row in batch.rows:
             if not isinstance(row, RowError):
@@ -76,10 +74,6 @@ def _columns(job: Job, prompts: Path) -> list[str]:
 
 
 def _as_jsonl(prompts: Path, to: Path) -> Path:
-    """Write the lines of a text file as rows with a column `text` to the file `to`, and return `to`.
-
-    Raises UsageError if the text file is not UTF-8.
-    """
     try:
         with to.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": line}) + "\n" for line in _lines(prompts))

@@ -66,17 +66,17 @@ _CONTINUES = "the same command continues with the files that are there"
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that is complete in the Hugging Face cache.
+    """A model or adapter that has been downloaded completely into the Hugging Face cache.
 
     Attributes:
         name: The name of the model.
         commit: The commit of its repository.
-        folder: The folder in the cache.
+        folder: The folder of this commit in the cache.
         files: The number of its files.
         bytes: The size of its files.
         downloaded_bytes: The bytes of weights that this command downloaded.
-        path: The path for a job: the model's name, or a file if the folder has several models.
-        problem: Why the model cannot be run, or None.
+        path: The value for `model.path` of a job: the model's name, or a file if the folder has several models.
+        problem: Why batchinfer cannot run the model, or None.
         is_adapter: True for an adapter instead of a model.
     """
 
@@ -92,7 +92,7 @@ class Pulled:
 
 
 def pull_model(name: ModelName, progress: Progress, include: str | None = None) -> Pulled:
-    """Download a model into the Hugging Face cache. Raises Unavailable, InputMissing, SecurityRefusal or Locked.
+    """Download a model from the Hugging Face hub into the cache, or continue a download.
 
     Args:
         name: The name of the model.
@@ -100,6 +100,10 @@ def pull_model(name: ModelName, progress: Progress, include: str | None = None) 
         include: A pattern for the names of its GGUF files, or None.
 
     Raises:
+        Unavailable: The hub cannot be reached, or the download failed.
+        InputMissing: There is no such model, or it has no weights that could be run.
+        SecurityRefusal: The weights are only stored as pickle.
+        Locked: Another command downloads the model.
         StorageError: The cache cannot be written.
     """
     with _hub_errors(name):
@@ -110,7 +114,6 @@ def pull_model(name: ModelName, progress: Progress, include: str | None = None) 
 
 
 def _listing(name: ModelName) -> tuple[str, dict[str, RepoFile]]:
-    """Return the commit of the model's revision, and the repository's files that a run may read, by name."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import logging
@@ -135,15 +138,6 @@ def _endpoint() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """The download of one model at one commit.
-
-    Attributes:
-        name: The name of the model.
-        commit: The hash of the commit.
-        tree: The files of the repository by name.
-        gguf: The names of the files of a GGUF model; empty for other formats.
-    """
-
     name: ModelName
     commit: str
     tree: dict[str, RepoFile]
@@ -151,7 +145,7 @@ class _Pull:
 
     @property
     def entry(self) -> Path:
-        """Return the folder of the model, with all commits, in the cache."""
+        """Return the folder of the repository in the cache, with all its commits."""
         return cache_folder() / (HUB_PREFIX + self.name.repo.replace("/", "--"))
 
     @property
@@ -181,9 +175,9 @@ class _Pull:
             ) from error
 
     def complete(self, progress: Progress) -> Pulled:
-        """Download the model, and return its facts. Small files first, because the index of weights is a small file.
+        """Download the model, and let its revision, such as "main", refer to this commit in the cache.
 
-        When all files are there, the revision's name refers to the new commit.
+        Small files come first, because the index of the weight files is one of them.
         """
         self._refuse_unusable()
         ref = self.entry / "refs" / self.name.revision
@@ -217,7 +211,7 @@ class _Pull:
         )
 
     def _path(self) -> Path:
-        """Return the path of the model: the snapshot folder, or a GGUF file if the folder has several models."""
+        # A folder with several GGUF models does not name one of them
         if not self.gguf:
             return self.snapshot
         file = self.snapshot / self.gguf[0]
@@ -228,7 +222,6 @@ class _Pull:
         return self.snapshot if alone else file
 
     def _refuse_unusable(self) -> None:
-        """Raise InputMissing or SecurityRefusal for a repository that cannot be run, before anything is downloaded."""
         if self.gguf:
             return
         needed = (ADAPTER_WEIGHTS,) if self.is_adapter else (WEIGHTS, WEIGHT_INDEX)
@@ -249,7 +242,7 @@ class _Pull:
         return ADAPTER in self.tree and not any(name in self.tree for name in (WEIGHTS, WEIGHT_INDEX))
 
     def _weights(self) -> list[str]:
-        """Return the names of the weight files. Like loading, prefers a single file to an index."""
+        # Like loading, prefers a single file to an index
         if self.gguf:
             return self.gguf
         if self.is_adapter:
@@ -266,7 +259,6 @@ class _Pull:
         return names
 
     def _download(self, weights: list[str], progress: Progress) -> int:
-        """Download the weight files into the cache's blobs. Return the number of downloaded bytes."""
         parts = [part for name in weights if (part := self._part(name)) is not None]
         there = sum(part.there() for part in parts)
         needed = sum(part.size for part in parts)
@@ -278,11 +270,7 @@ class _Pull:
         return needed - there
 
     def _part(self, name: str) -> Blob | None:
-        """Return the blob to download for a file.
-
-        Returns:
-            None if the file exists, or is so small that it is stored in git.
-        """
+        # None: the file exists, or is so small that it is stored in git
         from huggingface_hub import hf_hub_url
 
         file = self.tree[name]
@@ -295,7 +283,7 @@ class _Pull:
         return Blob(name, url, blob, file.size)
 
     def _link(self, names: list[str]) -> None:
-        """Let huggingface_hub complete the snapshot of the commit: download small files, and link blobs."""
+        # huggingface_hub downloads small files, and links the blobs of weights into the snapshot
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # not in its __all__
 
@@ -306,11 +294,6 @@ class _Pull:
         )  # fmt: skip
 
     def _refer(self, ref: Path) -> None:
-        """Store the commit as the meaning of the revision's name (such as "main").
-
-        Args:
-            ref: The file that stores it.
-        """
         if self.name.revision == self.commit:
             return
         with storage(ref, "write"):
@@ -321,13 +304,7 @@ class _Pull:
 
 
 def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
-    """Download blobs in parallel. An error or signal stops all downloads, and keeps partial files.
-
-    Args:
-        parts: The blobs.
-        before: The bytes of files that need no download, for the progress display.
-        progress: The progress display.
-    """
+    # An error or signal stops all downloads, and keeps partial files
     transfer = Transfer()
     waiting = set(_started(transfer, parts))
     try:
@@ -342,11 +319,7 @@ def _transfer(parts: list[Blob], before: int, progress: Progress) -> None:
 
 
 def _started(transfer: Transfer, parts: list[Blob]) -> list[Future[None]]:
-    """Start threads that download blobs, and return a future per blob.
-
-    The threads are daemons: a stalled connection blocks a thread for up to ten seconds, and Ctrl-C must not wait for
-    it.
-    """
+    # Daemon threads: a stalled connection blocks a thread for up to ten seconds, and Ctrl-C must not wait for it
     left: SimpleQueue[tuple[Blob, Future[None]]] = SimpleQueue()
     found: list[Future[None]] = []
     for part in parts:
@@ -358,7 +331,6 @@ def _started(transfer: Transfer, parts: list[Blob]) -> list[Future[None]]:
 
 
 def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> None:
-    """Download blobs from the queue until it is empty, and set the result of each future."""
     with suppress(Empty):
         while True:
             part, future = left.get_nowait()
@@ -371,7 +343,6 @@ def _fetch(transfer: Transfer, left: SimpleQueue[tuple[Blob, Future[None]]]) -> 
 
 
 def _problem(path: Path) -> BatchInferError | None:
-    """Return why the checkpoint at `path` cannot be run, or None if it can."""
     try:
         if path.is_dir() and not (path / CONFIG).exists() and (path / ADAPTER).exists():
             check_adapter_config(path)

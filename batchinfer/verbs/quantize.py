@@ -22,12 +22,12 @@ from batchinfer.plan.setup.weights import loss_of
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The calibrated weights of a model.
+    """The result of calibrating a model for int4.
 
     Attributes:
-        folder: The folder of the weights.
-        loss: The loss by quantisation, or None if no row was held out.
-        made: True if this command calibrated them, False if an earlier run did.
+        folder: The folder with the int4 weights.
+        loss: How much the int4 weights change the model's predictions, or None if no row was left to measure it.
+        made: True if this command calibrated the weights, False if an earlier run did.
     """
 
     folder: Path
@@ -36,11 +36,11 @@ class QuantizedModel:
 
 
 def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
-    """Calibrate the job's weights for int4 as its first run would, or return the weights of an earlier run.
+    """Calibrate the weights of a job's model for int4, as the job's first run would do. Later runs use the weights.
 
     Args:
         job: The job.
-        again: True to calibrate even if there are weights.
+        again: True to calibrate again, False to keep weights that an earlier run has calibrated.
         listener: Receives the progress.
 
     Raises:
@@ -62,12 +62,12 @@ def quantize_job(job: Job, again: bool, listener: Listener) -> QuantizedModel:
 
 
 def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> QuantizedModel:
-    """Calibrate the job's model for int4, and write it as a checkpoint to a new folder.
+    """Calibrate a job's model for int4 on the job's rows, and write it as a checkpoint to a new folder.
 
     Args:
         job: The job.
-        output: The folder.
-        group: The number of inputs that share a scale.
+        output: The new folder.
+        group: The number of inputs of a layer that share a scale.
         listener: Receives the progress.
 
     Raises:
@@ -98,7 +98,6 @@ def export_job_model(job: Job, output: Path, group: int, listener: Listener) -> 
 
 
 def _in_int4(job: Job) -> Job:
-    """Return the job with calibrated int4 weights."""
     model = job.model.model_copy(update={"quantization": "int4", "calibration": "auto"})
     return job.model_copy(update={"model": model})
 

@@ -45,17 +45,20 @@ _PIVOT = re.compile(r"\s*(PIVOT|WITH|FROM|SELECT)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ResultPlace:
-    """The folders of a result and of the report of its job. One of them may be None, but not both."""
+    """The result folder and the report folder of a job. Either may be None if it does not exist, but not both."""
 
     results: Path | None
     report: Path | None
 
     @classmethod
     def of(cls, folder: Path) -> ResultPlace:
-        """Return the result and the report that a folder belongs to. Raises InputMissing if it belongs to neither.
+        """Find the result and the report of the job that a folder belongs to.
 
         Args:
             folder: A result folder or a report folder.
+
+        Raises:
+            InputMissing: The folder has neither a result nor a report.
         """
         if read_manifest(Location.at(folder)) is not None:
             report = report_folder(find_state(folder).root)
@@ -66,9 +69,9 @@ class ResultPlace:
 
     @property
     def ending(self) -> str:
-        """Return the end of the path of the result folder, relative to the folder of the report.
+        """Return the end of the path of the result folder, by which runs that made this result are found in the report.
 
-        Runs that made this result have an `output` path with this end, even if result and report were moved together.
+        The `output` of such a run ends with it, even if the result and the report were moved together.
         """
         if self.results is None or self.report is None:
             return ""
@@ -77,14 +80,13 @@ class ResultPlace:
 
 
 def _reported(report: Path) -> Path | None:
-    """Return the result folder that is next to a report folder, or None if there is none."""
     folder = report.absolute()
     results = folder.with_name(folder.name.removesuffix("-report"))
     return results if results != folder and read_manifest(Location.at(results)) is not None else None
 
 
 def no_result(folder: Path) -> str:
-    """Return a message why a folder has no result, with advice."""
+    """Return an error message for a folder that has no published result: the reason, and what to do."""
     state = find_state(folder)
     if any(state.scratch.glob(f"*/{MARKER}")):
         return f"{folder}: no published result there yet; --partial reads what its run has finished so far"
@@ -106,7 +108,7 @@ def _is_running(state: StateFolder) -> bool:
 
 
 class OpenResult:
-    """A result and its report as tables in a database, for several queries.
+    """A database with a result and its report as tables, for the queries of a user.
 
     Attributes:
         names: The names of the tables.
@@ -119,13 +121,15 @@ class OpenResult:
         self.usual = FIRST_ROWS if RESULTS in names else RUNS
 
     def statements(self, text: str) -> list[str]:
-        """Split an SQL text into its statements. Raises UsageError if it is not SQL."""
+        """Split an SQL text into its statements. Raises UsageError if the text is not SQL."""
         with _explained(self._folder, self.names):
             return [str(statement.query) for statement in self._connection.extract_statements(text)]
 
     @contextmanager
     def answer(self, sql: str) -> Iterator[duckdb.DuckDBPyRelation]:
-        """Yield the answer to a statement. DuckDB computes it while it is read in the `with` block; a signal ends it.
+        """Yield the answer to an SQL statement.
+
+        DuckDB computes it while it is read in the `with` block; a signal ends it.
 
         Raises:
             UsageError: The SQL fails, or would change something. Also raised while the answer is read.
@@ -138,7 +142,7 @@ class OpenResult:
 
 @contextmanager
 def open_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
-    """Open a result or report folder. The result is the table `results`; the other tables are the report's.
+    """Open a result or report folder as a database. The result is the table `results`; the report has further tables.
 
     Args:
         folder: The folder.
@@ -159,13 +163,13 @@ def open_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
 
 @contextmanager
 def open_answer(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb.DuckDBPyRelation]:
-    """Open a result and yield the answer to a query, or to the default query.
+    """Open a result and yield the answer to a query. It can be read in the `with` block.
 
     Raises the errors of `open_result` and `OpenResult.answer`.
 
     Args:
         folder: The result or report folder.
-        sql: The query, or None for the default query.
+        sql: The query. None for the default query: the first rows of the result, or a report folder's newest runs.
         partial: True to read the committed answers of an unfinished run.
     """
     with (
@@ -177,7 +181,11 @@ def open_answer(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb
 
 @contextmanager
 def open_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path]]:
-    """Yield a database for a user's queries, its watcher for signals, and a folder for spilled data."""
+    """Yield an empty DuckDB database for a user's queries, in which signals such as Ctrl-C interrupt a query.
+
+    Yields:
+        (the connection, the object that watches for signals, a folder for data that does not fit in memory).
+    """
     with _database() as (connection, spill), interruptible(connection) as watched:
         yield connection, watched, spill
 
@@ -196,7 +204,18 @@ def _database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Path]]:
 
 
 def add_views(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
-    """Create views of the result (`results`) and of all report tables, and return their names. Raises StorageError."""
+    """Create a view of the result, named `results`, and a view of each report table.
+
+    Args:
+        connection: The database.
+        place: The folders of the result and the report.
+
+    Returns:
+        The names of the views.
+
+    Raises:
+        StorageError: A file is damaged.
+    """
     return _results(connection, place.results) + _reports(connection, place)
 
 
@@ -206,10 +225,7 @@ def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> lis
 
 
 def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
-    """Create views of the report's tables, and return their names. Tables without files are empty.
-
-    A report covers all results of a job, including other dates and trials. The table `rows` is limited to this result.
-    """
+    # A report covers all results of a job, including other dates and trials. The table `rows` is limited to this result.
     names: list[str] = []
     for name, schema in SCHEMAS.items() if place.report is not None else ():
         files = tables(place.report, name) if place.report is not None else []
@@ -224,16 +240,6 @@ def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[
 def _add_reported(
     connection: duckdb.DuckDBPyConnection, name: str, files: Sequence[Path], where: str
 ) -> list[str]:
-    """Create a view of a report table over the files of all runs, and return the names of the views.
-
-    For the run table, this includes a view that compares runs.
-
-    Args:
-        connection: The database.
-        name: The name of the table.
-        files: Its files.
-        where: An SQL clause that limits the rows, or "".
-    """
     try:
         add_report_view(connection, name, files, where)
         if name == RUN:
@@ -259,15 +265,7 @@ def _add_results(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -
 
 
 def _partial(results: Path, spill: Path, watched: Watched) -> Path:
-    """Write the committed answers of an unfinished run, with their rows, to a Parquet file, and return its path.
-
-    A file is needed because a query may read its table several times, while a stream can be read once.
-
-    Args:
-        results: The result folder of the run.
-        spill: The folder to write to.
-        watched: The database's watcher for signals.
-    """
+    # Written to a file because a query may read its table several times, while a stream can be read once
     # These imports take 130 ms, which queries of a published result do not need
     from batchinfer.input.tokenizer.tokenizer import Tokenizer
     from batchinfer.store.results.partial import PARTIAL, partial_reader, with_known_prior, write_partial
@@ -293,7 +291,6 @@ def _partial(results: Path, spill: Path, watched: Watched) -> Path:
 
 
 def _reading(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
-    """Return the only statement of an SQL text. Raises UsageError for several, or one that changes something."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UsageError(f"the query has {len(statements)} statements; give one")
@@ -312,7 +309,6 @@ def _reading(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
 
 @contextmanager
 def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
-    """Convert DuckDB's errors in the `with` block to BatchInferErrors. Their messages list the tables `names`."""
     try:
         yield
     except duckdb.OutOfMemoryException as error:
@@ -332,13 +328,13 @@ def _explained(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query, and the folder that it reads.
+    """A query of a user, and the result or report folder that it reads.
 
     Attributes:
         folder: The result or report folder.
-        sql: The query. None for the first rows, or the newest runs if there are no rows.
+        sql: The query. None for the default query: the first rows of the result, or a report folder's newest runs.
         partial: True to read the committed answers of an unfinished run.
-        escape_formulas: True to escape formulas in CSV.
+        escape_formulas: True to put an apostrophe before CSV cells that spreadsheet programs would run as formulas.
     """
 
     folder: Path
@@ -347,7 +343,7 @@ class Query:
     escape_formulas: bool = False
 
     def lines(self, form: str, width: int | None) -> Iterator[str]:
-        """Yield the lines of the answer for stdout. Raises the errors of `open_answer`.
+        """Run the query, and yield the lines of its answer for stdout. Raises the errors of `open_answer`.
 
         Args:
             form: The format.
@@ -358,9 +354,16 @@ class Query:
             yield from answer_lines(answer, form, width, self.escape_formulas)
 
     def save(self, form: str, output: Path) -> None:
-        """Write the answer to the new file `output` atomically, in the format `form`.
+        """Run the query, and write its answer to a new file, which appears when it is complete.
 
-        Raises OutputConflict if the file exists, and the errors of `open_answer`.
+        Raises the errors of `open_answer`.
+
+        Args:
+            form: The format, or "auto" for the suffix of the file.
+            output: The file.
+
+        Raises:
+            OutputConflict: The file exists.
         """
         form = format_for(form, output)
         check_format(form, output)

@@ -26,7 +26,7 @@ PAGE = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class WrittenPage:
-    """The page that was written about a run.
+    """An HTML page about a run that was written.
 
     Attributes:
         path: The file of the page.
@@ -46,7 +46,7 @@ class WrittenPage:
 
 
 def write_page(folder: Path, output: Path | None = None, run_id: str | None = None) -> WrittenPage:
-    """Write a page about a run, and return its path and size. Replaces an earlier page, but no other file.
+    """Write an HTML page about a run, and return its path and size. Replaces an earlier page, but no other file.
 
     Args:
         folder: A result folder or report folder.
@@ -54,10 +54,10 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
         run_id: The id of the run. None for the newest run.
 
     Raises:
-        InputMissing: No run has written its tables.
-        OutputConflict: Another file is in the way.
+        InputMissing: No run has written a report.
+        OutputConflict: The file exists and is no such page.
         StorageError: A file cannot be read or written.
-        OutOfMemory: The tables need too much memory.
+        OutOfMemory: The report tables need too much memory.
     """
     place, report = _place(folder)
     path = report / PAGE if output is None else output
@@ -80,7 +80,6 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
 
 
 def _place(folder: Path) -> tuple[ResultPlace, Path]:
-    """Return the result of a folder, which may be unpublished, and its report folder. Raises InputMissing."""
     if not tables(folder, RUN) and read_manifest(Location.at(folder)) is None:
         report = report_folder(find_state(folder).root)
         if tables(report, RUN):
@@ -95,7 +94,6 @@ def _place(folder: Path) -> tuple[ResultPlace, Path]:
 
 
 def _check_begun(folder: Path) -> None:
-    """Raise InputMissing if a run that writes its result to the folder has begun, but no run has written its report."""
     try:
         state = status_of(folder).state
     except InputMissing:  # no run has begun: the error of `query` is used
@@ -107,7 +105,6 @@ def _check_begun(folder: Path) -> None:
 
 
 def _check_ours(path: Path) -> None:
-    """Raise OutputConflict if the file exists and is no page that batchinfer wrote."""
     if not os.path.lexists(path):
         return
     if not _is_page(path):
@@ -130,7 +127,6 @@ def _no_run(folder: Path, report: Path, run_id: str | None) -> str:
 
 
 def _newer(folder: Path, row: RunRow) -> str:
-    """Return a sentence about a newer run than `row` that has no report yet, or "" if there is none."""
     try:
         status = status_of(folder)
     except InputMissing:  # a report folder, or a state that was removed

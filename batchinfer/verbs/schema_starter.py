@@ -28,7 +28,7 @@ DESCRIPTION_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class SchemaFile:
-    """A JSON Schema file that answers can follow.
+    """The file of a JSON Schema that the user wants answers to follow, for a new job.
 
     Attributes:
         path: The file.
@@ -42,7 +42,12 @@ class SchemaFile:
 
     @classmethod
     def read(cls, path: Path) -> SchemaFile:
-        """Read and check a schema file. Raises InputMissing, or InputCorrupt if it is invalid or not supported."""
+        """Read a schema file, and check that answers can follow the schema.
+
+        Raises:
+            InputMissing: The file cannot be read.
+            InputCorrupt: The schema is invalid or not supported.
+        """
         try:
             with open(path, "rb") as file:
                 data = file.read(MAX_SCHEMA_BYTES + 1)
@@ -58,7 +63,11 @@ class SchemaFile:
         return cls(path, data, schema)
 
     def sample(self, name: str) -> Sample:
-        """Return example rows and an instruction for a job whose `output.schema_file` is `name`."""
+        """Return example rows and an instruction for a new job whose answers follow the schema.
+
+        Args:
+            name: The value of `output.schema_file` in the job file.
+        """
         output = [f"  schema_file: {yaml_text(name)}    # answers follow it"]
         if not self._has_columns():
             output.append(f"  column: {COLUMN}          # the whole answer in one column")
@@ -74,7 +83,7 @@ class SchemaFile:
         return "fit" if bound <= FIT_TOKENS else str(MAX_TOKENS)
 
     def _has_columns(self) -> bool:
-        """Return True if the schema's properties can be columns of the result: they have types, and new names."""
+        # Properties become columns if they have types, and no other column of the result has their name
         try:
             names = schema_columns(self.schema).schema.names
         except NoColumns:
@@ -89,7 +98,6 @@ class SchemaFile:
         return _literal("\n".join([head, *lines]))
 
     def _properties(self) -> Iterator[str]:
-        """Yield a line "- name: description" of the instruction for each property of the answer."""
         found = self._followed(self.schema)
         properties = found.get("properties")
         for name, one in list(properties.items() if isinstance(properties, dict) else ())[:DESCRIBED]:
@@ -99,7 +107,6 @@ class SchemaFile:
             yield f"- {name}: {' '.join(str(text).split())[:DESCRIPTION_CHARS]}" if text else f"- {name}"
 
     def _followed(self, schema: Any) -> dict[str, Any]:
-        """Return the schema that a reference refers to, or the schema itself if it is no reference."""
         references = References(self.schema)
         for _ in range(DESCRIBED):
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -112,7 +119,6 @@ class SchemaFile:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Describe the values that a schema allows in a few words: listed values, a format or types."""
     values = schema.get("enum")
     if isinstance(values, list) and len(values) <= DESCRIBED:
         return "one of " + ", ".join(json.dumps(one, ensure_ascii=False) for one in values)
@@ -123,5 +129,4 @@ def _kind(schema: dict[str, Any]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a Jinja template whose rendered text is `text`."""
     return text.replace("{", "{{ '{' }}")

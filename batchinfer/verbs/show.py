@@ -50,7 +50,7 @@ class ShownRows:
     partial: bool = False
 
     def cards(self, width: int) -> Iterator[tuple[str, str]]:
-        """Yield (head, body) of each row's card, and finally a line with the number of rows and an empty body.
+        """Yield each row as a card for users: (heading, lines). The last card has the number of rows and "".
 
         Raises UsageError for an invalid condition, and the errors of `open_result`.
 
@@ -66,7 +66,7 @@ class ShownRows:
             yield self._ending(result, first), ""
 
     def json_lines(self) -> Iterator[str]:
-        """Yield a line of JSON per row. Raises the errors of `cards`."""
+        """Yield each row as a line of JSON. Raises the errors of `cards`."""
         with open_result(self.folder, self.partial) as result:
             self._check(result)
             with result.answer(self._sql) as answer:
@@ -92,12 +92,6 @@ class ShownRows:
         return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
     def _ending(self, result: OpenResult, first: int) -> str:
-        """Return the last line: how many of the matching rows were shown, and advice to see the others.
-
-        Args:
-            result: The open result.
-            first: The number of rows that were shown.
-        """
         number, errors = (
             _number(result, f"SELECT count(*) FROM {RESULTS}{condition}")
             for condition in (self._condition, " WHERE status = 'error'")
@@ -128,7 +122,6 @@ def example_lines(results: Path, width: int) -> list[str]:
 
 
 def _rows_of(answer: duckdb.DuckDBPyRelation) -> Iterator[Row]:
-    """Yield each row as values by column, as DuckDB writes them."""
     names = list(answer.columns)
     for batch in answer.project("CAST(COLUMNS(*) AS VARCHAR)").to_arrow_reader(BATCH_ROWS):
         for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
@@ -166,7 +159,6 @@ def _head(row: Row, width: int) -> str:
 
 
 def _body(row: Row, width: int) -> Iterator[str]:
-    """Yield the lines of a row's card: its error, and the columns that have a value. `width` is in terminal columns."""
     values = [(name, value) for name, value in row.items() if name not in _NOT_LISTED and value is not None]
     if row.get("error_code") is not None:
         again = " (retryable)" if row.get("retryable") == "true" else ""
@@ -180,7 +172,6 @@ def _body(row: Row, width: int) -> Iterator[str]:
 
 
 def _clipped(text: str, room: int) -> list[str]:
-    """Return the lines of a text, wrapped to `room` terminal columns. Of a long text, the first lines and a note."""
     # Enough: combining accents aside, a line has at most `room` characters
     part = text[: room * MOST_LINES * 2]
     lines = [piece for line in printable(part).expandtabs(4).split("\n") for piece in _wrapped(line, room)]
@@ -203,7 +194,7 @@ def _wrapped(line: str, room: int) -> Sequence[str]:
 
 
 def _first_columns(text: str, room: int) -> str:
-    """Return the beginning of a text that fits into `room` terminal columns, with at least one character."""
+    # At least one character, even if it is too wide
     taken = 0
     for at, char in enumerate(text):
         taken += columns_of(char)

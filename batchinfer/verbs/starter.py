@@ -24,13 +24,14 @@ _SHIPPED = (_PACKAGE / "quickstart_model", _PACKAGE.parent / "jobs" / "quickstar
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """The files that `batchinfer init` wrote, and the model that the job names.
+    """The files that `batchinfer init` wrote, and the model that the new job names.
 
     Attributes:
         wrote: The written files.
-        model: The folder of the model, or its name.
-        ready: True if the model exists.
-        stand_in: True if the quickstart's model is used with another schema: answers follow it but are meaningless.
+        model: The folder of the model, or its name in the Hugging Face cache.
+        ready: True if the model exists on this machine.
+        stand_in: True if the quickstart's model, which was trained for another schema, was copied: answers follow the
+            schema but are meaningless.
     """
 
     wrote: tuple[Path, ...]
@@ -80,7 +81,7 @@ def write_starter(folder: Path, model: str | None, schema: Path | None = None) -
 
 
 def _name(model: str) -> ModelName | None:
-    """Parse the name of a model in the cache. Return None for a folder, including a new one in an existing folder."""
+    # None for a folder, including a new one in an existing folder
     if Path(model).exists() or Path(model).parent.exists():
         return None
     try:
@@ -90,16 +91,12 @@ def _name(model: str) -> ModelName | None:
 
 
 def _job_name(folder: Path) -> str:
-    """Return the name of a job for a folder: the folder's name without characters that job names may not have."""
     name = folder.resolve().name.encode("utf-8", "replace").decode()
     return re.sub(r"[\x00-\x1f\x7f]", "-", name)[:_MOST_OF_NAME] or "my-job"
 
 
 def _kind(path: Path) -> ModelKind:
-    """Return how the model at `path` stores its weights.
-
-    An unreadable checkpoint counts as floats: the next command checks the job.
-    """
+    # An unreadable checkpoint counts as floats: the next command checks the job
     try:
         if path.suffix == GGUF or gguf_files(path):
             return "gguf"
@@ -116,13 +113,6 @@ def _is_model(path: Path) -> bool:
 
 
 def _beside(answer: SchemaFile, folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the copy of the schema file to write into the folder: its data by name. {} if it is there already.
-
-    Args:
-        answer: The schema file.
-        folder: The folder of the job.
-        files: The other files to write, by name.
-    """
     name = answer.path.name
     if name in files:
         raise UsageError(f"{answer.path}: has the name of a file that init writes; rename it")

@@ -27,7 +27,7 @@ Standing = Literal["running", "finished", "stopped", "interrupted", "failed", "c
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of a run. None values are unknown or do not apply to the current phase.
+    """The status of the last run of a job. A field is None if it is unknown or does not apply to the current phase.
 
     Attributes:
         state: "running", or how the run ended.
@@ -38,17 +38,17 @@ class RunStatus:
         started_at: The start, as an ISO timestamp.
         updated_at: The time of the last progress, as an ISO timestamp.
         phase: The current phase, or the last one if the run has ended.
-        rows: The rows that are done in the phase.
-        rows_total: All rows of the phase.
-        tokens: The tokens that are done, including tokens saved by shared prefixes.
-        tokens_total: The tokens that the run is expected to do.
+        rows: The number of rows done in the phase.
+        rows_total: The number of all rows of the phase.
+        tokens: The number of tokens done, including tokens saved by shared prefixes.
+        tokens_total: The expected number of tokens of the run.
         share: The share of the phase that is done, 0 to 1.
-        per_s: The rate in tokens per second, or rows per second if `tokens` is None.
-        left_s: The seconds to the end of the phase.
+        per_s: The rate in tokens per second, or in rows per second if `tokens` is None.
+        left_s: The expected seconds to the end of the phase.
         errors: The number of error rows by code.
         memory_bytes: The resident memory of the run's processes.
         exit_code: The exit code, if the run has ended.
-        exit_status: How the run ended.
+        exit_status: How the run ended, if it has.
     """
 
     state: Standing
@@ -81,7 +81,11 @@ class RunStatus:
         return asdict(self)
 
     def lines(self, now: datetime) -> list[str]:
-        """Return the status as lines for users, a heading first. `now` is the current time."""
+        """Return the status as lines for users. The first line is a heading.
+
+        Args:
+            now: The current time.
+        """
         told = [("phase", self._phase()), ("rows", _of(count(self.rows), self.rows_total, count)),
                 ("tokens", _of(short(self.tokens), self.tokens_total, short)), ("speed", self._speed()),
                 ("errors", self._errors()), ("memory", size(self.memory_bytes) if self.memory_bytes else ""),
@@ -128,10 +132,14 @@ def _of(done: str, total: int | None, shown: Any) -> str:
 
 
 def status_of(target: Path | Job) -> RunStatus:
-    """Return the status of a run. Raises InputMissing if there is no run, or StorageError.
+    """Return the status of the running or last run of a job.
 
     Args:
-        target: A job, or its result folder.
+        target: The job, or its result folder.
+
+    Raises:
+        InputMissing: No run has begun.
+        StorageError: The file with the progress is damaged.
     """
     state = state_of(target) if isinstance(target, Job) else find_state(target)
     parts = state.recorded_parts()
@@ -151,7 +159,6 @@ def _read(path: Path, running: bool) -> RunStatus:
 
 
 def _recorded(path: Path) -> RunStatus:
-    """Return the status in a progress file, with the state "running". Raises StorageError if it is damaged."""
     facts = read_json(path)
     wrong = StorageError(f"{path}: this version cannot read this progress file; the next run replaces it")
     if not isinstance(facts, dict) or facts.pop("format", None) != PROGRESS_FORMAT:
@@ -178,7 +185,7 @@ def _standing(running: bool, ended: str | None) -> Standing:
 
 
 def _unrecorded(state: StateFolder) -> RunStatus:
-    """Return the status of a job without a progress file: before its first run records one, or after its removal."""
+    # Before the first run records its progress, or after the file was removed
     if state.path.is_dir() and state.is_running(state.path):
         return RunStatus("running", str(state.results), phase=STARTING)
     manifest = read_manifest(state.destination)
@@ -189,7 +196,7 @@ def _unrecorded(state: StateFolder) -> RunStatus:
 
 
 def prometheus_lines(found: RunStatus) -> Iterator[str]:
-    """Yield the lines of a status in Prometheus's exposition format 0.0.4."""
+    """Yield the lines of a status as metrics in Prometheus's exposition format 0.0.4."""
     labels = {"job": found.job or "", "output": found.output}
     for name, help_text, value in _metrics(found):
         if value is not None:
@@ -245,6 +252,10 @@ def _unix(text: str | None) -> float | None:
 
 
 def write_prometheus(found: RunStatus, path: Path) -> None:
-    """Write the status for Prometheus atomically: node_exporter may read it at any time. Raises StorageError."""
+    """Write a status as Prometheus metrics to a file, atomically, since node_exporter may read it at any time.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
     text = "".join(f"{line}\n" for line in prometheus_lines(found))
     replace_bytes(path, text.encode(), FileOps())

@@ -18,12 +18,12 @@ from batchinfer.filesystem.durable import sha256_of, storage
 
 
 class Stopped(Exception):
-    """Raised if a download was ended by the failure of another file, or by a signal."""
+    """Raised in a download thread that was told to stop, because another file failed or a signal arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A file to download into the Hugging Face cache.
+    """A file of a hub repository to download into the Hugging Face cache.
 
     Attributes:
         name: The name of the file in its repository.
@@ -43,7 +43,7 @@ class Blob:
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     def there(self) -> int:
-        """Return the number of bytes of the file that are already on disk."""
+        """Return the number of bytes that are already on disk, in the incomplete file."""
         for path in (self.blob, self.partial):
             try:
                 return min(path.stat().st_size, self.size)
@@ -53,19 +53,22 @@ class Blob:
 
 
 class Transfer:
-    """Downloads blobs in the threads that call `fetch`, until `stop` is called."""
+    """Downloads files into the Hugging Face cache. Several threads call `fetch`, until `stop` is called."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Stop running downloads at their next bytes, and let `fetch` start no further ones."""
+        """Stop running downloads when their next bytes arrive. Later calls of `fetch` raise Stopped."""
         self._stopping.set()
 
     def fetch(self, part: Blob) -> None:
-        """Download a blob or the rest of it, check it, and move it into the cache.
+        """Download a file or the rest of it, check its SHA-256, and move it into the cache.
 
         Raises Unavailable, Stopped or errors of HTTP.
+
+        Args:
+            part: The file.
         """
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its __all__
@@ -98,15 +101,12 @@ class Transfer:
         )
 
     def _watch(self, file: Any) -> Any:
-        """Return a progress-bar class for http_get, which calls it after every piece of a download.
-
-        It flushes `file`, whose size shows the progress, and raises Stopped after `stop`.
-        """
+        # http_get calls the progress bar after every piece: it flushes `file`, whose size shows the progress, and can stop
         stopping = self._stopping
 
         class Watch:
             def __init__(self, **_: Any) -> None:
-                """Draw nothing: progress is read from the sizes of partial files."""
+                """Draw nothing: progress is read from the sizes of the incomplete files."""
 
             def __enter__(self) -> Watch:
                 return self

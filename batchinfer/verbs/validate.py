@@ -18,7 +18,11 @@ from batchinfer.plan.setup.job_setup import check_setup
 
 
 def validate_job(job: Job) -> list[str]:
-    """Check a job as a run does before it computes, and prepare its first rows. Return lines about the job."""
+    """Check a job as a run does before it computes, and prepare its first rows.
+
+    Returns:
+        Lines for users about the job.
+    """
     state = state_of(job)
     machine = engine_machine(job, state)
     setup = check_setup(job, state, machine.facts, reader=machine.reader)
@@ -53,7 +57,6 @@ def _adapters(job: Job) -> list[str]:
 
 
 def _arguments(tokenizer: Tokenizer) -> list[str]:
-    """Return a line with the arguments of the chat template; none without arguments, or if it cannot be compiled."""
     template = tokenizer.chat_template
     if template is None or template_fault(chat_environment(datetime(2000, 1, 1, tzinfo=UTC)), template):
         return []

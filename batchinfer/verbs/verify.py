@@ -13,11 +13,11 @@ from batchinfer.store.results.verify import verify_result, verify_store
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The damage that was found in a result and its stored answers.
+    """The damaged files that a check of a result and its stored answers found.
 
     Attributes:
         problems: The damaged files.
-        store: The store whose answers were checked, or None.
+        store: The folder of the stored answers that were checked, or None.
         unchecked: Why stored answers were not checked, or None.
     """
 
@@ -27,7 +27,11 @@ class Verified:
 
 
 def verify_results(results: Path) -> Verified:
-    """Read a result folder and its stored answers completely, and check every checksum."""
+    """Read a published result and the stored answers of its job completely, and check every checksum.
+
+    Args:
+        results: The result folder.
+    """
     state, problems = find_state(results), verify_result(Location.at(results))
     if state.completions.is_dir():
         return Verified([*problems, *verify_store(state.completions)], state.completions)

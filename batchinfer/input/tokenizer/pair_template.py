@@ -15,7 +15,7 @@ _ORDERS += [[0, None, 1, None], [None, 0, None, 1, None]]
 
 
 class NoPairs(ValueError):
-    """Raised if a tokenizer does not encode a pair as the first text followed by the second."""
+    """Raised if a tokenizer does not encode a pair of texts as the tokens of the first text and then of the second."""
 
 
 @dataclass(frozen=True, slots=True)

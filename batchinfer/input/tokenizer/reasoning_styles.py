@@ -61,7 +61,7 @@ def find_reasoning(setting: Marks, tokenizer: Tokenizer) -> Reasoning | None:
 
 
 def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningTokens | None:
-    """Return the markers of reasoning that a tool call follows, if they differ from those before a final answer.
+    """Return the markers of reasoning that a tool call follows, if a final answer follows other markers.
 
     In gpt-oss, tool calls are in another channel than final answers, so the reasoning ends with another header.
 

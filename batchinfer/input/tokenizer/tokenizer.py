@@ -104,7 +104,7 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 of everything that determines the tokens: the tokenizer's files or keys, and the template."""
+        """The sha256 of all that determines the tokens of prompts: the tokenizer's files or keys, and the template."""
         digest = hashlib.sha256()
         for part in self._source.content():
             digest.update(part)
@@ -160,7 +160,7 @@ class Tokenizer:
         return self.single.texts(ids)
 
     def segments(self) -> SegmentEncoder:
-        """Return an encoder that can treat special-token literals of rows as plain text."""
+        """Return an encoder that encodes texts of rows as plain text, even if they look like special tokens."""
         return SegmentEncoder(self.definition, self._added, self.specials, self.special_pattern)
 
 

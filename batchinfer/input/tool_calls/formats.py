@@ -34,7 +34,7 @@ class Tagged(NamedTuple):
     """A syntax of tool calls: JSON with a call or a list of calls between two tags.
 
     Args:
-        begins: The start tags, any of which may begin calls.
+        begins: The start tags. Models use different ones.
         end: The end tag.
         closed: True if calls are invalid unless the end tag, another call or the end of the answer follows the JSON.
     """

@@ -33,7 +33,7 @@ def tagged_call(begin: re.Match[str], tools: KnownTools | None) -> ParsedCalls |
 
     Args:
         begin: The match of `TAGGED_BEGIN` at the start of the call.
-        tools: The row's tools, or None if unknown. A call whose first tag is missing must name one of them.
+        tools: The row's tools, or None if unknown. A call whose first tag is missing must name a known tool.
     """
     text = begin.string
     function = _FUNCTION.match(text, begin.end())
