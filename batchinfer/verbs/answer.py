@@ -39,7 +39,7 @@ def check_format(form: str, output: Path | None) -> None:
 
     Args:
         form: The format. Unknown formats are refused.
-        output: The output file, or None for stdout, to which Parquet cannot be written.
+        output: The output file, or None for stdout. Parquet needs a file.
     """
     if form not in FORMATS:
         raise UsageError(f"--format {form}: it can be {', '.join(FORMATS)}")

@@ -34,8 +34,8 @@ Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and its con
 class BatchInferLM(TemplateLM):
     """A model for lm-evaluation-harness that runs on batchinfer.
 
-    All requests of a kind, such as generate_until, are one job. Answers are stored in a folder, so an interrupted
-    evaluation continues, and no request is computed twice.
+    Requests with the same method, such as generate_until, are one job. Answers are stored in a folder, so an
+    interrupted evaluation continues, and no request is computed twice.
     """
 
     def __init__(

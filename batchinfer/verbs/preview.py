@@ -50,7 +50,7 @@ class PreviewedRow:
         token_ids: The token ids of the prompt.
         sampling: The sampling parameters by name.
         error: The `code` and `message` of the row's error, or None.
-        own_sampling: The sampling parameters that differ from those of a row that sets none itself.
+        own_sampling: Only the sampling parameters whose values differ from the job's.
         continuations: The texts that are scored after the prompt, or None.
     """
 

@@ -155,7 +155,11 @@ class _Pull:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock during the `with` block: two commands would damage each other's partial files. Raises Locked."""
+        """Lock the repository in the cache during the `with` block, so that two commands do not write the same files.
+
+        Raises:
+            Locked: Another command has the lock.
+        """
         path = self.entry / ".batchinfer-pull.lock"
         with storage(path, "open"):
             self.entry.mkdir(parents=True, exist_ok=True)
@@ -177,7 +181,7 @@ class _Pull:
     def complete(self, progress: Progress) -> Pulled:
         """Download the model, and let its revision, such as "main", refer to this commit in the cache.
 
-        Small files come first, because the index of the weight files is one of them.
+        Small files come first, because the index of the weight files is a small file.
         """
         self._refuse_unusable()
         ref = self.entry / "refs" / self.name.revision
@@ -211,7 +215,7 @@ class _Pull:
         )
 
     def _path(self) -> Path:
-        # A folder with several GGUF models does not name one of them
+        # A folder with several GGUF models is ambiguous, so the path is the file
         if not self.gguf:
             return self.snapshot
         file = self.snapshot / self.gguf[0]

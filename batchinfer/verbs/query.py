@@ -225,7 +225,7 @@ def _results(connection: duckdb.DuckDBPyConnection, results: Path | None) -> lis
 
 
 def _reports(connection: duckdb.DuckDBPyConnection, place: ResultPlace) -> list[str]:
-    # A report covers all results of a job, including other dates and trials. The table `rows` is limited to this result.
+    # A report covers all results of a job, including other dates and trials; `rows` is limited to this result
     names: list[str] = []
     for name, schema in SCHEMAS.items() if place.report is not None else ():
         files = tables(place.report, name) if place.report is not None else []

@@ -18,7 +18,7 @@ from batchinfer.filesystem.durable import sha256_of, storage
 
 
 class Stopped(Exception):
-    """Raised in a download thread that was told to stop, because another file failed or a signal arrived."""
+    """Raised in a thread whose download was stopped, because another file failed or a signal arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Transfer:
         )
 
     def _watch(self, file: Any) -> Any:
-        # http_get calls the progress bar after every piece: it flushes `file`, whose size shows the progress, and can stop
+        # http_get calls the progress bar after every piece. It flushes `file`, whose size shows the progress.
         stopping = self._stopping
 
         class Watch:
