@@ -31,8 +31,7 @@ def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> S
     """Return the sampling parameters of an OpenAI batch request whose body sets none.
 
     They are the parameters of the job, and for the rest the defaults of OpenAI's API: temperature 1, top_p 1, no
-    penalties, no stop strings. By default, a chat answer may fill the model's context; a text completion has at most
-    16
+    penalties, no stop strings. By default, a chat answer may fill the model's context; a text completion has at most 16
     tokens.
 
     Args:

@@ -71,8 +71,7 @@ class Reader:
         sha256: The hex digest of each file that was read to its end, by path.
         sample: The sample to read from the start of each file, or None for all rows.
         complete: After reading, True if all rows were yielded, False if a sample left out rows.
-        strata: A sample of rows that are spread over all files, or None for all rows. All rows are read to count
-            them.
+        strata: A sample of rows that are spread over all files, or None for all rows. All rows are read to count them.
         chunk: The maximum size of the chunks of text files.
     """
 
@@ -253,8 +252,7 @@ class Reader:
         """Return "openai" if the first valid row is a line of an OpenAI batch file, else "table".
 
         Only the first 512 rows are searched for a valid row. The sample size is ignored, since one row may be longer
-        than a
-        sample.
+        than a sample.
         """
         whole = replace(self, sample=None, sha256={})
         for batch in whole.batches(limit=512):

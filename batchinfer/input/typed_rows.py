@@ -22,8 +22,7 @@ _SLICE_BYTES = 4 << 20  # maximum unpacked size of a chunk with more than one ro
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
     """Return the schema of an input file with the types that its columns get in the results, without metadata.
 
-    View types become the plain types. Dictionaries of texts get 32-bit indices without an order, as Parquet reads
-    them.
+    View types become the plain types. Dictionaries of texts get 32-bit indices without an order, as Parquet reads them.
     Other dictionaries become the type of their values.
 
     Args:

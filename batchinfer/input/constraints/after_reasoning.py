@@ -57,8 +57,7 @@ class FreeMasks:
 class ReasonedConstraint:
     """The state of one answer whose model may reason first, and whose text after the reasoning may have a constraint.
 
-    If the model chooses whether to reason, the first mask allows the marker that begins reasoning and the first
-    tokens
+    If the model chooses whether to reason, the first mask allows the marker that begins reasoning and the first tokens
     of the constrained answer.
 
     Args:
@@ -66,8 +65,7 @@ class ReasonedConstraint:
         inner: The constraint of the text after the reasoning, or None. With a constraint, the model cannot end the
             answer while it reasons.
         free: The masks of tokens without a constraint.
-        budget: The maximum number of reasoning tokens, after which the end of the reasoning is forced. None: no
-            limit.
+        budget: The maximum number of reasoning tokens, after which the end of the reasoning is forced. None: no limit.
     """
 
     __slots__ = ("_budget", "_count", "_free", "_inner", "_marks", "_phase", "_taken")

@@ -37,8 +37,7 @@ class ConstraintChecker:
     The process starts with the first constraint and is replaced when it dies. It exits with its parent.
 
     Args:
-        definition: The tokenizer as the text of a tokenizer.json. None to check constraints without a tokenizer,
-            which
+        definition: The tokenizer as the text of a tokenizer.json. None to check constraints without a tokenizer, which
             may be much faster.
         within_s: The maximum CPU time per constraint in seconds.
     """
@@ -74,8 +73,7 @@ class ConstraintChecker:
 
         Args:
             params: The parameters with the constraint.
-            again: False at the first try: a process that does not reply in time is ended. True at the second try:
-                raise
+            again: False at the first try: a process that does not reply in time is ended. True at the second try: raise
                 Unavailable.
 
         Returns:

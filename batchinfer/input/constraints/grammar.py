@@ -114,8 +114,7 @@ def compile_constraint(
 def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) -> None:
     """Raise BadConstraint if the constraint of `params` cannot be compiled, or allows no first token.
 
-    A constraint that is nested too deeply overflows the stack and crashes the process. Engines compile with four
-    times
+    A constraint that is nested too deeply overflows the stack and crashes the process. Engines compile with four times
     the stack of this check, so a constraint that passes the check does not crash an engine.
 
     Args:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class GrammarConstraint:
     """The state of one answer under a compiled grammar: which tokens the answer has, and which may come next.
 
-    Answers share a compiled grammar until their first token. Then each answer copies it, so a request that still
-    waits
+    Answers share a compiled grammar until their first token. Then each answer copies it, so a request that still waits
     takes no memory.
 
     Attributes:

@@ -59,9 +59,8 @@ class CsvRecords:
     def blocks(self, size: ChunkSize) -> Iterator[tuple[int, bytes] | list[Found]]:
         """Yield blocks of whole records as (number of the first line, lines). Each block can be parsed on its own.
 
-        If a record is malformed or longer than a block, it is unclear where the records of the block end. The block
-        is then
-        split here, and its records are yielded as a list.
+        If a record is malformed or longer than a block, it is unclear where the records of the block end. The block is
+        then split here, and its records are yielded as a list.
 
         Args:
             size: The maximum size of a block.
@@ -168,8 +167,7 @@ class _OpenQuote:
 
         Returns:
             "closed" for a valid record, else what is wrong with the record, such as "never" if the quote is never
-            closed.
-            None if the record does not end within `limit` bytes.
+            closed. None if the record does not end within `limit` bytes.
         """
         while self._fate is None and self.at - lines.at <= limit:
             if self.at < lines.whole:

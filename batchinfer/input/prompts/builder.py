@@ -89,8 +89,7 @@ class PromptPlan:
         ladder: The sampling parameters of further attempts, for a row whose answer is invalid.
         reasoning: How the checkpoint marks its reasoning.
         tool_calls: The syntax of the checkpoint's tool calls.
-        forced_call: The tool call that every answer must make: `tool_choice` and `parallel_tool_calls` as in an
-            OpenAI
+        forced_call: The tool call that every answer must make: `tool_choice` and `parallel_tool_calls` as in an OpenAI
             request.
         before: A text that is put before text prompts.
         vectors: The embeddings that OpenAI requests may ask for.
@@ -149,8 +148,7 @@ class Draft(NamedTuple):
         text: The text of the prompt, or None.
         token_ids: The tokens of the prompt, if there is no text.
         add_special: True if the tokenizer adds its special tokens, such as BOS.
-        masks: Texts in the row that look like special tokens, by the placeholder that replaces each in `text`. They
-            are
+        masks: Texts in the row that look like special tokens, by the placeholder that replaces each in `text`. They are
             tokenised as plain text.
         unread: The names of the row's arguments that the chat template does not read.
         tools: The row's tools as JSON text that `known_tools` reads.

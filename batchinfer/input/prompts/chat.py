@@ -20,8 +20,7 @@ ArgumentsKey = tuple[tuple[str, str], ...]
 class Chat:
     """Renders conversations with a chat template.
 
-    Conversations with the same arguments and roles take a fast path: ChatShapes inserts their contents into an
-    earlier
+    Conversations with the same arguments and roles take a fast path: ChatShapes inserts their contents into an earlier
     rendering.
     """
 

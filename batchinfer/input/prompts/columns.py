@@ -93,8 +93,7 @@ class Columns:
         """Raise JobFileError if no row of the input has a column that the job names. Called after all rows were read.
 
         Templates may skip a column in an `if`. Therefore, a column that only templates name is not reported alone,
-        unless
-        all rows failed.
+        unless all rows failed.
 
         Args:
             failed: The number of rows that failed.

@@ -65,7 +65,7 @@ class TokenTexts:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    # Byte-level vocabularies write printable bytes as themselves, others as letters from U+0100 on (Radford et al., 2019)
+    # Byte-level vocabularies (Radford et al., 2019) write printable bytes as themselves, others as letters from U+0100
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

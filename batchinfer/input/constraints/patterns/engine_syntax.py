@@ -27,8 +27,7 @@ def engine_pattern_in_json(pattern: str) -> tuple[str, bool]:
     """Translate a regular expression from ECMAScript to Rust's crate regex, to match anywhere in a JSON string.
 
     llguidance 1.9 has a defect: a set with all control characters also matches quotes and backslashes. U+0000 is
-    removed
-    from such a set, unless it contains quotes and backslashes anyway.
+    removed from such a set, unless it contains quotes and backslashes anyway.
 
     Returns:
         The translated expression, and True if U+0000 was removed, so that the expression matches fewer texts than the

@@ -114,8 +114,7 @@ def read_pattern(pattern: str, maker: Maker[T]) -> T:
     """Parse a regular expression, and return the result that `maker` builds for it.
 
     Raises:
-        BadPattern: The text is not a regular expression of ECMAScript with the flag u, or is unsupported:
-            look-around,
+        BadPattern: The text is not a regular expression of ECMAScript with the flag u, or is unsupported: look-around,
             references to groups, word boundaries, or anchors in the middle.
     """
     return _PatternReader(pattern, maker).read()
