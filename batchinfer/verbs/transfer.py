@@ -39,7 +39,10 @@ class Blob:
 
     @property
     def partial(self) -> Path:
-        """Return the path of the partial file. huggingface_hub also cleans up files that end in `.incomplete`."""
+        """Return the path of the incomplete file.
+
+        It ends in `.incomplete`, so that huggingface_hub cleans it up, too.
+        """
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     def there(self) -> int:

@@ -152,11 +152,9 @@ class ReasonedConstraint:
         return own
 
     def jump_forward(self) -> Sequence[int]:
-        """Return the next tokens of the answer for which the model has no choice.
+        """Return the next tokens of the answer for which the model has no choice. They are not added to the state.
 
-        Empty if it can choose the next token.
-
-        The tokens are not added to the state.
+        Empty if the model can choose the next token.
         """
         forced = self._forced()
         if self._inner is None or (self._phase is Phase.BEGINNING and not self._answers(forced)):
@@ -167,9 +165,10 @@ class ReasonedConstraint:
         return (*forced, *gap, *self._inner.jump_forward())
 
     def write(self, bits: NDArray[np.int32]) -> None:
-        """Write into `bits` the tokens that reasoning and its markers allow next.
+        """Complete the mask of the next token, which depends on the reasoning.
 
-        If the constraint `followed` has already written its mask, only markers are added to the mask.
+        If the constraint `followed` has already written its mask, only markers of the reasoning are added to the mask.
+        Otherwise, the mask is overwritten with the tokens that the reasoning allows.
 
         Args:
             bits: The mask of this answer: one bit per token id, in 32-bit words. A set bit allows the token.

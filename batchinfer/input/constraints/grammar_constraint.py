@@ -77,11 +77,9 @@ class GrammarConstraint:
         return own
 
     def jump_forward(self) -> Seq[int]:
-        """Return the next tokens of the answer for which the model has no choice.
+        """Return the next tokens of the answer for which the model has no choice. They are not added to the state.
 
-        Empty if it can choose the next token.
-
-        The tokens are not added to the state.
+        Empty if the model can choose the next token.
         """
         tokens = self._matcher.compute_ff_tokens()
         if not tokens or not (self.begun or self._tokenizer.begins(tokens[0])):
@@ -100,7 +98,7 @@ class GrammarConstraint:
     def matcher(self) -> LLMatcher:
         """The answer's own copy of the compiled grammar, whose state advances with each token.
 
-        Copied at the first access.
+        Made at the first access.
         """
         if not self._own:
             self._matcher, self._own = self._matcher.deep_copy(), True

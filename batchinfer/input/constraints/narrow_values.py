@@ -30,7 +30,7 @@ _LOWS, _HIGHS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 def narrow_value(schema: dict[str, Any]) -> None:
     """Restrict the numbers and formats of a schema to values that llguidance can follow exactly.
 
-    The schema is changed, but not its subschemas. Raises BadSchema if no restriction is exact.
+    The schema is changed, but not its subschemas. Raises BadSchema if it cannot be restricted to such values.
     """
     _check_listed(schema)
     _check_least(schema)

@@ -150,7 +150,10 @@ class _ReplyParts:
         return found
 
     def openings(self, count: int) -> NDArray[np.int8]:
-        """Read how prompts end: NO_MARKER, OPEN or CLOSED per prompt. `count` is the number of prompts."""
+        """Read the next part of a reply: how each of `count` prompts ends.
+
+        NO_MARKER, OPEN and CLOSED are in core/reasoning.
+        """
         found = np.frombuffer(self.next(), np.int8)
         if len(found) != count or not np.isin(found, (NO_MARKER, OPEN, CLOSED)).all():
             raise ValueError("the ends of prompts do not match the rows")

@@ -42,14 +42,14 @@ class Maker(Protocol[T]):
         ...
 
     def open_ended(self, part: T, before: bool, behind: bool) -> T:
-        """Return the result for a part that has no anchor at the start or end of the expression.
+        """Return the result for the first or last part of the expression if it has no anchor there.
 
-        If the expression is searched anywhere in a text, other text may precede or follow the part.
+        If the expression is searched anywhere in a text, other text may precede or follow this part.
 
         Args:
             part: The result for the part.
-            before: True if the part has no `^` at the start of the expression.
-            behind: True if the part has no `$` at the end of the expression.
+            before: True if the part is the first one and has no `^`.
+            behind: True if the part is the last one and has no `$`.
         """
         ...
 
