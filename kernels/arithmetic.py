@@ -38,7 +38,7 @@ class WeightForm:
     """The memory format of a quantised or sparse weight.
 
     Attributes:
-        codes: format of the values.
+        codes: format of a stored value, such as "int8".
         scales: which values share a scale: all inputs of an output ("channel"), a block of outputs and inputs
             ("block"), or `group` inputs of an output ("group").
         stored: True if the checkpoint holds the values in this format; False if they are quantised when loaded.

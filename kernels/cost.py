@@ -113,7 +113,7 @@ def sparse_linear_cost(tokens: int, inputs: int, outputs: int, itemsize: int) ->
         tokens: number of rows of x.
         inputs: number of inputs of the weight.
         outputs: number of outputs of the weight.
-        itemsize: bytes of an activation and of a weight.
+        itemsize: bytes per activation value, and per weight.
     """
     kept = inputs * outputs // 2
     moved = itemsize * (tokens * (inputs + outputs) + kept) + -(-kept // 4)
@@ -624,11 +624,11 @@ class LatentSizes:
         K and V of the new tokens cost nothing extra: their queries and results then need no projection.
 
         Args:
-            queries: new tokens of a sequence; an integer or an array with one value per sequence.
-            contexts: all tokens of the sequence, new ones included; as `queries`.
+            queries: number of new tokens of a sequence; an integer, or an array with one value per sequence.
+            contexts: number of all tokens of the sequence, new ones included; as `queries`.
 
         Returns:
-            A bool, or an array of them.
+            A bool, or an array with one bool per sequence.
         """
         earlier = contexts - queries
         pairs = queries * earlier + queries * (queries + 1) // 2

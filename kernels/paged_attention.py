@@ -70,7 +70,7 @@ def check_attention_extras(
 
 
 def check_bias(bias: Tensor, q_heads: int) -> None:
-    """Raise ValueError unless the bias of attention scores is (q_heads, an even number), as in ScoreRules."""
+    """Raise ValueError unless the bias of attention scores has a row per query head, and an even number of columns."""
     if bias.dim() != 2 or len(bias) != q_heads or bias.shape[1] % 2:
         raise ValueError(f"bias is {tuple(bias.shape)}, expected ({q_heads}, twice the positions)")
 

@@ -59,7 +59,7 @@ def under_schemas(rows: Sequence[Row], schemas: int, turn: int) -> list[Row]:
 
 
 def with_constraints(loaded: LoadedModel, options: BenchOptions) -> LoadedModel:
-    """Return the model with support for JSON Schemas, for which it gets a tokenizer.
+    """Return the model with a tokenizer added, so that rows can have JSON Schemas.
 
     Args:
         loaded: The model.
@@ -129,7 +129,7 @@ class SampledConstraint:
         return SampledConstraint(self.grammar.fork())
 
     def jump_forward(self) -> Sequence[int]:
-        """Return no forced tokens, after the wrapped constraint has computed them."""
+        """Compute the forced tokens, but return none of them, so that the model samples them."""
         self.grammar.jump_forward()
         return ()
 

@@ -24,7 +24,7 @@ class PeerRun:
     """The result of a run with transformers.
 
     Attributes:
-        wall_s: Seconds from token ids to token ids.
+        wall_s: Seconds from prompts as token ids to answers as token ids.
         answers: Token ids of each row's answer.
     """
 

@@ -156,7 +156,11 @@ class _Answers:
     def tick(self) -> None: ...
 
     def of_rows(self, keys: Sequence[bytes], rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-        """Return the answer of each row, in the order of `keys`.
+        """Return the answer of each row as token ids.
+
+        Args:
+            keys: The work key of each row.
+            rows: The rows of the workload.
 
         Raises:
             BatchInferError: A row failed (OutOfMemory if it did not fit), or an answer has the wrong length.

@@ -49,7 +49,7 @@ class Branch:
         return slice(int(self.starts[low]), int(self.starts[high]))
 
     def positions(self, start: int, end: int) -> TokenIds:
-        """Return the position whose logits score it, for each target of the positions [start, end)."""
+        """Return for each target that `asked` selects the position whose logits score it."""
         counts = np.diff(self.starts)
         every = np.repeat(np.arange(self.first, len(self.tokens), dtype=np.int32), counts)
         return every[self.asked(start, end)]

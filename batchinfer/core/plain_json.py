@@ -31,8 +31,6 @@ def plain_json(value: Any, most: int) -> Any:
 
 
 class _Plain:
-    """Copies one value with JSON types only, and counts its characters and items."""
-
     def __init__(self, most: int) -> None:
         self._left = most
 

@@ -186,8 +186,8 @@ class SamplingParams:
         """Return the parameters of a scoring request, which computes log-probabilities of given tokens.
 
         Args:
-            lengths: The number of tokens of each alternative continuation at the end of the prompt. (): for a job,
-                before rows are read.
+            lengths: The number of tokens of each alternative continuation at the end of the prompt. (): the lengths of
+                each row are set later.
         """
         return cls(max_tokens=0, scored=lengths)
 

@@ -55,9 +55,9 @@ class CachePages:
 class Items:
     """The work items of attention in one step, for the compiled CPU operators.
 
-    A row is a query of the step. An item is some rows of one sequence, or of a group of sequences that share keys, and
-    the tiles of keys that these rows read. A query that reads shared and own keys has several rows. Levels run in
-    order: items over shared keys first, then items over each sequence's own keys.
+    A row is a query of the step; a query that reads shared and own keys appears as several rows. An item is some rows
+    of one sequence, or of a group of sequences that share keys, and the tiles of keys that these rows read. Levels run
+    in order: items over shared keys first, then items over each sequence's own keys.
 
     Attributes:
         items: (n, 7) int64: first row, number of rows, sequence, first tile, end tile (-1: the sequence's last), 1 if

@@ -13,7 +13,7 @@ from batchinfer_kernels.cpu.compilers import Compilers, NoCompiler
 class BackgroundBuild:
     """A thread that compiles the CPU operators in the background.
 
-    A process that loads the operators before the build ends waits for it.
+    If a process loads the operators before the build ends, it waits for the build.
     """
 
     def __init__(self, cache: Path | None = None, codes: bool = False) -> None:

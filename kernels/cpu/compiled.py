@@ -488,6 +488,8 @@ class CompiledOperators(CachedOperators):
     def grouped_linear(self, x: Tensor, weight: PackedExperts, starts: Tensor) -> Tensor:
         """Multiply rows sorted by expert by the weights of their experts: (R, columns) in x's dtype.
 
+        Columns are the outputs of the weight, or half of them for a gated kind.
+
         Args:
             x: (R, inputs).
             weight: weights of a plain or gated kind.
@@ -581,9 +583,14 @@ class CompiledOperators(CachedOperators):
         return room.values[: room.count * factors.outputs].view(room.count, factors.outputs)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """Multiply x (T, inputs) by a packed weight: (T, columns), float32 if the weight's kind is "float".
+        """Multiply x by a packed weight: (T, columns), float32 if the weight's kind is "float".
 
-        x is quantised per row if the weight is quantised to int8 or int4.
+        Columns are the outputs of the weight, or half of them for a gated kind. x is quantised per row if the weight is
+        quantised to int8 or int4.
+
+        Args:
+            x: (T, inputs).
+            weight: the packed weight.
         """
         return self._linear(x, weight, weight.structure)
 

@@ -130,7 +130,11 @@ class LayerWeights:
 
 
 class PackedLayer:
-    """A decoder layer in the form that the C operators read. Raises ValueError if the weights do not match."""
+    """A decoder layer in the form that the C operators read.
+
+    Raises:
+        ValueError: If the weights do not match each other.
+    """
 
     def __init__(self, weights: LayerWeights, sizes: LayerSizes) -> None:
         if sizes.q_heads % sizes.kv_heads:

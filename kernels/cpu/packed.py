@@ -33,7 +33,7 @@ MAX_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the w
 
 
 def padded(size: int) -> int:
-    """Return the number of bytes of one output's weights, rounded up to a multiple of STEP_BYTES."""
+    """Round a number of bytes, of the weights of one output, up to a multiple of STEP_BYTES."""
     return -(-size // STEP_BYTES) * STEP_BYTES
 
 

@@ -173,7 +173,7 @@ class ExpertsStructure(ctypes.Structure):
 
 
 def scoring(scale: float, soft_cap: float | None) -> dict[str, float]:
-    """Return the fields of `Attention` that scale and cap scores.
+    """Return the fields of the C structure `Attention` that scale and cap attention scores.
 
     Args:
         scale: factor of q · k.

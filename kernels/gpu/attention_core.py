@@ -49,7 +49,7 @@ def times(unit: tl.constexpr, a, b, c):
 
 @triton.jit
 def initial_state(sinks_ptr, heads, seen, ROWS: tl.constexpr, D_PAD: tl.constexpr):
-    """Return the attention state of ROWS query rows before it has seen a key: only attention sinks count.
+    """Return the attention state of ROWS query rows before they have seen a key: only attention sinks count.
 
     The state is (weighted sum of V (ROWS, D_PAD), maximum score (ROWS,), sum of weights (ROWS,)), with scores in units
     of log2. `heads` are the query heads of the rows and `seen` marks rows that are not padding; sinks_ptr is None
@@ -213,7 +213,8 @@ def fold(total, top, mass, part, lse):
     """Add attention over further keys to an attention state, and return the new state.
 
     The state is the weighted sum of V (`total`), the maximum score in units of log2 (`top`) and the sum of weights
-    (`mass`). `part` is the attention output over the further keys, and `lse` its log2-sum-exp; -inf changes no bit.
+    (`mass`). `part` is the attention output over the further keys, and `lse` its log2-sum-exp; -inf means no keys and
+    changes no bit.
     """
     higher = tl.maximum(top, lse)
     base = tl.where(higher == float("-inf"), 0.0, higher)

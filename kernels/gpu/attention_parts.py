@@ -25,7 +25,8 @@ class OwnKeys:
         splits: how each row's own keys are split.
         rows: (n, 2) int32, the row of q and the sequence of each row; None: row i is the query of sequence i.
         starts: (n,) int32, number of leading keys of each row that are shared, and not read here; None: 0.
-        shared: (queries + 1,) int32, Prefixes.places; given together with `starts`.
+        shared: (queries + 1,) int32, the partial results of each query over shared keys, as Prefixes.places; given
+            together with `starts`.
         chunks: (S, 2) int32, the first row of q and the number of queries of each sequence; None: each has one query.
         nearby: (T,) int32, TreeMask.nearby, only with `chunks`; None: no query is in a draft tree.
     """

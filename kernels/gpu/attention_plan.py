@@ -98,7 +98,10 @@ class AttentionShape:
 
     @property
     def unit(self) -> int:
-        """Return a number of keys: shared prefixes are rounded down to a multiple of it."""
+        """Return a number of keys: shared prefixes are rounded down to a multiple of it.
+
+        It is the keys of a tile or, in deterministic mode, of a segment.
+        """
         return SEGMENT if self.deterministic else choose_tiles("prefix", self.dtype, self.head_dim).keys
 
 

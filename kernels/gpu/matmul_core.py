@@ -58,7 +58,7 @@ def weight_row(line, outputs, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def multiplied(weight, x, sums, PRECISION: tl.constexpr):
-    """Return sums + weight x, for a weight tile (lines, inputs) and a tile of x (inputs, rows)."""
+    """Add the product of weight and x to `sums`, for a weight tile (lines, inputs) and a tile of x (inputs, rows)."""
     if x.dtype == tl.int8:
         return tl.dot(weight, x, sums, out_dtype=tl.int32)
     elif x.dtype.is_fp8():
@@ -75,7 +75,7 @@ def segment_sums(
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return weight x, (LINES, ROWS), summed over the inputs [first, end).
+    """Return the product of weight and x, (LINES, ROWS), summed over the inputs [first, end).
 
     - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values.
     - inputs: number of all inputs. EVEN: they are whole tiles. SUM: dtype of the sums.
@@ -102,7 +102,9 @@ def block_segment_sums(
     weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride,
     EVEN: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return weight x in fp8, (LINES, ROWS) float32, summed over the inputs [first, end) with block scales.
+    """Return the product of an fp8 weight and x, (LINES, ROWS) float32, summed over the inputs [first, end).
+
+    The values of weight and x have one scale per block.
 
     - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values. EVEN: `inputs` are whole
       tiles.
@@ -141,7 +143,9 @@ def sums_of(
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return weight x, (LINES, ROWS), summed over the inputs [first, end), with block scales if lines_ptr is not None.
+    """Return the product of weight and x, (LINES, ROWS), summed over the inputs [first, end).
+
+    Block scales are applied if lines_ptr is not None.
 
     - weight_at, x_at, SUM, EVEN: as in `segment_sums`.
     - from_row (LINES,), read_row (ROWS,): the rows of the weight and of x.

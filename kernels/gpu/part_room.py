@@ -21,7 +21,7 @@ LEVELS = 4
 
 
 def most_members(rows: int) -> int:
-    """Return the maximum number of rows in all groups with a shared prefix of a step together.
+    """Return the maximum total number of rows in the groups of a step that share a prefix.
 
     A row is a query, and counts once for each group that contains it. Groups beyond this number are not used, so their
     rows read all keys for themselves.
@@ -35,8 +35,8 @@ def most_members(rows: int) -> int:
 def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) -> int:
     """Return the maximum number of partial attention results over shared keys in a step.
 
-    It holds if keys are not split at fixed positions. The step's number of programs (`prefix_segment`) and
-    `most_members` limit it.
+    The maximum holds if keys are not split at fixed positions. It follows from the number of programs
+    (`prefix_segment`) and from `most_members`.
 
     Args:
         rows: number of rows (queries) of the step.
@@ -50,7 +50,7 @@ def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) ->
 def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -> int:
     """Return the maximum number of partial attention results over keys that rows read for themselves.
 
-    It holds if keys are not split at fixed positions.
+    The maximum holds if keys are not split at fixed positions.
 
     Args:
         rows: number of rows (queries) of the step.

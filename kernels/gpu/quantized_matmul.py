@@ -89,7 +89,7 @@ def coded_segment_sums(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Return weight x, (LINES, ROWS) float32, summed over the inputs [first, end) of a packed weight.
+    """Return the product of a packed weight and x, (LINES, ROWS) float32, summed over the inputs [first, end).
 
     - weight_at (LINES, INPUTS / 4), x_at (INPUTS / 4, ROWS): pointers to the first words and the first values of x.
     - from_row, groups_ptr, zeros_ptr, GROUP: as in `coded_values`. EVEN: `inputs` are whole tiles of INPUTS.

@@ -46,7 +46,11 @@ class Vocabulary:
     stated: Mapping[str, Any]
 
     def token(self, key: str) -> str | None:
-        """Return the text of the token whose id is the value of "tokenizer.ggml." + `key`; None if there is none."""
+        """Return the text of a special token; None if the metadata has none.
+
+        Args:
+            key: The metadata key with the token's id, without "tokenizer.ggml.", such as "eos_token_id".
+        """
         number = self.stated.get(key)
         return self.tokens[number] if type(number) is int and 0 <= number < len(self.tokens) else None
 
