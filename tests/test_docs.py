@@ -56,7 +56,7 @@ def test_the_readmes_job_is_right(tmp_path):
     assert job.name == "ticket-triage"
 
 
-def test_the_readmes_job_says_so_without_its_model(tmp_path):
+def test_the_readmes_job_reports_its_missing_model(tmp_path):
     (tmp_path / "job.yaml").write_text(fenced(ROOT / "README.md", "yaml")[0])
     with pytest.raises(JobFileError, match=re.escape("models/qwen2.5-7b")):
         load_job(tmp_path / "job.yaml")
@@ -85,7 +85,7 @@ def test_the_readmes_queries_run(tmp_path, monkeypatch):
     assert accuracy == [(1, 2, 50.0)]
 
 
-def test_the_suite_of_the_readme_is_what_ci_runs():
+def test_ci_runs_the_suite_of_the_readme():
     assert any("make test" in block for block in fenced(ROOT / "README.md", "sh"))
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
 

@@ -35,19 +35,19 @@ for at, marks in enumerate(((), ("-m", "not slow"), ("-m", "slow"))):
 """
 
 
-def test_a_sample_has_as_many_values_as_it_can() -> None:
+def test_a_sample_covers_the_maximum_number_of_values() -> None:
     for seed in map(str, range(20)):
         kept = spread(CASES, 4, seed)
         assert len(kept) == 4
         assert {part for case in kept for part in case[8:-1].split("-")} == set("abcdwxyz12")
 
 
-def test_once_all_values_are_there_they_come_again() -> None:
+def test_values_are_repeated_once_all_are_covered() -> None:
     kept = spread(CASES, 8, "0")
     assert [sum(value in case[8:] for case in kept) for value in "abcdwxyz"] == [2] * 8
 
 
-def test_a_seed_draws_the_same_sample_from_whatever_order_and_others_draw_others() -> None:
+def test_a_seed_gives_the_same_sample_for_any_order() -> None:
     samples = [spread(CASES, 4, str(seed)) for seed in range(20)]
     assert samples == [spread(CASES[::-1], 4, str(seed)) for seed in range(20)]
     assert len(set(map(frozenset, samples))) > 15

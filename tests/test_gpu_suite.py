@@ -177,7 +177,7 @@ def test_a_rehearsal_without_packages(
 
 
 @no_gpu
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_the_suite_reports_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_suite", "--call", "kernels"])
@@ -226,7 +226,7 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_what_pytest_wrote_is_counted(tmp_path: Path) -> None:
+def test_results_of_pytest_are_counted(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     found = kernel_tests.counts(tmp_path / "junit.xml")
     assert found == {"passed": 1, "failed": 2, "skipped": 1, "failed_tests": "a::two, b::four"}
@@ -241,12 +241,12 @@ def case(ours: Callable[[], Any], **more: Any) -> Case:
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4), torch.full((4,), float("nan"))])
-def test_what_is_wrong_is_not_timed(wrong: torch.Tensor) -> None:
+def test_wrong_results_are_not_timed(wrong: torch.Tensor) -> None:
     with pytest.raises(WrongResult, match="k, s: off by"):
         measured(section(), case(lambda: wrong))
 
 
-def test_a_peer_that_fails_is_told_and_left_out() -> None:
+def test_a_failing_peer_is_reported_and_omitted() -> None:
     given = section()
     found = measured(given, case(lambda: torch.ones(4), others={"bad": lambda: 1 / 0, "good": lambda: 1}))
     assert list(found.times) == ["ours", "good"]
@@ -254,7 +254,7 @@ def test_a_peer_that_fails_is_told_and_left_out() -> None:
 
 
 @pytest.mark.parametrize("parts", [attention.parts, matmul.parts, tiles.parts], ids=lambda f: f.__module__)
-def test_each_case_of_a_gpu_has_a_name_of_its_own(
+def test_each_case_of_a_gpu_has_a_unique_name(
     parts: Callable[[BenchSection], list[Part]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "why_not_fp8", lambda: None)
@@ -284,7 +284,7 @@ def test_tiles_reach_the_kernels(work: Any) -> None:
     assert torch.equal(case.ours(), before)
 
 
-def test_tiles_that_a_gpu_has_no_room_for_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_do_not_fit_a_gpu_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(section: BenchSection, tried: Case) -> Result:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
@@ -292,7 +292,7 @@ def test_tiles_that_a_gpu_has_no_room_for_are_told(monkeypatch: pytest.MonkeyPat
     assert {measure().figures["tiles"] for _, measure in tiles.parts(section())} == {"do not fit"}
 
 
-def test_idle_time_is_what_no_work_covers() -> None:
+def test_idle_time_is_the_time_without_work() -> None:
     works = [("a", 0, 10), ("b", 5, 20), ("a", 30, 60), ("c", 40, 50), ("c", 100, 110)]
     found = profile.summary([profile.Work(*work) for work in works])
     assert found["idle_share"] == pytest.approx(50 / 110)

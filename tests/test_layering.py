@@ -304,7 +304,7 @@ def sub_room(module: str) -> str | None:
     return ".".join(parts[1:3]) if len(parts) > 3 else None
 
 
-def test_no_room_imports_what_it_must_not() -> None:
+def test_no_room_breaks_its_import_rules() -> None:
     found = [
         fault
         for module, path, package in modules()
@@ -461,7 +461,7 @@ def test_a_violation_is_caught(module: str, source: str) -> None:
         ("batchinfer.cli", "from batchinfer.pipeline import run"),
     ],
 )
-def test_what_is_allowed_is_not_a_violation(module: str, source: str) -> None:
+def test_allowed_imports_are_no_violation(module: str, source: str) -> None:
     assert import_faults(source, module) == []
 
 

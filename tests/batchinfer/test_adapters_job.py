@@ -110,7 +110,7 @@ def computed(outcome: Outcome) -> int:
     return int(outcome.row["computed_requests"] or 0)
 
 
-def test_answers_are_known_by_what_the_adapter_computes(tmp_path: Path, model: Path, models: Path) -> None:
+def test_answers_are_reused_by_the_content_of_the_adapter(tmp_path: Path, model: Path, models: Path) -> None:
     """Another name or folder computes nothing; other weights compute the rows that use them."""
     adapters = tmp_path / "adapters"
     shutil.copytree(models / "one", adapters / "one")
@@ -132,7 +132,7 @@ def test_answers_are_known_by_what_the_adapter_computes(tmp_path: Path, model: P
     assert any(changed)
 
 
-def test_the_job_s_adapter_is_that_of_rows_that_name_none(
+def test_rows_without_an_adapter_use_the_jobs(
     tmp_path: Path, model: Path, models: Path, wanted: dict[Any, list[Any]]
 ) -> None:
     rows = rows_of([None, "two", None])
@@ -185,7 +185,7 @@ def test_adapters_that_a_job_does_not_have(
     ({"alpha_pattern": {".*q_proj": 3}}, "alpha_pattern"),
     ({"lora_alpha": "many"}, "lora_alpha"),
 ])  # fmt: skip
-def test_what_is_not_computed_is_refused(
+def test_unsupported_adapters_are_refused(
     tmp_path: Path, model: Path, models: Path, changes: dict[str, Any], reason: str
 ) -> None:
     shutil.copytree(models / "one", tmp_path / "one")
@@ -265,7 +265,7 @@ def distance(one: Path, other: Path) -> float:
     return sum(abs(a["logprobs"][0]["logprob"] - b["logprobs"][0]["logprob"]) for a, b in pairs)
 
 
-def test_the_plan_counts_what_adapters_take(tmp_path: Path, model: Path, models: Path) -> None:
+def test_the_plan_counts_the_memory_and_time_of_adapters(tmp_path: Path, model: Path, models: Path) -> None:
     """Their memory, and the time of their products for rows that use them."""
     rows = rows_of([None, "one", "two", "one"] * 2)
     own = {"model": {"adapter_from_column": "who"}, "sampling": {"max_tokens": 6, "ignore_eos": True}}

@@ -48,7 +48,7 @@ def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("sampling", "per_file"), [({}, 3), ({"best_of": 5}, 2), ({"best_of": 5}, 100)])
-def test_lists_hold_what_rows_of_answers_do(
+def test_lists_equal_the_rows_of_single_answers(
     tmp_path: Path, model: Path, sampling: dict[str, Any], per_file: int
 ) -> None:
     """With log-probabilities of answers and prompts. Changing the option computes nothing."""

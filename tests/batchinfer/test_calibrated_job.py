@@ -90,7 +90,7 @@ def die_halfway(order: CalibrationOrder, *_: Any) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
 @pytest.mark.parametrize("short", [0, 1])
-def test_a_model_of_ranks_answers_where_it_fits_one_gpu(
+def test_ranks_calibrate_with_answers_if_the_model_fits_one_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
     """A GPU has `short` bytes less than the int4 model needs."""
@@ -171,7 +171,7 @@ def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path
     assert other.row["int4_kl"] is None
 
 
-def test_what_cannot_be_calibrated(model: Path, tmp_path: Path) -> None:
+def test_models_that_cannot_be_calibrated(model: Path, tmp_path: Path) -> None:
     make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
     make_tokenizer(tmp_path / "packed")
     job = write_job(tmp_path, tmp_path / "packed", ROWS, **PLAIN)
@@ -233,7 +233,7 @@ def test_the_command_calibrates_on_a_file_of_prompts_as_on_a_job_with_these_rows
     ([{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}], {"messages": "messages"}),
     (["{not json", {"text": "b", "id": 3}], {"text": "text"}),
 ])  # fmt: skip
-def test_what_of_a_file_are_prompts(
+def test_prompts_of_a_calibration_file(
     model: Path, tmp_path: Path, rows: list[Any], prompt: dict[str, str]
 ) -> None:
     file = tmp_path / "prompts.jsonl"

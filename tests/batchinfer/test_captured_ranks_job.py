@@ -87,7 +87,7 @@ def test_captured_steps_of_ranks_answer_as_one_process_does(
 
 
 @pytest.mark.slow
-def test_captured_ranks_have_experts_by_how_often_each_was_chosen(
+def test_captured_ranks_place_experts_by_their_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run of one process measures the counts. Each rank's graphs then use its experts, copies included."""

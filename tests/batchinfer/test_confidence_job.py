@@ -145,7 +145,7 @@ def test_fields_have_theirs_in_a_map(tmp_path: Path, tiny: Path) -> None:
     ({}, {"choice": ["a", "b"], "from_columns": ["choice"]}, "rows have their own choice"),
     ({"columns": ["confidence"]}, {"choice": ["a", "b"]}, "a result with output.confidence"),
 ])  # fmt: skip
-def test_what_does_not_go_with_it_is_refused(
+def test_options_that_exclude_confidence_are_refused(
     tmp_path: Path, tiny: Path, output: dict[str, Any], sampling: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(JobFileError, match=said):

@@ -52,7 +52,7 @@ def test_there_are_enough() -> None:
 
 
 @pytest.mark.parametrize("words", ["wall_load_s", "'^device_.*_s$'"])
-def test_the_parts_of_time_are_all_of_it(words: str, opened: OpenResult) -> None:
+def test_the_parts_of_time_add_up(words: str, opened: OpenResult) -> None:
     (sql,) = (one for one in QUERIES if words in one)
     rows, whole = answer(opened, sql), "wall_s" if "wall" in words else "wall_device_s"
     (run,) = answer(opened, "FROM run")
@@ -60,7 +60,7 @@ def test_the_parts_of_time_are_all_of_it(words: str, opened: OpenResult) -> None
     assert sum(row["share"] for row in rows) == pytest.approx(1)
 
 
-def test_the_shared_beginning_paid_most(opened: OpenResult) -> None:
+def test_a_shared_prefix_saved_time(opened: OpenResult) -> None:
     (sql,) = (one for one in QUERIES if "device_s_saved" in one)
     best = answer(opened, sql)[0]
     assert best["device_s_saved"] > 0
@@ -69,7 +69,7 @@ def test_the_shared_beginning_paid_most(opened: OpenResult) -> None:
 
 
 @pytest.mark.slow
-def test_several_answers_to_each_row(tmp_path: Path, model: Path) -> None:
+def test_the_job_of_the_page_gives_several_answers_per_row(tmp_path: Path, model: Path) -> None:
     """The page's job: each repetition is a separate request with its own draws, and the prompt runs once."""
     questions = "".join(json.dumps({"question_id": i, "question": f"Why {i}?"}) + "\n" for i in range(3))
     (tmp_path / "questions.jsonl").write_text(questions)

@@ -118,7 +118,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "sections", "message"), WRONG)
-def test_wrong_jobs_are_told(
+def test_wrong_jobs_are_reported(
     tmp_path: Path,
     checkpoint: Path,
     cli_of: CliOf,
@@ -135,7 +135,7 @@ def test_wrong_jobs_are_told(
     assert (told.code, message in told.err) == (78, True), told.err
 
 
-def test_what_is_no_cross_encoder_is_refused(tmp_path: Path, place: Place) -> None:
+def test_models_that_are_no_cross_encoders_are_refused(tmp_path: Path, place: Place) -> None:
     """Three labels, a class name without its head, a GPU, and a decoder."""
     model = tmp_path / "model"
     make_cross_encoder(model, num_labels=3)

@@ -141,7 +141,9 @@ def changed(folder: Path, older: Path) -> Iterator[tuple[str, Callable[[], objec
     yield "part-", lambda: shutil.copy(older / manifest.name, manifest)
 
 
-def test_a_run_heals_what_readers_refuse(finished: Place, copy: Place, older: Path, cli_of: CliOf) -> None:
+def test_a_run_repairs_files_that_readers_refuse(
+    finished: Place, copy: Place, older: Path, cli_of: CliOf
+) -> None:
     """Answers come from the store: no engine starts."""
     before, run = copy.published(), cli_of(NO_ENGINE)
     cases = range(12) if everything() else (3, 11)
@@ -160,7 +162,7 @@ def test_a_run_heals_what_readers_refuse(finished: Place, copy: Place, older: Pa
     assert (again.code, "published again" in again.err) == (0, False)
 
 
-def test_repair_computes_what_is_damaged_in_the_store_too(copy: Place, cli_of: CliOf) -> None:
+def test_repair_recomputes_answers_damaged_in_the_store(copy: Place, cli_of: CliOf) -> None:
     before = copy.published()
     next(copy.results.glob("*.parquet")).unlink()
     (part,) = (copy.state / "completions").glob("part-*.parquet")
@@ -175,7 +177,7 @@ def test_repair_computes_what_is_damaged_in_the_store_too(copy: Place, cli_of: C
     assert (untouched.code, untouched.err) == (0, "")
 
 
-def test_repair_runs_a_trial_with_what_it_was_run_with(place: Place, cli_of: CliOf) -> None:
+def test_repair_runs_a_trial_with_its_old_settings(place: Place, cli_of: CliOf) -> None:
     job = place.job(output="output: {path: 'out/res/${date}'}")
     options = ("--date", "2026-01-02", "--set", "sampling.max_tokens=3", "-q")
     run = cli_of(FAKE)

@@ -106,7 +106,7 @@ def test_a_divided_model_answers_as_one_process_does(
     ("beside", r"drafts\.runs: beside: the job's model is sharded among ranks, which must all run the same steps"),
     ("heads", r"drafts\.heads: draft heads do not work with a model that is sharded among ranks; remove them"),
 ])  # fmt: skip
-def test_drafts_from_hidden_states_or_from_a_model_beside_are_refused(
+def test_draft_heads_and_draft_models_are_refused_with_ranks(
     tmp_path: Path, models: Path, division: str, drafts: str, reason: str
 ) -> None:
     model = models / "model"

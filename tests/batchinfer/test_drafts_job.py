@@ -273,7 +273,7 @@ WITH_MODELS = {
         1,
     ),
 )
-def test_rows_are_those_of_a_job_without_a_draft_model(
+def test_a_draft_model_changes_no_row(
     tmp_path: Path, model: Path, large: Path, without: Callable[[Path, str], Plain], kind: str, runs: str
 ) -> None:
     wanted = without(large, kind)
@@ -328,7 +328,7 @@ def asked_first(path: Path, options: RunOptions = REAL) -> int:
     return int(line.split(" answers ")[1].split()[0])
 
 
-def test_a_draft_model_that_is_killed_goes_on_where_it_was(
+def test_a_killed_draft_model_resumes(
     tmp_path: Path, model: Path, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its engine has answered some rows, and the job's engine has not started."""
@@ -395,7 +395,7 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, model: Path)
     ({"engine": {"tensor_parallel_size": 2, "threads": 2}}, "sharded among ranks"),
     ({}, "every layer of the job's model has a window"),
 ])  # fmt: skip
-def test_a_model_that_cannot_be_beside_is_refused_there_and_answers_first_else(
+def test_a_draft_model_that_cannot_run_in_the_engine_answers_first(
     tmp_path: Path, model: Path, sections: dict[str, Any], reason: str
 ) -> None:
     if not sections:
@@ -412,7 +412,7 @@ def test_a_model_that_cannot_be_beside_is_refused_there_and_answers_first_else(
     assert reason in found.draft_model["why"]
 
 
-def test_forecasts_say_what_drafts_came_to_in_the_last_run(tmp_path: Path, model: Path) -> None:
+def test_forecasts_use_the_acceptance_of_the_last_run(tmp_path: Path, model: Path) -> None:
     path = job(tmp_path / "job", model, "auto", sampling={"max_tokens": 20})
     ran = run(path, REAL, FLOAT32).row
     longer = ("sampling.max_tokens", "22")
@@ -444,7 +444,9 @@ def test_forecasts_say_what_drafts_came_to_in_the_last_run(tmp_path: Path, model
     ({"drafts": ["prompt", "prompt"]}, "names a source twice"),
     ({"drafts": ["prompt"], "task": "embed"}, "no answers are generated"),
 ])  # fmt: skip
-def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any], message: str) -> None:
+def test_invalid_values_of_drafts_are_refused(
+    tmp_path: Path, model: Path, sections: dict[str, Any], message: str
+) -> None:
     path = write_job(tmp_path, model, rows(2), **sections)
     with pytest.raises((BatchInferError, JobFileError), match=message):
         load_job(path)
@@ -463,7 +465,7 @@ def test_what_drafts_may_be(tmp_path: Path, model: Path, sections: dict[str, Any
         2,
     ),
 )
-def test_rows_are_those_of_a_job_without_heads(
+def test_heads_change_no_row(
     tmp_path: Path, model: Path, large: Path, without: Callable[[Path, str], Plain], kind: str, heads: str
 ) -> None:
     """Heads propose the last token again: a small random model's answers repeat. In trees only second
@@ -536,7 +538,7 @@ def second(model: Path, folder: Path) -> Path:
 NEVER = 5  # a token
 
 
-def test_heads_count_as_weights_and_those_with_a_layer_as_cache(
+def test_heads_count_as_weights_and_heads_with_a_layer_also_as_cache(
     tmp_path: Path, model: Path, large: Path
 ) -> None:
     """A layer caches K and V of each token, and the state that it reads."""
@@ -571,7 +573,7 @@ def test_heads_that_do_not_fit_are_refused_before_anything_runs(
         assert refused.value.exit_code == 78
 
 
-def test_rows_are_those_of_a_job_without_the_layer_for_further_tokens(tmp_path: Path, model: Path) -> None:
+def test_an_mtp_layer_changes_no_row(tmp_path: Path, model: Path) -> None:
     """The layer is in the model's folder. It gives the next token if nothing else matters, which is nearly
     always the case."""
     folder = tmp_path / "model"

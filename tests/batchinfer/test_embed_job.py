@@ -75,7 +75,7 @@ def test_vectors_equal_transformers(tmp_path: Path, sentences: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_made_of_vectors_computes_nothing(tmp_path: Path, sentences: Path) -> None:
+def test_columns_made_from_vectors_compute_nothing(tmp_path: Path, sentences: Path) -> None:
     path = write_job(tmp_path, sentences, TEXTS, embed={"normalize": False})
     run(path, REAL)
     whole = embeddings(path)

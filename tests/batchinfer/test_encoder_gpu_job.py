@@ -40,9 +40,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("family", "pooling", "layers"), first_of(CASES, 1))
-def test_vectors_are_those_of_a_cpu(
-    tmp_path: Path, family: str, pooling: str, layers: dict[str, int]
-) -> None:
+def test_vectors_equal_a_cpus(tmp_path: Path, family: str, pooling: str, layers: dict[str, int]) -> None:
     """Two-sided windows, rotated positions with head norms, learned positions, and distances."""
     model, texts = tmp_path / "model", [*TEXTS[1:5:3], "a", "b" * 40]
     make_sentence_encoder(model, family, pooling, layers=layers)

@@ -48,7 +48,7 @@ def test_vectors_equal_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layers_behind_the_pooling(tmp_path: Path) -> None:
+def test_layers_after_the_pooling(tmp_path: Path) -> None:
     """As in EmbeddingGemma: the store keeps the vectors before these layers, and a changed layer computes
     nothing."""
     model, kinds = tmp_path / "model", ("Identity", "Tanh")
@@ -87,7 +87,7 @@ def refused(folder: Path, model: Path, **sections: Any) -> str:
     return str(caught.value)
 
 
-def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_unsupported_options_of_encoders_are_refused(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_sentence_encoder(model, "mpnet", "mean_tokens")
     said = refused(tmp_path, model, task="generate", sampling={"max_tokens": 4})

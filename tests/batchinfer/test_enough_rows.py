@@ -48,7 +48,7 @@ def test_an_input_without_rows_is_refused(tmp_path: Path, model: Path, path: Any
     refused(job, "the input has no rows; set input.allow_empty: true to publish an empty result", *sets)
 
 
-def test_a_file_without_rows_beside_others_is_no_empty_input(tmp_path: Path, model: Path) -> None:
+def test_a_file_without_rows_next_to_other_files_is_no_empty_input(tmp_path: Path, model: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"")
     (tmp_path / "b.jsonl").write_text("{not json\n")
     job = write_job(tmp_path, model, **JOB | {"input": {"path": "*.jsonl"}})

@@ -69,7 +69,7 @@ def test_the_first_run_compiles_for_all(tmp_path, model, quick, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_computes_nothing_compiles_nothing(tmp_path, model):
+def test_a_run_without_work_compiles_nothing(tmp_path, model):
     compiler, log = fake_compiler(tmp_path)
     job = write_job(tmp_path, model, people(3))
     for words in (("plan", str(job)), ("run", "--help"), ("doctor",)):
@@ -88,7 +88,7 @@ def test_a_run_that_ends_early_ends_the_compiler(tmp_path, model):
     assert not log.exists() or "end" not in log.read_text()
 
 
-def test_without_a_compiler_the_engine_says_so(monkeypatch, tmp_path):
+def test_without_a_compiler_the_engine_logs_it(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "none"))
     notices: list[str] = []
     with build_in_background(CPU, notices.append) as operators:
@@ -106,7 +106,7 @@ def test_nothing_is_compiled_for_a_gpu(nothing_compiled):
     assert not nothing_compiled.exists()
 
 
-def test_what_was_compiled_before_the_engine_needed_it_took_none_of_its_time(nothing_compiled):
+def test_early_compilation_takes_no_time_of_the_engine(nothing_compiled):
     notices: list[str] = []
     with build_in_background(CPU, notices.append) as operators:
         operators.look()

@@ -61,12 +61,12 @@ def test_a_job(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_validate_says_so(folder: Path, tmp_path: Path) -> None:
+def test_validate_names_the_library(folder: Path, tmp_path: Path) -> None:
     found = "\n".join(validate_job(load_job(job(folder, tmp_path), ())))
     assert "batchinfer has no code of its own for gpt_bigcode: transformers" in found
 
 
-def test_what_cannot_run_is_refused_by_validate(folder: Path, tmp_path: Path) -> None:
+def test_validate_refuses_models_that_cannot_run(folder: Path, tmp_path: Path) -> None:
     path = job(folder, tmp_path, model={"quantization": "int8"})
     with pytest.raises(JobFileError, match="no layer is quantised"):
         validate_job(load_job(path, ()))

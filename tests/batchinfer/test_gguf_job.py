@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("named", [NAME, "models"])
-def test_answers_are_those_of_the_dequantised_checkpoint(tmp_path: Path, folder: Path, named: str) -> None:
+def test_answers_equal_the_dequantised_checkpoint(tmp_path: Path, folder: Path, named: str) -> None:
     answers = []
     for model in (folder / named, folder / "plain"):
         job_folder = tmp_path / f"job-{len(answers)}"

@@ -62,9 +62,7 @@ def run_on_gpu(path: Path, factory: str = "build_quick") -> Outcome:
 
 
 @pytest.mark.parametrize("again", first_of((False, True), 1))
-def test_codes_and_deterministic_from_the_file_to_the_report(
-    tmp_path: Path, model: Path, again: bool
-) -> None:
+def test_a_quantised_deterministic_job_from_file_to_report(tmp_path: Path, model: Path, again: bool) -> None:
     """The report states the settings. Published bytes of another run do not depend on chunks."""
     at_once = job(tmp_path / "at-once", model, "int8", "fp8", deterministic=True)
     outcome = run_on_gpu(at_once)
@@ -92,7 +90,7 @@ def test_codes_and_deterministic_from_the_file_to_the_report(
 @pytest.mark.parametrize(
     ("quantization", "deterministic"), [("int8", False), pytest.param("none", True, marks=pytest.mark.slow)]
 )
-def test_what_only_triton_can_do_is_refused_without_it(
+def test_options_that_need_triton_are_refused_without_it(
     tmp_path: Path, model: Path, quantization: str, deterministic: bool
 ) -> None:
     path = job(tmp_path / "job", model, quantization, deterministic=deterministic)

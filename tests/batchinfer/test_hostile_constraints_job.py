@@ -90,7 +90,7 @@ def test_many_hostile_rows_after_one_another_are_no_mistake_of_the_job(place: Pl
     assert [row["error_code"] for row in place.table()] == ["bad_constraint"] * 10
 
 
-def test_a_checker_goes_on_after_a_constraint_that_ended_it(definition: str) -> None:
+def test_a_checker_restarts_after_a_constraint_that_ended_it(definition: str) -> None:
     with ConstraintChecker(definition, within_s=0.5) as checker:
         assert checker.problem(SamplingParams()) is None
         assert checker.problem(SamplingParams(regex="a+")) is None
@@ -105,7 +105,7 @@ def test_a_constraint_that_is_slow_on_a_busy_machine_is_accepted() -> None:
     assert constraint_problem(SamplingParams(json_schema=json.dumps(references(50))), within_s=0.2) is None
 
 
-def test_what_the_check_lets_through_compiles_on_the_stack_of_the_engine(definition: str) -> None:
+def test_accepted_constraints_compile_on_the_stack_of_the_engine(definition: str) -> None:
     """The deepest chains that the check accepts."""
     tokenizer = GrammarTokenizer.of(definition, (), 10**6).library
     with ConstraintChecker(definition) as checker:
@@ -118,7 +118,7 @@ def test_what_the_check_lets_through_compiles_on_the_stack_of_the_engine(definit
             assert not compile_constraint(make(count), tokenizer).is_error()
 
 
-def test_rows_whose_grammar_takes_too_much_work_fail_beside_others_that_go_on(definition: str) -> None:
+def test_rows_with_expensive_grammars_fail_and_other_rows_continue(definition: str) -> None:
     """Measured with 49,152 tokens: 64 such rows cost up to 0.6 s of CPU time per step for masks and 0.8 s to
     take tokens, until each has failed."""
     constraints = GrammarConstraints(definition, [EOS], 300, 1)

@@ -133,9 +133,7 @@ def test_answers_that_are_lost_after_the_rows_were_read(
 
 
 @pytest.mark.slow
-def test_a_trial_neither_uses_nor_replaces_what_is_kept(
-    tmp_path: Path, model: Path, known: list[int]
-) -> None:
+def test_a_trial_neither_uses_nor_replaces_kept_state(tmp_path: Path, model: Path, known: list[int]) -> None:
     path = write_job(tmp_path, model, people(30), **FIELDS)
     run(path)
     marker = tmp_path / "out/.batchinfer-res/kept/kept.json"
@@ -145,7 +143,7 @@ def test_a_trial_neither_uses_nor_replaces_what_is_kept(
     assert (marker.read_bytes(), known) == (before, [])
 
 
-def test_what_is_kept_goes_when_it_is_as_old_as_unused_answers(tmp_path: Path, model: Path) -> None:
+def test_kept_state_is_removed_at_the_age_of_unused_answers(tmp_path: Path, model: Path) -> None:
     path = write_job(tmp_path, model, people(5), cache={"keep": 20}, **FIELDS)
     run(path)
     kept = tmp_path / "out/.batchinfer-res/kept"

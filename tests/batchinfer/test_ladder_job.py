@@ -80,9 +80,7 @@ def test_rows_run_again_until_they_fit(
         assert queued[COUNT]["queued_s"] < max(one["finished_s"] for one in queued[:COUNT])
 
 
-def test_equal_rows_run_again_together_and_equal_samples_apart(
-    tmp_path: Path, model: Path, log: Path
-) -> None:
+def test_duplicates_run_again_once_and_samples_separately(tmp_path: Path, model: Path, log: Path) -> None:
     twice = [*rows(8), *rows(8)]
     path = job(tmp_path / "a", model, twice)
     run(path)
@@ -129,7 +127,7 @@ def test_a_ladder_resumes_after_kill_and_computes_nothing_twice(
     assert published(cut) == published(whole)
 
 
-def test_a_second_night_runs_what_is_new(tmp_path: Path, model: Path, log: Path) -> None:
+def test_a_second_run_computes_only_new_rows(tmp_path: Path, model: Path, log: Path) -> None:
     path = job(tmp_path / "j", model, rows(40))
     run(path)
     before = set(computed(log))
@@ -160,7 +158,7 @@ def test_only_rows_without_a_rung_left_are_errors(tmp_path: Path, model: Path, l
         run(path)
 
 
-def test_answers_that_led_to_others_are_kept(tmp_path: Path, model: Path, log: Path) -> None:
+def test_answers_of_earlier_attempts_are_kept(tmp_path: Path, model: Path, log: Path) -> None:
     path = job(tmp_path / "j", model)
     run(path)
     assert clean_job(load_job(path), dry_run=True).answers.rows_dropped == 0
@@ -180,7 +178,7 @@ def test_openai_lines_have_the_answer_that_counts(tmp_path: Path, model: Path) -
     assert reasons == ["stop", "stop", "stop", "length"] * 2
 
 
-def test_each_sample_has_a_ladder_of_its_own(tmp_path: Path, model: Path, log: Path) -> None:
+def test_each_sample_has_its_own_ladder(tmp_path: Path, model: Path, log: Path) -> None:
     """As in a file with each row twice: work is equal, and the jobs share answers."""
     sampled: dict[str, Any] = {"on_invalid": [{"temperature": 0.1}, {"temperature": 0.2}]}
     path = job(tmp_path / "n", model, rows(8), sampling={"temperature": 0.05, "n": 2}, **sampled)

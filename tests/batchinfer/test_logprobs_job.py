@@ -26,7 +26,7 @@ REAL = RunOptions()
 PAGE = Path(__file__).parents[2] / "docs/output.md"
 
 
-def test_a_column_of_the_result_for_those_that_ask(tmp_path: Path, model: Path) -> None:
+def test_rows_with_logprobs_fill_a_column_of_the_result(tmp_path: Path, model: Path) -> None:
     rows = [row | {"lp": (None, 0, 2)[i % 3]} for i, row in enumerate(people(30))]
     path = write_job(tmp_path, model, rows, sampling={"max_tokens": 4, "from_columns": {"logprobs": "lp"}})
     assert run(path).exit_code == 0

@@ -21,7 +21,7 @@ def tokens(row: dict[str, Any]) -> list[int]:
     return [one["token_id"] for one in row["logprobs"]]
 
 
-def test_answers_that_loop_end_where_they_do(tmp_path: Path) -> None:
+def test_looping_answers_end_at_the_loop(tmp_path: Path) -> None:
     """Each is a prefix of the answer without the option, bit by bit, and is not computed again."""
     model = tmp_path / "model"
     make_model_folder(model, seed=3)

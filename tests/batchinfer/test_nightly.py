@@ -78,7 +78,7 @@ def stored(state: Path) -> int:
     return sum(json.loads(path.read_text())["rows"] for path in (state / "completions").glob("part-*.json"))
 
 
-def test_the_documented_nightly_job_computes_only_what_changed(tmp_path: Path, model: Path) -> None:
+def test_the_documented_nightly_job_computes_only_changed_rows(tmp_path: Path, model: Path) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL)
     (tmp_path / "job.yaml").write_text(text)
     (tmp_path / "models").mkdir()
@@ -113,7 +113,7 @@ def test_the_documented_nightly_job_computes_only_what_changed(tmp_path: Path, m
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("path", ["out/res-${date}", "out/${date}/res", "${date}"])
-def test_other_places_for_the_date(tmp_path: Path, model: Path, path: str) -> None:
+def test_other_positions_of_the_date_in_the_path(tmp_path: Path, model: Path, path: str) -> None:
     job = write_job(tmp_path, model, people(6), output={"path": path})
     run(job, "2026-01-01")
     again = run(job, "2026-01-02", NO_ENGINE)
@@ -151,7 +151,7 @@ def test_a_query_whose_rows_are_the_same_leaves_no_run_either(tmp_path: Path, mo
     assert len(runs(tmp_path / "out/res-report")) == 1
 
 
-def test_what_no_result_used_lately_goes_and_the_rest_stays(tmp_path: Path, model: Path) -> None:
+def test_unused_answers_are_cleaned_and_the_rest_stays(tmp_path: Path, model: Path) -> None:
     job = write_job(tmp_path, model, people(40), output={"path": "out/res/${date}"})
     state = tmp_path / "out/.batchinfer-res"
     run(job, "2026-01-01")
@@ -165,7 +165,7 @@ def test_what_no_result_used_lately_goes_and_the_rest_stays(tmp_path: Path, mode
     assert verify_results(tmp_path / "out/res/2026-02-10").problems == []
 
 
-def test_clean_says_what_it_frees_and_a_dry_run_frees_nothing(
+def test_clean_prints_the_freed_bytes_and_a_dry_run_frees_nothing(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = write_job(tmp_path, model, people(20), output={"path": "out/res/${date}"})
@@ -253,7 +253,7 @@ def test_a_date_below_a_mount_point_is_refused_before_anything_runs(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_a_long_run_published_was_used_when_it_published(
+def test_answers_of_a_long_run_count_as_used_at_its_end(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A query's run that took longer than `keep` must not treat its own answers as unused."""

@@ -159,7 +159,7 @@ def test_its_columns_are_reserved_in_its_jobs(tmp_path: Path, model: Path) -> No
 
 
 @pytest.mark.slow
-def test_kinds_share_a_store_and_keep_apart(
+def test_kinds_share_a_store_without_mixing(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Earlier texts are read as texts, with any other answers in the store."""

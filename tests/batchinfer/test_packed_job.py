@@ -36,7 +36,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.sample(1)
-def test_answers_are_those_of_the_dequantised_checkpoint(models: Path, tmp_path: Path) -> None:
+def test_answers_equal_the_dequantised_checkpoint(models: Path, tmp_path: Path) -> None:
     answers = []
     for name in ("packed", "dequantised"):
         (tmp_path / name).mkdir()

@@ -55,7 +55,7 @@ def test_a_folder_for_duckdb(odd: Path) -> None:
         duck.parquet([odd / "x.parquet"])
 
 
-def test_a_result_that_is_asked(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_query_of_a_result_with_such_a_path(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The message shows bytes, not Python's surrogates."""
     assert cli._guarded(["query", str(odd), "select 1"]) == 66
     assert r"/caf\xe9: no published result there" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_the_second_run_places_experts_and_keeps_the_bits(
 
 
 @pytest.mark.parametrize("sizes", first_of([{STAGES: "2"}, {STAGES: "2", TENSOR: "2"}], 1), ids=str)
-def test_all_stages_tell_what_their_experts_were_given(
+def test_all_stages_report_the_loads_of_their_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, str]
 ) -> None:
     """Counts have the layer numbers of the whole model; tensor ranks place whole experts, too."""

@@ -64,7 +64,7 @@ def check(rows: list[dict[str, Any]], found: list[dict[str, Any]], folder: Path)
         np.testing.assert_allclose(top, wanted.topk(row["asked"]).values, atol=1e-4)
 
 
-def test_a_column_of_the_result_for_those_that_ask(
+def test_rows_with_logprobs_fill_a_column_of_the_result(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Duplicates are computed once, and a run with equal rows computes nothing."""
@@ -120,7 +120,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_several_answers_and_forced_ones_have_them(tmp_path: Path, checkpoint: Path) -> None:
+def test_several_answers_and_forced_ones_have_prompt_logprobs(tmp_path: Path, checkpoint: Path) -> None:
     """An answer without a choice still runs its prompt."""
     rows, asked = rows_of(2), {"prompt_logprobs": 1}
     several = SAMPLING | {"n": 2} | asked

@@ -167,7 +167,7 @@ def measured_codes(monkeypatch: pytest.MonkeyPatch, coded: TorchOps, what: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_codes_in_the_cache_of_a_cpu_are_near_values(dtype: Dtype) -> None:
+def test_a_quantised_cache_on_a_cpu_is_close_to_a_float_one(dtype: Dtype) -> None:
     rows = forced_rows(SAMPLE)
     values, codes = log_probabilities(rows, dtype), log_probabilities(rows, dtype, kv_cache="int8")
     off = told(f"{dtype} || {dtype} with an int8 KV cache on the CPU", values, codes, len(rows))
@@ -178,7 +178,7 @@ def test_codes_in_the_cache_of_a_cpu_are_near_values(dtype: Dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_divergence_of_codes_in_the_cache(
+def test_the_divergence_of_a_quantised_cache(
     monkeypatch: pytest.MonkeyPatch, kept: CacheDtype, dtype: Dtype
 ) -> None:
     off = measured_codes(monkeypatch, RoundedCache(kept), f"{kept} KV cache", dtype)

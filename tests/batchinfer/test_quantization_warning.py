@@ -36,7 +36,7 @@ def test_run_plan_and_validate_warn_that_quantisation_changes_answers(tmp_path: 
     assert [warnings(lines) for lines in (run, plan, validate_job(job))] == [wanted] * 3
 
 
-def test_weights_that_stay_as_they_are_stored_need_no_warning(tmp_path: Path) -> None:
+def test_stored_quantised_weights_need_no_warning(tmp_path: Path) -> None:
     """Stored int4 is multiplied as int4; in int8 its weights are quantised again."""
     make_published(tmp_path / "model", tmp_path / "plain", "gptq")
     make_tokenizer(tmp_path / "model")

@@ -175,7 +175,7 @@ def test_ranges_of_experts_keep_the_bits(
         (dying_rank.LOADING, TENSOR, "SIGSTOP", "because rank 1 of 2 made no progress"),
     )),
 ])  # fmt: skip
-def test_the_engine_is_started_again_and_says_which_rank_was_lost(
+def test_the_engine_restarts_and_names_the_lost_rank(
     tmp_path: Path, windowed: Path, alone: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
     at: str, division: str, how: str, said: str,
 ) -> None:  # fmt: skip

@@ -265,7 +265,7 @@ def test_stages_in_an_actor(on: RayCluster, tmp_path: Path) -> None:
         ({"drafts": "drafts: {model: model, runs: beside}"}, ""),
     ],
 )
-def test_what_comes_before_the_first_row_runs_on_nodes(
+def test_calibration_and_draft_models_run_on_nodes(
     settings: dict[str, str], said: str, on: RayCluster, tmp_path: Path
 ) -> None:
     """Calibration and a draft model give one machine's results."""

@@ -105,7 +105,7 @@ def test_a_schema_follows_the_reasoning_and_a_killed_job_ends_with_the_same_byte
     assert same.code == 0, same.out + same.err
 
 
-def test_the_columns_come_and_go_without_computing_anything(place: Place, cli_of: CliOf) -> None:
+def test_adding_and_removing_reasoning_columns_computes_nothing(place: Place, cli_of: CliOf) -> None:
     """Answers without a constraint are unchanged by splitting, and no text occurs twice."""
     output = {"path": "out/res", "columns": ["text"]}
     job = write(place, output=output, sampling={"max_tokens": 60, "temperature": 1.0, "seed": 1})

@@ -53,7 +53,9 @@ def check(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_in_one_batch(tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_features_of_reasoning_rows_in_one_batch(
+    tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_reasoning_model(tmp_path / "model", "qwen3")
     whole, killed = (make_place(tmp_path / name, tmp_path / "model") for name in ("whole", "killed"))
     for place in (whole, killed):

@@ -51,7 +51,7 @@ def computed(job: Path) -> Counter[str]:
     return Counter((job.parent / "log").read_text().split())
 
 
-def test_two_engines_share_the_work_and_the_report_says_so(
+def test_two_engines_share_the_work_and_the_report_shows_it(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_ENGINE_TOGETHER", "2")
@@ -80,13 +80,13 @@ def test_two_engines_share_the_work_and_the_report_says_so(
     assert sum(one["device_s"] for one in report(job, "phases")) == pytest.approx(row["model_s"])
 
 
-def test_no_more_engines_are_started_than_there_are_rows(tmp_path: Path, job: Path) -> None:
+def test_at_most_one_engine_per_row_is_started(tmp_path: Path, job: Path) -> None:
     row = run(job, FAKE, TWO, ("input.limit", "1")).row
     assert (row["replicas"], row["rows_ok"]) == (1, 1)
     assert (tmp_path / "starts").read_text().count(".") == 1
 
 
-def test_a_signal_ends_all_engines_and_the_next_run_goes_on(tmp_path: Path, model: Path) -> None:
+def test_a_signal_ends_all_engines_and_the_next_run_resumes(tmp_path: Path, model: Path) -> None:
     job = write_job(tmp_path, model, people(400))
     command = [sys.executable, "-m", "tests.fake_cli", "run", "job.yaml", "--set", "=".join(TWO)]
     slow = environment(

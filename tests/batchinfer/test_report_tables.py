@@ -106,7 +106,7 @@ def test_phases_and_buckets_add_up_to_the_run(table: Table, name: str) -> None:
         assert all(row["most_prompt_tokens"].bit_count() == 1 for row in rows)
 
 
-def test_the_shared_prefix_pays(table: Table) -> None:
+def test_the_shared_prefix_saves_time(table: Table) -> None:
     (run,), prefixes = table("FROM run"), table("FROM prefixes ORDER BY saved_tokens DESC")
     best = prefixes[0]
     assert (best["users"], best["parent"]) == (ROWS, None)
@@ -120,7 +120,7 @@ def test_the_shared_prefix_pays(table: Table) -> None:
     assert others["s"] >= 0
 
 
-def test_metering_says_what_it_took(table: Table) -> None:
+def test_metering_reports_its_own_cost(table: Table) -> None:
     (run,) = table("FROM run")
     (steps,) = table("SELECT sum(metering_s) AS s FROM steps")
     assert 0 < steps["s"] < run["metering_s"] < run["wall_s"]

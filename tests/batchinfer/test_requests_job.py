@@ -76,7 +76,7 @@ def body_of(line: Any) -> Any:
     return line["response"]["body"]
 
 
-def test_one_file_asks_for_chats_texts_and_vectors(tmp_path: Path, sentences: Path) -> None:
+def test_one_file_mixes_chats_texts_and_vectors(tmp_path: Path, sentences: Path) -> None:
     """Each line has its endpoint's body."""
     requests = [
         chat("hello"),
@@ -172,7 +172,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_what_is_wrong_with_one_input_is_wrong_with_its_line(tmp_path: Path, sentences: Path) -> None:
+def test_a_wrong_input_fails_its_line(tmp_path: Path, sentences: Path) -> None:
     wrong = [(VECTORS, body) for body, _, _ in WRONG]
     path = write_job(tmp_path, sentences, [vectors(["one", "two"]), *wrong, text("hello")])
     out = tmp_path / "out.jsonl"
@@ -301,7 +301,7 @@ def test_validate_and_plan_count_inputs(place: Place, cli_of: CliOf, sentences: 
 
 
 @pytest.mark.slow
-def test_modules_that_are_not_computed_are_told_to_requests_for_vectors(tmp_path: Path) -> None:
+def test_requests_for_vectors_report_unsupported_modules(tmp_path: Path) -> None:
     model = tmp_path / "model"
     make_sentence_model(model, "max_tokens")
     path = write_job(tmp_path, model, [text("hello"), vectors("one")])
@@ -380,7 +380,7 @@ def test_vectors_are_not_made_again(tmp_path: Path, sentences: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_model_is_asked_for_texts_alone(tmp_path: Path, sentences: Path) -> None:
+def test_a_draft_model_is_queried_only_for_texts(tmp_path: Path, sentences: Path) -> None:
     one = Request(bytes(32), np.array([1, 2], np.int32), SamplingParams.vector("last"))
     assert DraftRequests(b"", 100, 300).of(one) is None
     requests = [text("hello", max_tokens=12), vectors(["one", "two"]), text("more", max_tokens=12)]

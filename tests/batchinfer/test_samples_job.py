@@ -100,7 +100,7 @@ def test_the_best_of_several_are_published(tmp_path: Path, model: Path, n: int, 
     assert found == [by_sample[place] for place in wanted]
 
 
-def test_best_samples_are_chosen_by_their_own_tokens_alone() -> None:
+def test_best_samples_are_chosen_only_by_their_own_tokens() -> None:
     """The first of equal ones. An error or a NaN probability is only chosen if nothing else is left."""
     logprobs = [[-1.0, -2.0], [-1.5], [-1.5, -1.5], None, [-9.0], [float("nan")], [-0.1], [], [-2.0]]
     status = ["ok", "ok", "ok", "error", "ok", "ok", "error", "ok", "ok"]
@@ -173,7 +173,7 @@ def test_a_request_with_n_has_n_choices(tmp_path: Path, model: Path) -> None:
     assert "temperature is 0" in found[-1]["error"]["message"]
 
 
-def test_the_next_night_computes_only_other_samples(tmp_path: Path, model: Path) -> None:
+def test_the_next_run_computes_only_other_samples(tmp_path: Path, model: Path) -> None:
     """The job's n applies to requests without their own. Duplicates share their samples in order."""
     path = write_job(tmp_path, model, [request("a", "x", n=2), request("b", "x")], prompt=None)
     assert run(path, FAKE).row["computed_requests"] == 3
@@ -185,7 +185,7 @@ def test_the_next_night_computes_only_other_samples(tmp_path: Path, model: Path)
     assert [row["sample_index"] for row in table(path)] == [0, 1, 2, 0, 0, 1, 2]
 
 
-def test_a_choice_that_failed_is_told_beside_the_others(
+def test_a_failed_choice_is_reported_with_the_others(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_ENGINE_FAILS_EVERY", "2")
@@ -237,7 +237,7 @@ def test_every_verb_knows_samples(place: Place, cli_of: CliOf) -> None:
     assert "r0#0" in verbs("diff", place.results, other).out
 
 
-def test_validate_counts_rows_and_answers_apart(place: Place, cli_of: CliOf) -> None:
+def test_validate_counts_rows_and_answers_separately(place: Place, cli_of: CliOf) -> None:
     rows = [{"id": f"r{n}", "text": None if n == 2 else "word", "n": n + 1} for n in range(4)]
     place.rows(*rows)
     sampling = "sampling: {temperature: 1.0, n: 3, from_columns: [n]}"

@@ -142,7 +142,7 @@ def in_utc(said: time) -> time:
     return (datetime.combine(date(2000, 1, 2), said.replace(tzinfo=None)) - offset).time()
 
 
-def test_whole_answers_are_valid_and_come_back_from_their_columns() -> None:
+def test_complete_answers_are_valid_and_equal_their_columns() -> None:
     """A small part of the sweep below."""
     schemas = {**SHAPES, **EDGES}
     for name, completions in answers(schemas, 1, 120).items():
@@ -159,7 +159,7 @@ def test_a_thousand_answers_of_each_schema(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_exactly_is_refused(name: str) -> None:
+def test_schemas_that_cannot_be_followed_exactly_are_refused(name: str) -> None:
     schema, words = REFUSED[name]
     with pytest.raises(BadConstraint, match=words):
         check_grammar(SamplingParams(json_schema=json.dumps(schema)))

@@ -236,7 +236,7 @@ def test_the_jobs_of_the_page_run(tmp_path: Path, checkpoint: Path, monkeypatch:
     assert value > 1
 
 
-def test_a_preview_marks_what_follows_the_prompt(place: Place, cli_of: CliOf) -> None:
+def test_a_preview_marks_the_text_after_the_prompt(place: Place, cli_of: CliOf) -> None:
     place.rows({"id": "r0", "text": "word 0", "more": " and a"})
     verbs = cli_of(FAKE_ENGINE)
 
@@ -315,7 +315,7 @@ def probabilities(row: dict[str, Any]) -> list[float]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("normalized", [False, True])
-def test_labels_are_those_of_brute_force_also_when_they_are_calibrated(
+def test_labels_equal_brute_force_also_when_calibrated(
     tmp_path: Path, checkpoint: Path, reference: Reference, normalized: bool
 ) -> None:
     """Computed scores are reused, also by a row that equals the prompt without content."""

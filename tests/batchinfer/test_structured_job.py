@@ -138,7 +138,7 @@ def test_rows_set_constraints_of_their_own(place: Place, run: Command) -> None:
     assert "more than 200" in found["parentheses"]["error_message"]
 
 
-def test_validate_says_what_stays_text(place: Place, run: Command) -> None:
+def test_validate_names_columns_that_stay_text(place: Place, run: Command) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}, "b": {"type": ["integer", "string"]}},
@@ -152,7 +152,7 @@ def test_validate_says_what_stays_text(place: Place, run: Command) -> None:
 
 
 @pytest.mark.slow
-def test_no_answer_is_cut_where_max_tokens_fits(place: Place, run: Command) -> None:
+def test_no_answer_is_cut_if_max_tokens_fits(place: Place, run: Command) -> None:
     """Random texts, but complete answers. Rows set their own constraint or limit."""
     shape = {**SCHEMA["properties"], "at": {"type": ["string", "null"], "format": "date-time"}}
     own = {"type": "object", "properties": shape, "required": list(shape)}
@@ -184,7 +184,7 @@ def test_no_answer_is_cut_where_max_tokens_fits(place: Place, run: Command) -> N
     assert 150 < limits[0] < 300
 
 
-def test_validate_says_how_long_answers_are(place: Place, run: Command) -> None:
+def test_validate_prints_the_bound_of_answers(place: Place, run: Command) -> None:
     place.job(sampling="sampling: {max_tokens: fit, choice: [yes, perhaps]}")
     done = run("validate", place.folder / "job.yaml")
     assert done.code == 0, done.err

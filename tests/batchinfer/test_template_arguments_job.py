@@ -82,7 +82,7 @@ def test_the_template_file_is_a_part_of_the_work_and_its_name_is_not(tmp_path: P
     assert run(path, FAKE, ("prompt.chat_template", "other.jinja"))[0].row["computed_requests"] == 3
 
 
-def test_openai_requests_tell_the_template_and_what_it_does_not_read_is_counted(
+def test_openai_requests_have_template_arguments_and_unread_ones_are_counted(
     tmp_path: Path, model: Path
 ) -> None:
     rows = [
@@ -118,7 +118,7 @@ def _planned(path: Path, notice: Any) -> None:
     forecast_job(load_job(path), lambda _: None, notice)
 
 
-def test_a_checkpoint_without_a_template_has_nothing_to_tell(tmp_path: Path, model: Path) -> None:
+def test_a_checkpoint_without_a_template_takes_no_arguments(tmp_path: Path, model: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in model.iterdir():
@@ -132,7 +132,7 @@ def test_a_checkpoint_without_a_template_has_nothing_to_tell(tmp_path: Path, mod
     assert prompts(path) == ["x hello a"]
 
 
-def test_validate_says_what_the_template_reads(tmp_path: Path, model: Path) -> None:
+def test_validate_lists_the_arguments_of_the_template(tmp_path: Path, model: Path) -> None:
     path = job(tmp_path, model, people(2), FAMILIES["gpt-oss"].source, prompt=JOB)
     assert (
         "chat template: reads the arguments builtin_tools, model_identity, reasoning_effort"

@@ -65,7 +65,7 @@ def test_a_text_completion_may_begin_with_its_prompt(tmp_path, model):
     assert len(rust.decode(ids)) > 5
 
 
-def test_the_time_is_told_on_request(tmp_path, model):
+def test_the_time_is_written_on_request(tmp_path, model):
     path = batch(tmp_path, model)
     began = int(time.time())
     run(path, to(tmp_path / "out.jsonl", openai_timestamps=True))
@@ -77,7 +77,7 @@ def test_the_time_is_told_on_request(tmp_path, model):
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "linked.jsonl", "job.yaml", "notes.txt", "gone/out.jsonl"])
-def test_no_other_file_is_written_over_and_nothing_runs(tmp_path, model, name):
+def test_no_foreign_file_is_overwritten_and_nothing_runs(tmp_path, model, name):
     path = batch(tmp_path, model)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "linked.jsonl").hardlink_to(tmp_path / "in.jsonl")
@@ -113,7 +113,7 @@ def test_a_folder_that_takes_no_file_is_seen_before_the_engine(tmp_path, model):
         run(path, to(folder / "out.jsonl", NO_ENGINE))
 
 
-def test_what_fails_after_publishing_says_so_and_can_be_had_later(tmp_path, model, monkeypatch):
+def test_a_failed_openai_file_is_reported_and_written_by_the_next_run(tmp_path, model, monkeypatch):
     path = batch(tmp_path, model)
 
     def full(*_: object, **__: object) -> int:

@@ -59,7 +59,7 @@ KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_answers_are_those_of_transformers(tmp_path: Path, real: Path) -> None:
+def test_answers_equal_transformers(tmp_path: Path, real: Path) -> None:
     """Rows with their own parameters, next to rows without."""
     model = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32).eval()
     rows = [{"ids": PROMPT[: 4 + n], **KINDS[n % len(KINDS)][0]} for n in range(2 * len(KINDS))]
@@ -76,7 +76,7 @@ def test_answers_are_those_of_transformers(tmp_path: Path, real: Path) -> None:
     assert len(found) > len(KINDS)
 
 
-def test_a_token_that_the_model_lacks_is_an_error_row_or_a_mistake(tmp_path: Path, model: Path) -> None:
+def test_an_unknown_token_is_an_error_row_or_a_mistake(tmp_path: Path, model: Path) -> None:
     path = batch(
         tmp_path,
         model,

@@ -156,7 +156,7 @@ def test_stored_answers_are_published_again_when_calls_are_read_in_another_way(
 
 
 @pytest.mark.slow
-def test_a_style_that_nothing_shows_is_told_once(
+def test_an_unknown_style_is_reported_once(
     tmp_path: Path, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tool_model(tmp_path / "model", "qwen3")
@@ -236,9 +236,7 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
-    name: str, tmp_path: Path, cli_of: CliOf
-) -> None:
+def test_required_calls_follow_the_schema_of_their_tool(name: str, tmp_path: Path, cli_of: CliOf) -> None:
     """A random model is forced to call: the requested tools, in the requested number."""
     make_tool_model(tmp_path / "model", name)
     place = make_place(tmp_path / "job", tmp_path / "model")
@@ -290,7 +288,7 @@ def test_calls_that_are_asked_for_follow_the_schema_of_their_tool(
             assert row["tool_calls"][0]["name"] == "get_weather"
 
 
-def test_a_job_asks_for_calls(tmp_path: Path, cli_of: CliOf) -> None:
+def test_a_job_can_require_calls(tmp_path: Path, cli_of: CliOf) -> None:
     make_tool_model(tmp_path / "model", "qwen3")
     place = make_place(tmp_path / "job", tmp_path / "model")
     place.rows(

@@ -120,7 +120,7 @@ def test_earlier_calls_are_printed_in_every_form(tmp_path: Path, model: Path, fo
     [{"function": {"name": "f", "arguments": "{not"}}],
     [{"function": {"name": "f", "arguments": 7}}],
 ])  # fmt: skip
-def test_a_call_that_is_none_is_an_error_row(tmp_path: Path, model: Path, calls: Any) -> None:
+def test_an_invalid_call_is_an_error_row(tmp_path: Path, model: Path, calls: Any) -> None:
     rows = [chat("a"), chat("b", messages=[{"role": "assistant", "content": "", "tool_calls": calls}])]
     path = job(tmp_path, model, rows, prompt=None, on_error={"max_error_rate": 0.9})
     tell(path, chat_template="chat.jinja")

@@ -70,7 +70,7 @@ def test_layouts_are_refused_for_how_weights_are_stored(tmp_path: Path) -> None:
     assert layout(1, 2).refused is None
 
 
-def test_a_dora_is_refused_where_ranks_have_parts_of_rows(tmp_path: Path) -> None:
+def test_a_dora_is_refused_if_ranks_have_parts_of_rows(tmp_path: Path) -> None:
     source = make_model_folder(tmp_path / "model")
     make_adapter(tmp_path / "dora", source, ["q_proj"], dora=True)
     adapted = {

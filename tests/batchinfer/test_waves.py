@@ -111,7 +111,7 @@ def computed(log: Path) -> set[str]:
     pytest.param(SAMPLED, id="equal samples", marks=pytest.mark.slow),
     pytest.param({}, id="greedy", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_waves_publish_what_one_plan_does(
+def test_waves_publish_the_result_of_one_plan(
     tmp_path: Path, model: Path, log: Path, sections: dict[str, Any]
 ) -> None:
     outcomes: list[Outcome] = []
@@ -187,9 +187,7 @@ class Stopping(Progress):
 
 
 @pytest.mark.parametrize("answers", first_of([150, 25, 350], 1))
-def test_what_a_stopped_run_has_done_is_not_done_again(
-    tmp_path: Path, model: Path, log: Path, answers: int
-) -> None:
+def test_work_of_a_stopped_run_is_not_repeated(tmp_path: Path, model: Path, log: Path, answers: int) -> None:
     path, interrupts = job(tmp_path / "job", model), Interrupts()
     with pytest.raises(Interrupted, match="answers are stored"):
         run_job(load_job(path), IN_WAVES, Stopping(interrupts, answers), interrupts, lambda _: None)

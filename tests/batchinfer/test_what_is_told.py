@@ -84,13 +84,13 @@ def test_a_run_that_still_reads_has_nothing_to_query_yet(place: Place, run: Comm
 
 
 @pytest.mark.slow
-def test_retry_errors_says_where_there_is_nothing_to_retry(place: Place, run: Command) -> None:
+def test_retry_errors_reports_if_there_is_nothing_to_retry(place: Place, run: Command) -> None:
     run_once(place)
     ended = run("run", place.folder / "job.yaml", "--retry-errors")
     assert (ended.code, "no row has an error that is marked retryable" in ended.err) == (0, True), ended.err
 
 
-def test_how_a_run_ended_is_said_once() -> None:
+def test_the_end_of_a_run_is_printed_once() -> None:
     def head(exit_status: str, exit_code: int, state: Standing) -> str:
         return RunStatus(state, "out", "job", exit_code=exit_code, exit_status=exit_status).lines(
             datetime.now(UTC)

@@ -98,7 +98,7 @@ class Nights:
         return {path.name: path.read_bytes() for path in sorted((self.folder / "out/res").iterdir())}
 
 
-def test_files_before_one_that_is_new_or_changed_are_taken_over(
+def test_files_before_a_new_or_changed_one_are_reused(
     tmp_path: Path, model: Path, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first run is interrupted before it publishes."""
@@ -123,7 +123,7 @@ def test_files_before_one_that_is_new_or_changed_are_taken_over(
     assert taken[-2:] == [0, 0], "the column has texts now, in all rows"
 
 
-def test_a_sampled_row_that_equals_one_that_was_taken_over_is_another_sample(
+def test_a_sampled_duplicate_of_a_reused_row_is_another_sample(
     tmp_path: Path, model: Path, taken: list[int]
 ) -> None:
     nights, rows = Nights(tmp_path, model, sampling={"temperature": 1.0, "max_tokens": 8}), people(14)

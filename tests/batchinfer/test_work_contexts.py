@@ -24,7 +24,7 @@ def context(place: Place, *extra: str, **sections: str) -> bytes:
     return work_context(check_setup(job, state, this_machine(job.engine.device)), state)
 
 
-def test_answers_of_another_kind_or_that_were_checked_are_other_work(place: Place) -> None:
+def test_answers_of_another_kind_and_checked_answers_are_other_work(place: Place) -> None:
     checked = f"output: {json.dumps({'path': 'out/res', 'schema': SHAPE})}"
     others = [
         context(place, output=checked),

@@ -46,7 +46,7 @@ def test_validate_and_run_agree_on_what_is_right(name: str, place: Place, cli_of
         assert ended.code == 0, (verb, ended.err)
 
 
-def test_validate_tells_of_bad_rows_within_the_budget(place: Place, cli_of: CliOf) -> None:
+def test_validate_reports_bad_rows_within_the_budget(place: Place, cli_of: CliOf) -> None:
     place.rows(*ROWS, b"{no")
     place.job("on_error: {max_error_rate: 0.1}")
     ended = cli_of()("validate", place.folder / "job.yaml")
@@ -68,7 +68,7 @@ def test_validate_reads_the_first_rows_of_every_file(place: Place, cli_of: CliOf
 
 
 @pytest.mark.slow
-def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, cli_of: CliOf) -> None:
+def test_a_column_that_looks_like_a_parameter_is_reported(place: Place, cli_of: CliOf) -> None:
     place.rows(*({**row, "temperature": 23.5, "seed": 1} for row in ROWS))
     place.job(output="output: {path: out/res, columns: [seed]}")
     run = cli_of()
@@ -77,7 +77,7 @@ def test_a_column_that_looks_like_a_parameter_is_told_of(place: Place, cli_of: C
         assert "the input has the column temperature, but the job ignores it" in ended.out + ended.err
 
 
-def test_an_empty_file_is_an_empty_result_where_the_job_allows_it(place: Place, cli_of: CliOf) -> None:
+def test_an_empty_file_is_an_empty_result_if_the_job_allows_it(place: Place, cli_of: CliOf) -> None:
     place.rows()
     place.job(input=from_file("rows.jsonl", ", allow_empty: true"))
     ended = cli_of(NO_ENGINE)("run", place.folder / "job.yaml", "--json")
@@ -233,7 +233,9 @@ def test_another_jobs_result_is_replaced_when_asked_and_other_files_never(
     assert cli_of(NO_ENGINE)("run", place.folder / "job.yaml", "--replace").code == 73
 
 
-def test_the_input_changes_meanwhile(place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_input_changes_during_the_run(
+    place: Place, cli_of: CliOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_ENGINE_MEDDLES_WITH", str(place.folder / "rows.jsonl"))
     ended = cli_of()("run", place.folder / "job.yaml")
     assert ended.code == 65

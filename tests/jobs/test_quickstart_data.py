@@ -89,7 +89,7 @@ def test_every_made_up_word_passes_the_filter() -> None:
     assert all(forbidden.isdisjoint(sentences.words_of(text)) for text in made)
 
 
-def test_the_table_is_what_the_script_writes(tmp_path: Path, lines: list[bytes]) -> None:
+def test_the_table_equals_the_output_of_the_script(tmp_path: Path, lines: list[bytes]) -> None:
     written = tmp_path / "orders.jsonl"
     module("make_data").write(written)
     assert written.read_bytes().splitlines() == lines

@@ -48,7 +48,7 @@ def test_each_row_finds_its_adapter_and_none_is_moved_for_nothing(
     assert found.moved == put[0]
 
 
-def test_with_a_place_for_each_its_number_is_its_place() -> None:
+def test_with_a_slot_for_each_adapter_its_number_is_its_slot() -> None:
     found = AdapterSlots(NUMBERS)
     rows = found.of(("b", "", "a"))
     assert rows is not None

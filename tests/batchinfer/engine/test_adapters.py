@@ -109,7 +109,7 @@ def run(runner: Any, limits: Limits, requests: list[Request], **more: Any) -> Ra
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
 @pytest.mark.parametrize("family", MODULES)
-def test_scores_are_those_of_the_merged_models(family: str, kind: str) -> None:
+def test_scores_equal_the_merged_models(family: str, kind: str) -> None:
     rows, limits = drawn(1, SHAPES), Limits(budget=24)
     names = [NAMES[at % 4] for at in range(len(rows))]
     ops = cpu_ops(checkpoint(family)) if kind == "cpu" else TorchOps()
@@ -178,7 +178,7 @@ def llama(quantization: Quantization, limits: Limits, places: int | None = None)
     quantization=st.sampled_from(["none", "int8", "int4"]),
     places=st.sampled_from([None, 1, 2]),
 )
-def test_a_row_has_the_answer_that_it_has_alone(
+def test_a_row_in_a_batch_has_the_answer_of_a_run_alone(
     names: list[str],
     shared: int,
     budget: int,
@@ -205,7 +205,7 @@ def test_a_row_has_the_answer_that_it_has_alone(
         np.testing.assert_allclose(found[0], logprobs, atol=1e-6)
 
 
-def test_rows_share_the_cache_with_those_of_their_adapter_alone() -> None:
+def test_rows_share_prefixes_only_with_rows_of_their_adapter() -> None:
     limits = Limits(seqs=1)
     ran = run(llama("none", limits), limits, generating(["", "one", "", "one", "two"], [20] * 5))
     cached = [ran.requests[key_of(row)].cached_tokens for row in range(5)]

@@ -42,7 +42,7 @@ def steps_until_filled(
     raise AssertionError("places stay empty")
 
 
-def test_places_are_filled_when_waiting_has_wasted_as_much_as_filling_them_would():
+def test_slots_are_filled_when_waiting_has_cost_as_much_as_filling():
     """Each step wastes 2 ms times the share of free slots: 1, 3, 6, … % of 2 ms. Filling them takes the host
     6.1 ms. The device works for 2 ms of it in the step itself, and for 0.9 ms more in the step before."""
     filled = steps_until_filled(COSTS, every=1, prompt=0)
@@ -52,7 +52,7 @@ def test_places_are_filled_when_waiting_has_wasted_as_much_as_filling_them_would
     assert steps_until_filled(COSTS, every=1, prompt=20) < filled, "prompts hide a part of launching them"
 
 
-def test_steps_that_are_launched_at_once_waste_as_much_each():
+def test_free_slots_waste_time_in_each_step_of_a_launch():
     """A sequence ends with each launch."""
     single, four = (steps_until_filled(COSTS, every=1, prompt=0, at_once=steps) for steps in (1, 4))
     assert single / 2 <= four < single / 2 + 1, "the waste grows with the square of launches"
@@ -64,7 +64,7 @@ def test_prompts_that_keep_the_device_busy_do_not_wait():
     assert steps_until_filled(COSTS, every=1, prompt=300, read=1000) == 1, "nor rows after other prompts"
 
 
-def test_without_peaks_only_what_the_host_takes_counts():
+def test_without_peaks_only_host_time_counts():
     unknown = admission_costs(MODEL, None)
     assert (unknown.weights_s, unknown.token_s, unknown.kv_token_s) == (0, 0, 0)
     known = admission_costs(MODEL, Peaks(760e12, 3e12))
@@ -111,7 +111,7 @@ def places_taken(launch_s: float, prompt: int, outputs: list[int]) -> list[int]:
     return taken[1:]
 
 
-def test_rows_are_admitted_together_where_mixed_steps_are_dear():
+def test_rows_are_admitted_together_if_mixed_steps_are_expensive():
     ends = [*range(2, 12), 5, 5, 5]  # one of the first ten ends in each step from the second on
     assert places_taken(0, 3, ends)[:4] == [0, 1, 1, 1]
     assert places_taken(1, 3, ends)[:5] == [0, 0, 2, 1, 0], "a fifth of the places, then what is left"
@@ -233,7 +233,7 @@ def test_short_answers_do_not_leave_the_batch_half_empty():
     assert got.preemptions == 0
 
 
-def test_a_row_that_was_preempted_comes_back_only_with_room_to_end():
+def test_a_preempted_row_is_admitted_again_only_if_it_can_end():
     first, second = sequence([1] * 4, 12, 1, exact=True), sequence([2] * 4, 12, 2)
     driver = driver_for([first, second], blocks=20, size=1, budget=64, prefix_caching=False)
     second.preemptions, scheduler = 1, driver.scheduler
@@ -244,7 +244,7 @@ def test_a_row_that_was_preempted_comes_back_only_with_room_to_end():
     assert driver.preempted == 0
 
 
-def test_estimates_follow_what_has_ended_and_what_still_runs():
+def test_estimates_follow_ended_and_running_rows():
     lengths, fresh = OutputLengths(), sequence([1], 3200)
     fresh.arrival = 1  # its quantile is the golden ratio's 0.62
     lengths.update([])

@@ -60,7 +60,7 @@ def test_weights_are_read_in_a_small_part_of_the_time(
 
 
 @pytest.mark.parametrize("peaks", [Peaks(430e9, 40e9), Peaks(790e12, 4.3e12), None])
-def test_tokens_are_copied_where_that_takes_less_than_running_them(peaks: Peaks | None) -> None:
+def test_tokens_are_copied_if_that_is_faster_than_running_them(peaks: Peaks | None) -> None:
     assert least_copied(SHAPE, peaks) == 1
     free = replace(SHAPE, operators=tuple(one for one in SHAPE.operators if one.name == "copy_parts"))
     assert least_copied(free, peaks) == (1 if peaks is None else None)

@@ -37,12 +37,12 @@ def shape(layout: CacheLayout) -> tuple[int, list[tuple[int | None, int]]]:
     return layout.depth, [(group.keeps, len(group.layers)) for group in layout.groups]
 
 
-def test_layers_of_one_kind_share_a_table() -> None:
+def test_equal_layers_share_a_block_table() -> None:
     assert shape(layout_of([None] * 32)) == (32, [(None, 32)])
     assert shape(layout_of([4096] * 32)) == (32, [(4096, 32)])
 
 
-def test_layers_of_two_kinds_take_turns_in_a_block() -> None:
+def test_layers_with_and_without_a_window_alternate_in_a_block() -> None:
     assert shape(layout_of([128, None] * 12)) == (12, [(128, 12), (None, 12)])
     assert layout_of([128, None] * 2).groups[0].layers == (0, 2)
     gemma3_12b = [1024, 1024, 1024, 1024, 1024, None] * 8
@@ -51,14 +51,14 @@ def test_layers_of_two_kinds_take_turns_in_a_block() -> None:
     assert shape(layout_of(gemma3_4b, 32_768)) == (5, [(1024, 5)] * 5 + [(1024, 4), (None, 5)])
 
 
-def test_a_window_that_no_row_outgrows_is_none() -> None:
+def test_a_window_longer_than_all_rows_is_ignored() -> None:
     """If no row exceeds the window, the job runs as if the model had none, with one block table."""
     layout = layout_of([4096, None] * 13, longest=4096)
     assert shape(layout) == (26, [(None, 26)])
     assert layout.groups[0].windows == {4096, None}
 
 
-def test_layers_that_are_not_alike_keep_all() -> None:
+def test_layers_with_different_shapes_keep_all_tokens() -> None:
     caches = [CacheSpec(4, 64, 128), CacheSpec(2, 64, None)]
     assert shape(cache_layout(caches, 16, 8192)) == (2, [(None, 2)])
 
@@ -68,7 +68,7 @@ def test_layers_that_are_not_alike_keep_all() -> None:
     st.integers(1, 20_000),
     st.sampled_from([1, 16, 100]),
 )
-def test_every_layer_is_in_one_group_and_memory_is_no_more_than_without(windows, longest, size) -> None:
+def test_each_layer_is_in_one_group_and_groups_need_no_more_memory(windows, longest, size) -> None:
     layout = cache_layout([CacheSpec(1, 8, w) for w in windows], size, longest)
     assert sorted(i for group in layout.groups for i in group.layers) == list(range(len(windows)))
     assert all(1 <= len(group.layers) <= layout.depth for group in layout.groups)
@@ -82,7 +82,7 @@ def test_every_layer_is_in_one_group_and_memory_is_no_more_than_without(windows,
 
 
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 300), st.sampled_from([1, 2, 5, 16]))
-def test_sizes_are_those_of_what_is_seen(window, chunk, start, size) -> None:
+def test_sizes_follow_from_the_visible_tokens(window, chunk, start, size) -> None:
     sizes = TableSizes(size, (window,))
     seen = range(max(0, start - window + 1), start + chunk)
     blocks = {at // size for at in seen}
@@ -112,7 +112,7 @@ def test_no_step_holds_more_than_is_set_aside(rows, window, tables, size) -> Non
     assert held <= sum(sizes.among_others(n) for n, _, _ in rows) + sizes.for_chunks(budget)
 
 
-def test_what_is_set_aside_is_used_up() -> None:
+def test_reserved_blocks_are_used_up() -> None:
     """Long chunks of two steps use nearly all of the reserved blocks."""
     sizes, budget = TableSizes(16, (8, None, 8)), 16 * 100
     held = 2 * 2 * sizes.span(8, budget)

@@ -65,7 +65,7 @@ def codes(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def test_it_makes_the_weights_that_a_cpu_makes(model: Path, tmp_path: Path) -> None:
+def test_a_gpu_makes_the_weights_of_a_cpu(model: Path, tmp_path: Path) -> None:
     """The inputs of the first layer are equal on both devices: only rounding differs, in a few values."""
     (lost, told), (wanted, _) = (calibrate(model, tmp_path / device, device) for device in ("cuda", "cpu"))
     assert told == [0, 0, 1, 2], "layers are counted from when the prompts are answered"

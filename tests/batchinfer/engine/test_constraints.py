@@ -32,7 +32,7 @@ def run(rows: Seq[Request]) -> Ran:
     return drain(engine_for(WordConstraints(EOS)), rows)
 
 
-def test_what_has_to_come_is_not_sampled() -> None:
+def test_forced_tokens_are_not_sampled() -> None:
     rows = [request(0, [3, 1, 4], 12, choice=("bcdef",)), request(1, [3, 1], 12, choice=("bccc", "bddd"))]
     found = run(rows)
     assert found.answers[rows[0].key] == ([ord(letter) - FIRST for letter in "bcdef"], "stop")
@@ -44,7 +44,7 @@ def test_what_has_to_come_is_not_sampled() -> None:
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not(on_host: bool) -> None:
+def test_rows_without_a_constraint_are_recognised(on_host: bool) -> None:
     (first,) = run([request(0, [3, 1, 4], 1)]).tokens(0)
     constraints = WordConstraints(EOS, forces=False)
     steered = []
@@ -66,7 +66,7 @@ def test_a_row_that_needs_its_constraint_is_told_from_one_that_does_not(on_host:
         ({"stop": ("x",)}, "stop string"),
     ],
 )
-def test_what_is_cut_is_an_error_that_keeps_its_tokens(params: dict[str, Any], words: str) -> None:
+def test_a_cut_answer_is_an_error_that_keeps_its_tokens(params: dict[str, Any], words: str) -> None:
     row = request(0, [3, 1, 4], **{"most": 12, "choice": ("bcdefghijk",), **params})
     (answer,) = run([row]).completions.values()
     assert answer.finish_reason == "error"
@@ -84,7 +84,7 @@ def test_a_constraint_may_end_an_answer_before_min_tokens() -> None:
     assert answer.finish_reason == "stop"
 
 
-def test_a_constraint_that_cannot_be_compiled_fails_its_row_alone() -> None:
+def test_a_constraint_that_cannot_be_compiled_fails_only_its_row() -> None:
     found = run([request(0, [1], 12, choice=("fails",)), request(1, [1], 12, choice=("bb",))])
     failed, fine = found.completions.values()
     assert failed.error is not None
@@ -110,7 +110,7 @@ def test_a_constraint_may_end_an_answer_before_its_longest() -> None:
     assert exact == [True, False]
 
 
-def test_an_engine_counts_its_own_work_alone() -> None:
+def test_an_engine_counts_only_its_own_work() -> None:
     """Constraints may have worked for another engine before."""
     constraints = WordConstraints(EOS, work=ConstraintWork(compile_s=100.0, mask_s=100.0))
     ran = drain(engine_for(constraints), [request(0, [3, 1, 4], 12, choice=("bad", "cab"))])

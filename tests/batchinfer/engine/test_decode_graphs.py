@@ -157,7 +157,7 @@ def test_graphs_of_drafts_leave_room_for_others(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(3, 40), (12, 9)])
-def test_what_no_graph_covers_runs_without(rows, longest):
+def test_steps_without_a_graph_run_eagerly(rows, longest):
     capture = Counting()
     assert ran(capture, rows, longest).answers == ran().answers
     decodes = sum(not s.prefill_tokens for s in ran().steps)
@@ -173,7 +173,7 @@ def test_what_no_graph_covers_runs_without(rows, longest):
     ],
     ids=["no memory", "an operator refuses"],
 )
-def test_what_was_captured_is_replayed_once_nothing_more_is(caplog, room, lacks, said):
+def test_captured_graphs_are_replayed_after_a_capture_fails(caplog, room, lacks, said):
     """After an out-of-memory error, other steps run without a graph."""
     capture, enough = Counting(room, lacks), Counting()
     got, wanted = ran(capture), ran(enough)
@@ -186,7 +186,7 @@ def test_what_was_captured_is_replayed_once_nothing_more_is(caplog, room, lacks,
     assert caplog.text.count(said) == 1
 
 
-def test_after_the_warm_up_a_kind_of_step_is_captured_when_it_comes_again():
+def test_after_the_warm_up_a_repeated_kind_of_step_is_captured():
     """Kinds of steps that occur once or twice run eagerly; answers are equal."""
     at_once, later = Counting(), Counting()
     wanted, got = ran(at_once), ran(later, warmed_up=True)
@@ -229,7 +229,7 @@ class CarryingOps(HashingOps):
         return super().plan_captured(inputs)
 
 
-def test_graphs_read_what_tables_hold_now():
+def test_graphs_read_the_current_block_tables():
     """A row that was preempted has other blocks, and may return one token later."""
     one, row = sequence([1] * 20, 20), OneRow()
     for context, table in ((9, [1, 2, 3]), (10, [1, 2, 3]), (11, [7, 8, 9]), (13, [7, 8, 9, 4])):
@@ -248,7 +248,7 @@ def test_the_plan_of_the_last_step_is_reused_for_the_same_rows_one_token_later()
     assert row.carried == [False, True, False, True, False, True]
 
 
-def test_engines_that_take_turns_on_graphs_do_not_carry_on_each_others_plans():
+def test_engines_that_share_graphs_do_not_reuse_each_others_plans():
     """Rows of the two engines have equal lengths."""
     one, other, row = sequence([1] * 20, 20), sequence([1] * 20, 20), OneRow()
     one.tables, other.tables = [[1, 2, 3]], [[7, 8, 9]]

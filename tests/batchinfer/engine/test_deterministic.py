@@ -118,7 +118,7 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantizati
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [1, 9, 11, 12])
-def test_codes_in_the_cache_change_no_bit_either(dtype, number):
+def test_a_quantised_cache_is_deterministic_too(dtype, number):
     """Micro-batches of prompts, shared prefixes, scarce blocks and two threads."""
     loaded, wanted = yardstick("llama-wide", dtype, "none", "int8")
     assert different(Forced(loaded, rows(), WAYS[number]).run(), wanted) == []
@@ -223,13 +223,13 @@ def refuse(**_: object) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_without_a_compiler_it_is_refused(monkeypatch, quantization):
+def test_deterministic_is_refused_without_a_compiler(monkeypatch, quantization):
     """torch's operators select their order of sums by the batch's shape, and are not deterministic."""
     monkeypatch.setattr("batchinfer.models.ops.choose.CompiledOperators", refuse)
     with pytest.raises(Unavailable, match=r"needs? the compiled CPU operators.*no C compiler"):
         load(checkpoint("llama"), "float32", quantization)
 
 
-def test_what_the_compiled_operators_do_not_cover_is_refused():
+def test_deterministic_is_refused_for_dtypes_without_compiled_operators():
     with pytest.raises(Unavailable, match=r"engine\.deterministic: true.*float16"):
         load(checkpoint("llama"), "float16")

@@ -53,7 +53,7 @@ SPEC = checkpoint("llama").spec
 STEPS = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=250)
 
 
-def test_an_engine_takes_no_more_than_its_part(tmp_path: Path) -> None:
+def test_an_engine_takes_at_most_its_share_of_memory(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", seed=5)
     config = EngineConfig(LoadConfig(tmp_path, "float32", "cpu", threads=1), max_model_len=64, longest=64)
     whole = load_model(config).info
@@ -149,7 +149,7 @@ def test_the_largest_step_and_the_largest_decode_step_are_measured():
 
 
 @pytest.mark.parametrize("more", [False, True])
-def test_parts_of_long_prompts_are_measured_where_they_may_take_more(monkeypatch, more):
+def test_chunks_of_long_prompts_are_measured_if_they_may_need_more_memory(monkeypatch, more):
     device, run, seen = Device(), DummySteps._run, []
     monkeypatch.setattr(type(device.runner.ops), "chunks_need_more_memory", more)
 
@@ -229,7 +229,7 @@ def test_a_rank_that_cannot_capture_a_step_leaves_its_group(pieces, monkeypatch)
         device.fit(capture=taped if pieces else refused, mixed=90 if pieces else 0)
 
 
-def test_ranks_run_the_same_steps_before_the_first_one_whoever_knows_masks():
+def test_all_ranks_warm_up_with_masks_if_the_leading_rank_does():
     """Only the leading rank knows masks; other ranks run steps with masks, too."""
     leads, follows = Device(), Device()
     leads.runner = replace(
@@ -240,7 +240,7 @@ def test_ranks_run_the_same_steps_before_the_first_one_whoever_knows_masks():
     assert leads.steps == follows.steps
 
 
-def test_what_graphs_read_is_there_before_the_rest_is_asked_for(monkeypatch):
+def test_tables_of_graphs_are_allocated_before_free_memory_is_measured(monkeypatch):
     """Block tables of graphs are allocated before free memory is measured, and are not subtracted again."""
     asked, device = [], Device(ops=AsOnAGpu())
 
@@ -254,7 +254,7 @@ def test_what_graphs_read_is_there_before_the_rest_is_asked_for(monkeypatch):
     assert device.needed == 1000 * (250 + 6)
 
 
-def test_decode_steps_are_launched_where_there_is_no_memory_for_what_graphs_read(monkeypatch, caplog):
+def test_decode_steps_are_eager_without_memory_for_tables_of_graphs(monkeypatch, caplog):
     """Block tables may be long, and a cache of a requested size may leave too little memory."""
     none_left = Mock(side_effect=torch.OutOfMemoryError("no memory for block tables"))
     monkeypatch.setattr(device_fit, "GraphTables", none_left)
@@ -294,7 +294,7 @@ def test_a_cache_that_cannot_be_had_is_made_smaller(caplog):
     assert "the device had no memory for 60" in caplog.text
 
 
-def test_what_steps_need_is_taken_from_the_share_of_the_cache():
+def test_memory_of_steps_is_subtracted_from_the_share_of_the_cache():
     # bytes of a block, its tokens, the longest row, sequences
     sizes = (1000, TableSizes(16), JobSize(64, 1000, 250))
     assert cache_blocks(*sizes, None, 100_000, "cpu", 30_000) == 10
@@ -305,7 +305,7 @@ def test_what_steps_need_is_taken_from_the_share_of_the_cache():
 
 
 @pytest.mark.parametrize(("free", "kept"), [(4 << 30, 0.15), (8 << 30, 0.09), (64 << 30, 0.03)])
-def test_a_gpu_s_cache_gets_all_but_the_reserve(free, kept):
+def test_the_cache_of_a_gpu_gets_all_memory_except_the_reserve(free, kept):
     """Measured memory of steps is subtracted once; the reserve and a small share remain."""
     sizes = (1 << 20, TableSizes(16), JobSize(4096, 100_000, 8192))
     needed = free // 8
@@ -316,7 +316,7 @@ def test_a_gpu_s_cache_gets_all_but_the_reserve(free, kept):
         cache_blocks(*sizes, None, GPU_RESERVE, "cuda", 0)
 
 
-def test_dummy_steps_are_as_large_as_they_can_be():
+def test_dummy_steps_have_the_maximum_size():
     dummy = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
     chunks = dummy.chunks(250, 6, LONGEST, COSTLY)
     assert [c.length for c in chunks] == [100, 100, 47, 1, 1, 1]
@@ -342,7 +342,7 @@ def test_the_largest_step_has_the_logprobs_that_rows_ask_for(monkeypatch):
 
 
 @pytest.mark.parametrize(("capture", "times"), [(captured_eagerly, 2), (None, 1)])
-def test_what_no_dummy_step_shows_is_counted_for_launched_steps_and_for_graphs(capture, times):
+def test_memory_that_dummy_steps_do_not_use_is_counted(capture, times):
     class Sharing(AsOnAGpu):
         def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
             return 10_000 * rows + longest
@@ -353,7 +353,7 @@ def test_what_no_dummy_step_shows_is_counted_for_launched_steps_and_for_graphs(c
     assert device.needed == 1000 * (250 + 6) + times * (60_000 + LONGEST)
 
 
-def test_rows_are_masked_in_measured_steps_and_in_the_warm_up_where_constraints_can_be_followed(monkeypatch):
+def test_measured_steps_and_the_warm_up_have_masks_if_constraints_are_supported(monkeypatch):
     """Otherwise the memory of masks would not be counted, and the first constrained row would wait for a
     kernel to compile."""
     device, masked = Device(), []
@@ -374,7 +374,7 @@ def test_rows_are_masked_in_measured_steps_and_in_the_warm_up_where_constraints_
     assert masked == [*measured, ("mask", 6, True), ("masked_argmax", 6, True)], "no constraint is asked"
 
 
-def test_dummy_tokens_go_to_the_block_that_belongs_to_nobody():
+def test_dummy_tokens_are_written_to_the_padding_block():
     dummy = DummySteps(Device().fit().runner, STEPS, LONGEST, 60)
     for shared in (False, True):
         chunks = dummy.chunks(250, 6, LONGEST, GREEDY, shared)

@@ -192,7 +192,7 @@ def test_a_prefix_is_read_once() -> None:
     assert sum(alone) > sum(tokens) + 3 * 20
 
 
-def test_a_block_that_others_wrote_is_read_again() -> None:
+def test_a_block_that_another_row_wrote_is_prefilled_again() -> None:
     """Rows with equal prompts get the blocks of earlier rows, which another row's answer overwrote."""
     rows = [
         request(
@@ -205,7 +205,7 @@ def test_a_block_that_others_wrote_is_read_again() -> None:
     assert all(one.accepted == len(one.drafts) or one.end is not None for one in drafter.taken)
 
 
-def test_it_is_not_asked_about_rows_for_which_it_lacks_positions_or_tokens() -> None:
+def test_a_draft_model_is_not_queried_for_rows_beyond_its_positions_or_tokens() -> None:
     short = {"roots": ContentRoots(20)}
     rows = greedy([[1, 2, 3], [1] * 30], 8, ignore_eos=True)
     _, drafter, _ = fed(rows, **short)
@@ -226,7 +226,7 @@ def test_it_is_not_asked_about_rows_for_which_it_lacks_positions_or_tokens() -> 
     assert {taken.sequence.request.key for taken in drafter.taken} <= {told[0].key}
 
 
-def test_tokens_that_the_jobs_model_lacks_are_not_proposed() -> None:
+def test_tokens_unknown_to_the_target_model_are_not_proposed() -> None:
     rows = greedy([[row, 3, 5] for row in range(6)], 30, ignore_eos=True)
     _, all_of_them, _ = fed(rows)
     ran, drafter, _ = fed(rows, target_vocab=6)
@@ -243,7 +243,7 @@ def test_tokens_that_the_jobs_model_lacks_are_not_proposed() -> None:
     st.integers(0, 20),
     st.integers(0, MOST_PROPOSED),
 )
-def test_a_model_is_asked_for_as_many_tokens_as_pay_best(
+def test_the_number_of_draft_tokens_has_the_highest_gain(
     rate: float, rows: int, verify_s: float, propose_s: float, others: int, most: int
 ) -> None:
     def seconds(each: int) -> float:

@@ -61,7 +61,7 @@ def test_answers_do_not_depend_on_trees_of_drafts(work: Work, on_host: bool, rig
     st.lists(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=4), min_size=1, max_size=4),
     st.integers(1, 24),
 )
-def test_the_best_tree_has_the_likeliest_nodes(rates: list[list[float]], most: int) -> None:
+def test_the_best_tree_has_the_most_likely_nodes(rates: list[list[float]], most: int) -> None:
     shape = best_shape(rates, most)
     paths = [()]
     chances = list[float]()
@@ -78,7 +78,7 @@ def test_the_best_tree_has_the_likeliest_nodes(rates: list[list[float]], most: i
     assert shape.first(3) == best_shape(rates, min(most, 3))
 
 
-def test_candidates_are_counted_where_those_before_them_were_right() -> None:
+def test_candidates_are_counted_if_their_parents_were_right() -> None:
     tree = DraftTree([5, 6, 7, 8, 9, 4], [-1, -1, 0, 1, 1, 3], [0.5] * 6, ["a", "b", "c", "d", "e", "f"])
     row: Any = None
     taken = AcceptedTokens(row, 10, array("i", [5, 6, 8]), [-1, -1, 1])  # 7 and 9 were not run
@@ -133,7 +133,7 @@ class Guessing:
 @pytest.mark.parametrize(
     ("place", "branches", "right"), [(0, False, True), (1, False, False), (1, True, True)]
 )
-def test_a_tree_is_right_where_the_second_candidate_is(place: int, branches: bool, right: bool) -> None:
+def test_a_tree_uses_the_right_second_candidate(place: int, branches: bool, right: bool) -> None:
     """The heads cost nothing, and steps take the time of a larger model's steps."""
     rows = greedy([[i, 3, i % 5, 1] for i in range(3)], 40, ignore_eos=True, temperature=0.7)
     work, kept = Work(EASY, rows, [], (None,), 0, 0), KeptStates()
@@ -160,7 +160,7 @@ def test_a_tree_is_right_where_the_second_candidate_is(place: int, branches: boo
         assert model.shape.chances[0] > 0.9
 
 
-def test_with_many_rows_a_tree_has_few_nodes_or_none() -> None:
+def test_with_many_rows_a_tree_has_few_or_no_nodes() -> None:
     """If steps are bound by arithmetic, each node must be worth its cost."""
     heads: Any = Guessing(Ran(), [], 0)
     runner = MedusaRunner(heads, heads, KeptStates(), 10, 4, True)

@@ -165,7 +165,7 @@ def noted_queries(monkeypatch: pytest.MonkeyPatch, kind: Callable[..., bool] = l
 @pytest.mark.parametrize(
     ("model", "right"), first_of([(model, right) for right in (0.8, 0.0) for model in MODELS], 1)
 )
-def test_answers_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, model: str, right: float) -> None:
+def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch, model: str, right: float) -> None:
     wanted, loaded = on_a_cpu(model), loaded_for(monkeypatch, model_of(model))
     assert isinstance(loaded.runner, DeviceRunner)
     graphs = loaded.runner.graphs
@@ -184,7 +184,7 @@ def test_answers_are_those_without_drafts(monkeypatch: pytest.MonkeyPatch, model
     assert len(got.steps) < len(wanted.steps) or not right
 
 
-def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_change_no_bit_of_deterministic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("attention_plan", "attention_splits", "part_room"):
         monkeypatch.setattr(f"batchinfer_kernels.gpu.{module}.SEGMENT", SEGMENT)
     segmented = partial(prefill_attention, segment=SEGMENT)
@@ -201,7 +201,7 @@ def test_drafts_change_no_bit_where_rows_are_deterministic(monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [InParts, MicroBatches])
-def test_rows_with_drafts_draw_the_same_tokens_where_operators_are_launched_one_by_one(
+def test_rows_with_drafts_draw_equal_tokens_in_eager_steps(
     monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Micro-batches that split a row's drafts are included."""

@@ -63,9 +63,7 @@ def test_answers_do_not_depend_on_drafts(
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9))
-def test_own_text_is_continued_behind_the_last_place_of_its_longest_stretch(
-    tokens: list[int], most: int
-) -> None:
+def test_own_text_is_continued_after_the_last_longest_match(tokens: list[int], most: int) -> None:
     (found,) = OwnText().propose([_Row(tokens)], most)  # type: ignore[list-item]
     for stretch in (8, 4, 2):
         places = [
@@ -85,7 +83,7 @@ def test_own_text_is_continued_behind_the_last_place_of_its_longest_stretch(
     assert found is None
 
 
-def test_an_answer_begins_to_be_copied_where_that_of_another_row_did() -> None:
+def test_copying_starts_where_another_row_started_to_copy() -> None:
     source, shared, tail = OwnText(), [7, 8, 9], [5, 6]
 
     def proposed(text: list[int], said: list[int]) -> Proposal | None:
@@ -110,7 +108,7 @@ def test_an_answer_begins_to_be_copied_where_that_of_another_row_did() -> None:
     st.lists(st.integers(0, 4), min_size=1, max_size=14),
 )
 @example(answers=[[0, 0, 1, 1, 0, 0], [1, 0, 0, 0]], end=[0, 0, 1, 1, 0, 0])
-def test_other_answers_are_found_by_their_longest_stretch(answers: list[list[int]], end: list[int]) -> None:
+def test_other_answers_are_found_by_their_longest_match(answers: list[list[int]], end: list[int]) -> None:
     source, text = OtherAnswers(), [-1]
     for answer in answers:
         source.learn(array("i", answer))
@@ -163,7 +161,7 @@ def test_a_known_answer_continues_after_the_differing_tokens(
         assert found.matched >= min(same, 32)
 
 
-def test_a_given_answer_goes_on_behind_words_that_were_put_in_and_left_out() -> None:
+def test_a_known_answer_continues_after_inserted_and_omitted_words() -> None:
     draft = np.arange(100, 160, dtype=np.int32)
     for answer in ([*range(100, 120), 1, 2, 3, *range(120, 123)], [*range(100, 120), *range(126, 129)]):
         found = continue_draft(draft, array("i", answer))
@@ -203,7 +201,7 @@ def test_old_answers_are_forgotten() -> None:
     st.integers(0, 12),
     st.integers(1, 20),
 )
-def test_as_many_drafts_are_verified_as_pay_best(
+def test_the_number_of_verified_drafts_has_the_highest_gain(
     proposals: list[tuple[float, int]], each_s: float, free: int, certain: int
 ) -> None:
     """The chosen number is compared with every combination, for steps whose time grows from some number of
@@ -284,7 +282,7 @@ def looping(count: int, most: int = 40) -> list[Any]:
 
 
 @pytest.mark.parametrize(("peaks", "drafts"), [(PEAKS, True), (Peaks(1e6, 1e12), False)])
-def test_nothing_is_drafted_where_computing_is_what_takes_time(peaks: Peaks, drafts: bool) -> None:
+def test_nothing_is_drafted_if_steps_are_compute_bound(peaks: Peaks, drafts: bool) -> None:
     ticks = iter(range(1 << 30))
     work = Work(EASY, looping(4), [], (None,), 0, 0)
     wanted, drafter = Way().run(work, EASY), costed(lambda: next(ticks) * 1e-9, peaks)
@@ -313,7 +311,7 @@ def told(work: Work, way: Way, peaks: Peaks, held: bool = True) -> Ran:
 SLOW = Peaks(1e9, 1e4)  # steps of a second
 
 
-def test_rows_with_drafts_miss_no_step_where_waiting_for_the_host_takes_little() -> None:
+def test_rows_with_drafts_miss_no_step_if_the_host_is_fast() -> None:
     work = Work(EASY, looping(4, 100), [0, 3, 4, 7], (None,), 0, 0)
     wanted, alone = Way().run(work, EASY), told(work, Way(), SLOW)
     got, missing = told(work, AHEAD, SLOW), told(work, AHEAD, SLOW, held=False)
@@ -341,7 +339,7 @@ def test_a_step_waits_for_drafts_if_that_gives_more_tokens_per_second(
     assert is_waiting_faster(lambda n, _: seconds + n * each, behind, now, plain) == pays
 
 
-def test_no_more_is_drafted_than_there_is_memory_for_or_a_graph_takes() -> None:
+def test_drafts_are_limited_by_memory_and_by_graphs() -> None:
     ticks = iter(range(1 << 30))
     work = Work(EASY, looping(4), [], (None,), 0, 0)
     got = Way().run(work, EASY, costed(lambda: next(ticks) * 1e-9, most_sampled=6, most_drafts=3))
@@ -352,7 +350,7 @@ def test_no_more_is_drafted_than_there_is_memory_for_or_a_graph_takes() -> None:
     assert max(step.drafted_tokens for step in got.steps) == 3
 
 
-def test_drafts_in_the_place_of_padding_take_no_time() -> None:
+def test_drafts_that_replace_padding_take_no_time() -> None:
     times = DraftedStepTimes(SHAPE, Peaks(1e6, 1e12), GraphSteps(rows=64, drafted=64))
     assert times.seconds(9, 0, 1) == times.seconds(9, 0, 7) > times.seconds(8, 0, 0)
     assert times.seconds(9, 0, 7) < times.seconds(9, 0, 8), "the next size"
@@ -447,7 +445,7 @@ def test_one_slow_step_does_not_make_drafts_save_more(slow: int) -> None:
     assert sum(known) == pytest.approx(120 - len(ran.steps), rel=0.1)
 
 
-def test_a_row_is_left_alone_the_longer_the_more_often_it_failed() -> None:
+def test_a_row_backs_off_longer_after_each_failure() -> None:
     patience, pauses = Backoff(), list[int]()
     for _ in range(10):
         patience.record_failure(100, 4)
@@ -475,7 +473,7 @@ def test_rows_that_miss_no_step_are_looked_at_more_often(ahead: int, looks: int)
     assert sum(asked) == looks
 
 
-def test_where_steps_are_launched_together_those_with_drafts_have_to_gain_more(
+def test_with_multi_step_decoding_drafts_must_gain_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Several steps per launch save host time for steps without drafts only."""

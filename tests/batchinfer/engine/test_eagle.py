@@ -107,7 +107,7 @@ def test_a_head_proposes_the_tokens_of_the_reference(kind: str, work: Work) -> N
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_reads_what_rows_share(kind: str) -> None:
+def test_a_head_reads_shared_prefixes(kind: str) -> None:
     compare_sharing(*made(kind), 40)
 
 
@@ -194,7 +194,7 @@ def test_configurations_that_do_not_fit_are_refused(
         inspect_heads(published, checkpoint("llama", **DEEP))
 
 
-def test_other_folders_are_refused(published: Path) -> None:
+def test_folders_with_a_wrong_eagle_head_are_refused(published: Path) -> None:
     few = checkpoint("llama")
     with pytest.raises(JobFileError, match=f"a model of 2 layers needs {IDS}: 3 different ones from 0 to 2"):
         inspect_heads(published, few)

@@ -119,7 +119,7 @@ def test_no_batch_changes_a_vector(
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_where_memory_is_scarce_prompts_run_one_after_the_other(
+def test_with_little_memory_prompts_run_in_sequence(
     pooling: Pooling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: prompts are never chunked, and the step fails if a prompt does not fit."""
@@ -181,7 +181,7 @@ def asked_logits(family: str, rows: Sequence[int]) -> list[Request]:
 
 
 @pytest.mark.parametrize("family", CROSS_ENCODERS)
-def test_logits_are_those_of_transformers(family: str) -> None:
+def test_logits_equal_transformers(family: str) -> None:
     wanted = np.stack(reference_logits(family))
     assert np.ptp(wanted) > 0.1, "the inputs tell"
     for plain, budget in ((False, LONGEST), (True, 1000)):
@@ -205,7 +205,7 @@ def test_no_batch_changes_a_logit(family: str, order: list[int], budget: int, se
     np.testing.assert_array_equal(np.stack(vectors(ran)), np.stack(alone))
 
 
-def test_pairs_are_those_of_both_sides() -> None:
+def test_pairs_count_both_sides_of_a_window() -> None:
     """Compares with a count: a window of 11 sees 10 keys on each side."""
     cost = runner_of("modernbert").cost
     assert cost.windows == (None, 11, 11)
@@ -215,7 +215,7 @@ def test_pairs_are_those_of_both_sides() -> None:
     assert ran.total("pairs") == cost.pairs(40)
 
 
-def test_what_an_encoder_does_not_do_is_refused() -> None:
+def test_unsupported_options_of_encoders_are_refused() -> None:
     engine = engine_of(runner_of("bert"), budget=20)
     ran = drain(engine, asked([[5] * 21, [5] * 20], "mean"))
     errors = [ran.completions[key_of(row)].error for row in range(2)]

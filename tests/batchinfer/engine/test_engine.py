@@ -211,7 +211,7 @@ def test_tokens_and_logits_equal_transformers(variant: str, limits: Limits) -> N
 
 
 @pytest.mark.parametrize("variant", first_of([*FULL, *(v for v in VARIANTS if v not in FULL)], 2))
-def test_tokens_equal_transformers_where_nobody_looks_at_logits(variant: str) -> None:
+def test_tokens_equal_transformers_without_recorded_logits(variant: str) -> None:
     folder, tokens, _ = reference(variant)
     ran, _ = run_engine(folder, Limits(300, blocks=600), greedy(prompts(), OUTPUT), recorded=False)
     assert [ran.tokens(row) for row in range(len(tokens))] == tokens

@@ -126,7 +126,7 @@ def raising(error: Exception) -> Any:
     return run
 
 
-def test_a_graph_is_launched_once_when_it_is_recorded(cuda):
+def test_a_graph_is_launched_once_after_its_capture(cuda):
     """Device memory is then allocated before the job's steps."""
     ran_in: list[str] = []
     made, replay = GpuRecorder().record(lambda: ran_in.append(cuda.stream_now.name) or 3)
@@ -135,7 +135,7 @@ def test_a_graph_is_launched_once_when_it_is_recorded(cuda):
     assert cuda.launched_in == [MAIN] * 2
 
 
-def test_what_other_threads_do_breaks_no_capture(cuda):
+def test_other_threads_break_no_capture(cuda):
     """Some steps are captured during the job, while other threads may allocate or copy."""
     GpuRecorder().record(cuda.call_elsewhere)
     assert cuda.launched_in == [MAIN]
@@ -158,7 +158,7 @@ def test_memory_of_captures_is_counted_also_after_a_failure(cuda):
     assert recorder.taken_bytes == 305
 
 
-def test_what_torch_keeps_for_steps_is_not_counted(cuda):
+def test_torchs_cached_memory_is_not_counted(cuda):
     """A capture first returns torch's cached memory to the device."""
 
     def keep() -> None:
@@ -173,7 +173,7 @@ def test_what_torch_keeps_for_steps_is_not_counted(cuda):
     assert recorder.taken_bytes == 5, "the graph's own"
 
 
-def test_a_failed_capture_leaves_its_pool_to_itself(cuda):
+def test_the_pool_of_a_failed_capture_is_not_reused(cuda):
     """torch up to 2.12 treats the pool as if a capture still recorded to it. After an allocation failure the
     capture ends normally, and smaller captures reuse its memory."""
     recorder = GpuRecorder()
@@ -214,7 +214,7 @@ def test_nothing_is_collected_inside_a_capture(cuda):
     ],
     ids=str,
 )
-def test_every_lack_of_memory_is_one(cuda, error):
+def test_all_out_of_memory_errors_are_recognised(cuda, error):
     """The error may come from the run before, the capture, the graph's creation or its first launch."""
     recorder = GpuRecorder()
     for run in (recorder.warm_up, recorder.record):
@@ -228,14 +228,14 @@ def test_every_lack_of_memory_is_one(cuda, error):
     assert cuda.stream_now is cuda.main
 
 
-def test_the_end_of_a_capture_that_was_cut_short_does_not_hide_a_lack_of_memory(cuda):
+def test_an_aborted_capture_does_not_hide_an_out_of_memory_error(cuda):
     cuda.ends_with = torch.AcceleratorError("CUDA error: operation failed due to a previous error")
     with pytest.raises(torch.OutOfMemoryError):
         GpuRecorder().record(raising(torch.OutOfMemoryError("tried to allocate")))
     assert cuda.stream_now is cuda.main, "whatever runs next would run in the stream of captures"
 
 
-def test_other_errors_stay_what_they_are(cuda):
+def test_other_errors_of_captures_are_unchanged(cuda):
     for error in (torch.AcceleratorError("CUDA error: an illegal memory access"), ValueError("3 rows")):
         with pytest.raises(type(error), match=str(error)):
             GpuRecorder().record(raising(error))

@@ -72,7 +72,7 @@ def alone() -> Ran:
     return run(cpu_runner(ALONE), ALONE, rows())
 
 
-def test_rows_alone_obey_their_constraints_and_are_no_easy_ones() -> None:
+def test_rows_alone_follow_their_constraints() -> None:
     """Guards the tests below: each kind has complete answers, and other parameters of the rows take effect."""
     ran, whole = alone(), Counter[str]()
     for row in rows():
@@ -102,7 +102,9 @@ def test_rows_alone_obey_their_constraints_and_are_no_easy_ones() -> None:
         pytest.param("in small pieces", True, marks=pytest.mark.slow),
     ],
 )
-def test_answers_are_those_of_rows_alone(way: str, look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_in_a_batch_equal_answers_alone(
+    way: str, look_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits, began = WAYS[way], preempted_answers(monkeypatch)
     ran = run(rehearsed(limits) if look_ahead else cpu_runner(limits), limits, rows())
     assert ran.answers == alone().answers
@@ -161,7 +163,7 @@ def asking(number: int, **params: Any) -> Row:
 
 
 @pytest.mark.parametrize("choice", [("yes.",), ("yes.", "no.")], ids=["forced", "sampled"])
-def test_a_stop_string_that_is_a_whole_answers_end_cuts_it(choice: tuple[str, ...]) -> None:
+def test_a_stop_string_at_the_end_of_a_complete_answer_cuts_it(choice: tuple[str, ...]) -> None:
     """The rest of the text is none of the choices."""
     row, free = asking(0, choice=choice, stop=(".",)), asking(1, stop=("q",))
     found = run(cpu_runner(TOGETHER), TOGETHER, [row, free]).completions

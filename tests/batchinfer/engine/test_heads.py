@@ -35,7 +35,7 @@ from tests.examples import examples
 
 
 @pytest.mark.parametrize(("count", "layers", "stated"), [(3, 1, 3), (5, 2, 2)])
-def test_heads_propose_what_those_of_the_reference_do(
+def test_heads_propose_the_tokens_of_the_reference(
     tmp_path: Path, count: int, layers: int, stated: int
 ) -> None:
     model = checkpoint("llama")
@@ -131,7 +131,7 @@ class Asked(Drafts):
 
 @settings(max_examples=examples(12, 250), deadline=None, print_blob=True)
 @given(works(may_constrain=True), st.sampled_from([0.0, 0.6, 1.0]))
-def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Work, right: float) -> None:
+def test_heads_get_the_state_before_the_last_sampled_token(work: Work, right: float) -> None:
     """With chunks, preemptions, arriving rows and any share of right drafts. A forced last token has no
     state."""
     work = replace(work, windows=(None,))
@@ -156,7 +156,7 @@ def test_heads_get_the_state_behind_which_a_rows_last_token_was_sampled(work: Wo
     event(f"asked: {drafter.asked > 0}, forced: {drafter.left > 0}")
 
 
-def test_states_of_two_steps_are_told_apart() -> None:
+def test_states_of_two_steps_are_kept_separately() -> None:
     """A row may be queried about the step before the newest one, and has several states with drafts."""
     kept, made = KeptStates(2), torch.arange(8.0)[:, None]
     for hidden, lengths, requests in (

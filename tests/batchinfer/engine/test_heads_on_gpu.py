@@ -107,7 +107,7 @@ def forget(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("kind", first_of([*KINDS], 1))
-def test_heads_propose_what_those_of_the_reference_do(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_heads_propose_the_tokens_of_the_reference(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Steps are replayed as a whole, with and without drafts, in pieces, and with copies of partial blocks.
     Answers equal those without heads."""
     path, heads, reference = KINDS[kind]()

@@ -55,14 +55,14 @@ def sent(load: Load, monkeypatch: pytest.MonkeyPatch, steps: int = 16) -> int:
     return total
 
 
-def test_of_block_tables_only_what_was_appended_is_sent_also_when_rows_end(monkeypatch):
+def test_only_new_entries_of_block_tables_are_sent_even_when_rows_end(monkeypatch):
     short, long = (sent(Load(24, prompt, ends=1), monkeypatch) for prompt in (304, 1504))
     assert long < 1.05 * short
     assert long < 16 * 24 * 48, "more than some words a row and step"
 
 
 @pytest.mark.parametrize("shared", [0, 256])
-def test_a_decode_step_takes_the_host_a_few_calls_a_row_whatever_its_context_is(shared):
+def test_a_decode_step_needs_few_host_calls_per_row_for_any_context(shared):
     short, long = (calls_of_steps(Load(24, prompt, shared)) for prompt in (300, 1500))
     assert long <= 1.1 * short, "work grows with contexts"
     more = calls_of_steps(Load(48, 300, shared))

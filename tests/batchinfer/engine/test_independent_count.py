@@ -85,7 +85,7 @@ def counted_flops(model: Any, prompt: list[int], answer: list[int], cached: int)
 @pytest.mark.parametrize(
     ("family", "shared"), each_first(("llama", "qwen3_moe", "qwen2", "qwen3"), (False, True))
 )
-def test_flops_are_those_that_torch_counts(family: str, shared: bool) -> None:
+def test_flops_equal_the_count_of_torch(family: str, shared: bool) -> None:
     requests, model = rows(shared), eager(family)
     ran = run(family, requests)
     expected = sum(

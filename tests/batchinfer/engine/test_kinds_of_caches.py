@@ -122,7 +122,7 @@ def check(name: str, ran: Ran, seen: dict[Place, Tensor], rows: list[list[int]],
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("limits", "name"), each_first(ALWAYS, COMPARED), ids=str)
-def test_tokens_and_logits_equal_those_of_a_plain_decoder(name: str, limits: Limits) -> None:
+def test_tokens_and_logits_equal_a_plain_decoder(name: str, limits: Limits) -> None:
     rows = short()
     if limits.scarce:
         limits, rows = replace(limits, **SCARCE.get(name, {})), prompts()
@@ -190,7 +190,7 @@ def test_a_built_engine_has_memory_for_as_many_more_rows() -> None:
     assert half.blocks == 2 * whole.blocks
 
 
-def test_what_a_fused_layer_does_not_know_is_run_as_single_operators() -> None:
+def test_features_without_a_fused_layer_run_as_single_operators() -> None:
     model = inspect_checkpoint(folder("both"))
     runner = make_runner(model, cpu_ops(model), Limits())
     kinds = [type(layer) for layer in runner.model._layers]  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ def step_cost(cost: ModelCost, name: str, tokens: int) -> tuple[int, int]:
     return found.flops, found.bytes
 
 
-def test_costs_count_what_is_read_and_what_is_kept() -> None:
+def test_costs_count_reads_and_cached_bytes() -> None:
     """A layer that reads another layer's K and V reads the usual amount and writes none."""
     own, reading, bare = (
         model_cost(MadeUp(reads).spec, 2) for reads in ((0, 1, 2), (0, 0, 0), (0, None, None))
@@ -240,7 +240,7 @@ def test_costs_count_what_is_read_and_what_is_kept() -> None:
         ((None, None), (), "no layer keeps K and V"),
     ],
 )
-def test_what_cannot_be_read_is_refused(reads: Any, windows: Any, message: str) -> None:
+def test_unreadable_layer_configurations_are_refused(reads: Any, windows: Any, message: str) -> None:
     with pytest.raises(JobFileError, match=f"config.json: {message}"):
         _ = MadeUp(reads, windows).spec
     caches = [
@@ -297,7 +297,7 @@ def test_a_quantised_cache_has_the_logits_of_a_decoder_that_rounds_k_and_v(dtype
         pytest.param("fp8", "gpu", marks=TRITON),
     ],
 )
-def test_codes_take_a_byte_and_memory_is_counted_so(dtype: Any, device: str) -> None:
+def test_quantised_cache_values_count_as_a_byte(dtype: Any, device: str) -> None:
     """A value takes a byte, and each head of a token a scale of four bytes. Heads and blocks are whole
     vectors."""
     ops, spec = coded_ops(dtype, device), MODELS[dtype].spec
@@ -316,7 +316,9 @@ def test_codes_take_a_byte_and_memory_is_counted_so(dtype: Any, device: str) -> 
     assert read == 5 * cost.seen(100) * 2 * 2 * (16 - 4)
 
 
-def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_without_quantised_caches_refuse_them_before_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ModelSource, "load", lambda *_: pytest.fail("it loads"))
     with pytest.raises(Unavailable, match="cpu operators do not support a KV cache in fp8") as refused:
         load_model(engine_config("fp8"))
@@ -327,7 +329,9 @@ def test_operators_without_codes_refuse_them_before_anything_loads(monkeypatch: 
         )
 
 
-def test_a_cpu_that_cannot_keep_codes_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_cpu_without_quantised_caches_names_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The message names the CPU's operators and the remedy, not torch's operators, which the job did not
     select."""
     uncovered = r"model\.kv_cache_dtype: int8 needs the compiled CPU operators: they do not cover .* 512"

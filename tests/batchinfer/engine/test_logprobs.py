@@ -126,7 +126,7 @@ def test_logprobs_equal_those_of_transformers_logits(family: str, way: str) -> N
         assert any(step.prefill_tokens and step.decode_tokens for step in ran.steps)
 
 
-def test_models_that_transformers_computes_have_them() -> None:
+def test_models_that_transformers_computes_have_logprobs() -> None:
     foreign = make("opt")
     limits, requests = WAYS["chunks"], rows()
     ran = run(foreign.runner(limits), limits, frozenset(foreign.source.spec.eos_token_ids), requests)
@@ -134,7 +134,7 @@ def test_models_that_transformers_computes_have_them() -> None:
 
 
 @pytest.mark.parametrize("asking", [range(7), (0, 2, 5), (3,), (6,)])
-def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, ...]) -> None:
+def test_logprobs_are_taken_before_logits_are_changed(asking: tuple[int, ...]) -> None:
     """Penalties, bans and masks change the logits in place; only rows with log-probabilities need a copy."""
     torch.manual_seed(2)
     logits = torch.randn(7, 40) * 3
@@ -176,7 +176,7 @@ def test_they_are_of_the_logits_before_anything_changes_them(asking: tuple[int, 
     ],
     ids=lambda kind: next(iter(kind)),
 )
-def test_they_are_kept_where_a_single_thing_changes_the_logits(kind: dict[str, Any]) -> None:
+def test_logits_are_copied_if_any_parameter_changes_them(kind: dict[str, Any]) -> None:
     """Rows whose logits nothing changes need no copy."""
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(3))
     logits[:, 7] = 20.0
@@ -219,7 +219,7 @@ def test_logprobs_among_allowed_tokens_are_of_the_masked_logits_of_the_model() -
         assert not found
 
 
-def test_more_than_the_vocabulary_has_are_all_of_it() -> None:
+def test_more_top_logprobs_than_the_vocabulary_give_all_of_it() -> None:
     limits = Limits(budget=40, seqs=12, blocks=80, block_size=4)
     ran = run(hashing_runner(ModelRunner, 80, 4), limits, frozenset(), [request(0, [3, 4], 3, logprobs=20)])
     found = ran.completions[key_of(0)].tokens.logprobs
@@ -228,7 +228,7 @@ def test_more_than_the_vocabulary_has_are_all_of_it() -> None:
     np.testing.assert_allclose(np.exp(found.top).sum(-1), 1, atol=1e-5)
 
 
-def test_they_are_copied_out_of_the_arrays_of_a_step() -> None:
+def test_logprobs_are_copied_from_the_arrays_of_a_step() -> None:
     """A view would keep the step's array alive while any of its rows runs."""
     collected, top = CollectedLogprobs(), np.zeros((1, 2), np.float32)
     collected.append(TokenLogprobs(np.zeros(1, np.float32), top, np.zeros((1, 2), np.int32)), 0)

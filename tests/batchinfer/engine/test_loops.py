@@ -69,7 +69,7 @@ def cut(answer: list[int], least: int, from_on: int) -> tuple[list[int], str]:
 @given(
     work=works(), way=WAYS, right=st.sampled_from([None, 0.5, 1.0]), least=st.sampled_from([1, 4, 6, 8, 16])
 )
-def test_answers_end_where_they_loop(work: Work, way: Way, right: float | None, least: int) -> None:
+def test_answers_end_when_they_loop(work: Work, way: Way, right: float | None, least: int) -> None:
     """With several tokens per step, drafts, look-ahead and preemptions. Answers consist of two tokens and
     loop often."""
     rows = [

@@ -102,7 +102,7 @@ def before_forward(monkeypatch: pytest.MonkeyPatch, called: Callable[[Tensor], A
     monkeypatch.setattr(HashingModel, "forward", forward)
 
 
-def test_what_a_failed_step_held_is_given_back_before_the_pieces_run(monkeypatch):
+def test_memory_of_a_failed_step_is_released_before_its_micro_batches_run(monkeypatch):
     """Other libraries than torch need device memory, too."""
     held: list[weakref.ref[Tensor]] = []
     kept: list[int] = []
@@ -152,7 +152,7 @@ def test_a_size_that_held_for_long_is_trusted_again_as_soon_as_at_first():
         assert batches.most_tokens is None
 
 
-def test_steps_that_say_nothing_about_the_limit_do_not_raise_it():
+def test_small_steps_do_not_raise_the_limit():
     batches = MicroBatches()
     try_steps(batches, wanted=64, room=40, steps=1)
     try_steps(batches, wanted=15, room=40, steps=10 * STEPS_BEFORE_RETRY)
@@ -195,7 +195,7 @@ def test_step_sizes_recover_when_a_peak_has_passed(monkeypatch):
 
 
 @pytest.mark.parametrize("room", [1, 3, 7, 25])
-def test_answers_do_not_depend_on_it(room, caplog):
+def test_micro_batches_change_no_answer(room, caplog):
     (wanted, unlimited), (got, most) = run(1 << 30), run(room)
     assert got.answers == wanted.answers
     assert (unlimited, 1 <= most <= room) == (0, True)
@@ -222,7 +222,7 @@ def test_out_of_memory_errors_of_other_libraries_are_recognised(monkeypatch):
     assert 1 <= most <= 7
 
 
-def test_other_errors_are_none_of_memory(monkeypatch):
+def test_other_errors_are_not_taken_for_out_of_memory(monkeypatch):
     error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     before_forward(monkeypatch, Mock(side_effect=error))
     with pytest.raises(torch.AcceleratorError, match="illegal"):

@@ -51,7 +51,7 @@ def test_a_layer_proposes_the_tokens_of_the_reference(first: int, work: Work) ->
     compare_drawn(*made(first_k_dense_replace=first), work)
 
 
-def test_a_layer_reads_what_rows_share() -> None:
+def test_an_mtp_layer_reads_shared_prefixes() -> None:
     compare_sharing(*made(first_k_dense_replace=1), 40)
 
 
@@ -95,7 +95,7 @@ def test_tables_of_its_own_may_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_checkpoints_without_one_such_layer_are_refused(tmp_path: Path, count: int) -> None:
+def test_checkpoints_without_exactly_one_mtp_layer_are_refused(tmp_path: Path, count: int) -> None:
     folder = Path(shutil.copytree(made(first_k_dense_replace=1)[0].path, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     weights_changed(folder, lambda w: w.clear() if not count else None)

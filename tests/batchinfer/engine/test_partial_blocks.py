@@ -79,7 +79,7 @@ def test_each_token_of_a_tree_runs_once(
     seqs=st.sampled_from([2, 30]),
 )
 @settings(max_examples=examples(12, 200), deadline=None, print_blob=True)
-def test_every_row_ends_where_memory_is_scarce(
+def test_every_row_ends_with_little_memory(
     rows: list[list[int]], size: int, room: float, windows: tuple[int | None, ...], seqs: int
 ) -> None:
     """`Driver` checks the tokens that rows read, the scheduler the kept blocks."""
@@ -127,7 +127,7 @@ def test_one_source_block_is_kept_for_all_waiting_rows() -> None:
     assert scheduler.pool.cached == 0
 
 
-def test_a_source_is_not_given_away_before_it_was_copied() -> None:
+def test_a_source_block_is_not_reassigned_before_it_is_copied() -> None:
     """A block that rows of this step copy may not be given to a row that writes."""
     rows = [sequence([7] * 23 + [1] * 20, 2, 0, exact=True)]
     rows += [sequence([7] * 23 + [10 + n] * (20 + n), 20, n, exact=True) for n in range(1, 6)]
@@ -137,7 +137,7 @@ def test_a_source_is_not_given_away_before_it_was_copied() -> None:
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_nothing_is_copied_where_it_does_not_pay(caching: bool) -> None:
+def test_nothing_is_copied_if_it_is_not_faster(caching: bool) -> None:
     rows = [sequence([7] * 20 + [key] * 5, 4, key) for key in range(3)]
     least = None if caching else 1
     step = driver_for(rows, blocks=64, size=16, prefix_caching=caching, least_copied=least).step()
@@ -152,7 +152,7 @@ def test_rows_that_are_rotated_in_another_way_share_nothing() -> None:
     assert not driver_for(rows, blocks=64, size=16).step().copies
 
 
-def test_what_a_row_that_does_not_fit_would_copy_is_not_held() -> None:
+def test_source_blocks_are_not_held_for_a_row_that_does_not_fit() -> None:
     """The last row needs the whole cache and waits for a row that left with a step in flight."""
     common = list(range(10))
     first = sequence([*common, 50], 1, 0, exact=True)

@@ -42,7 +42,7 @@ def answer(folder: Path, longest: int, most: int) -> list[int]:
     return drain(engine, greedy([PROMPT], most, ignore_eos=True)).tokens(0)
 
 
-def test_the_table_is_as_long_as_the_longest_row(promising: Path) -> None:
+def test_the_rotary_table_has_the_length_of_the_longest_row(promising: Path) -> None:
     loaded = load_model(config(promising, 40))
     assert isinstance(loaded.runner.model, Decoder)
     assert loaded.runner.model.max_positions == 40
@@ -64,7 +64,7 @@ def test_a_prompt_that_leaves_no_position_is_refused(promising: Path) -> None:
         answer(promising, 5, 12)
 
 
-def test_no_step_reads_behind_the_table(promising: Path) -> None:
+def test_no_step_reads_past_the_rotary_table(promising: Path) -> None:
     runner = load_model(config(promising, 40)).runner
     tables = np.zeros((1, 3), np.int32)
     places = (torch.tensor([40]), torch.tensor([0]), torch.from_numpy(tables))

@@ -126,7 +126,7 @@ def test_drafts_change_no_prompt_logprob(budget: int) -> None:
 
 @settings(max_examples=examples(6, 300), deadline=None, print_blob=True)
 @given(cut=cuts(), lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), seed=st.integers(0, 3))
-def test_no_batch_changes_them(cut: Cut, lengths: list[int], seed: int) -> None:
+def test_no_batch_changes_prompt_logprobs(cut: Cut, lengths: list[int], seed: int) -> None:
     """With any chunks, cache, preemptions, look-ahead and micro-batches."""
     requests, eos = rows(seed, lengths), frozenset(cut.model.spec.eos_token_ids)
     ran = drain(make_engine(cut.runner(), cut.limits, eos), requests)

@@ -53,7 +53,7 @@ def test_who_sends_tokens_has_sent_a_word(tensor: int, stages: int) -> None:
     assert words == ({(0, rank): 1 for rank in first} if stages > 1 else {})
 
 
-def test_gpus_of_several_kinds_do_not_form_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_gpus_do_not_form_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {0: [132, 9, 0], 1: [114, 9, 0]}
 
     def meet(group: ThreadGroup) -> str:
@@ -68,7 +68,7 @@ def test_gpus_of_several_kinds_do_not_form_an_engine(monkeypatch: pytest.MonkeyP
     assert len({*of_ranks(groups_of(2), meet)}) == 1
 
 
-def test_gpus_that_cannot_speak_say_what_helps() -> None:
+def test_the_error_of_gpus_that_cannot_connect_names_the_remedy() -> None:
     class Broken(SingleRankGroup):
         def all_gather(self, x: torch.Tensor) -> torch.Tensor:
             raise DistBackendError("NCCL error: unhandled system error")
@@ -108,7 +108,7 @@ def test_stages_cover_the_layers_in_order_and_the_one_with_the_head_has_fewer() 
         stage_spans(spec, 13)
 
 
-def test_what_does_not_divide_is_refused_with_what_does() -> None:
+def test_the_error_of_an_impossible_division_names_possible_ones() -> None:
     spec = llama_spec(3, 64, 128, 4, 2, 16, vocab=100)
     with pytest.raises(CannotSplit, match=r"can be divided among 1, 2"):
         check_division(spec, Division(tensor=3))
@@ -116,7 +116,7 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
     assert rank_shard(0, Division(), spec).is_whole
 
 
-def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
+def test_ranks_have_whole_experts_if_they_divide_evenly() -> None:
     spec = llama_spec(2, 64, 128, 4, 2, 16, vocab=100)
     for count, experts in ((6, Portion(1, 2)), (5, None)):
         routed = ExpertsSpec(Routing(count, 2), 128, "silu")
@@ -125,7 +125,7 @@ def test_ranks_have_whole_experts_where_each_has_as_many() -> None:
         check_division(model, Division(tensor=2))
 
 
-def test_ranks_of_experts_have_as_many_each_and_all_the_rest() -> None:
+def test_expert_ranks_have_equal_shares_and_all_other_weights() -> None:
     spec = llama_spec(3, 64, 128, 4, 2, 16, vocab=100)
     routed = ExpertsSpec(Routing(6, 2), 128, "silu")
     model = replace(spec, layers=tuple(replace(layer, feed_forward=routed) for layer in spec.layers))
@@ -140,7 +140,7 @@ def test_ranks_of_experts_have_as_many_each_and_all_the_rest() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_ranks_listen_on_the_loopback_alone() -> None:
+def test_ranks_listen_only_on_loopback() -> None:
     meeting = Meeting(Division(tensor=2))
     task = f"{__name__}:listening"
     children = [Child(task, meeting.rank_config(rank), files=meeting.files) for rank in (0, 1)]

@@ -134,7 +134,7 @@ def check(one: Thinker, completion: Completion) -> str:
     return "thought" if reasons else "direct"
 
 
-def test_rows_alone_reason_and_then_obey() -> None:
+def test_rows_alone_reason_and_then_follow_their_constraint() -> None:
     ran, found = alone(), Counter[str]()
     for one in work():
         found[check(one, ran.completions[one.request.key])] += 1

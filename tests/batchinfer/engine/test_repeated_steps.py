@@ -106,9 +106,7 @@ def plain(row: Request) -> Request:
 
 @settings(max_examples=examples(8, 400), deadline=None, print_blob=True)
 @given(works(), st.integers(2, 5), st.booleans(), st.booleans())
-def test_answers_and_work_are_those_of_single_steps(
-    work: Work, steps: int, graphs: bool, preempts: bool
-) -> None:
+def test_answers_and_work_equal_single_steps(work: Work, steps: int, graphs: bool, preempts: bool) -> None:
     """Greedy and sampled rows end within a launch by a token, a stop string, their length, a loop or NaN.
     Other rows arrive, share prefixes, are preempted, leave windows, or find no block."""
     work = replace(work, rows=[*map(plain, work.rows)])
@@ -132,7 +130,7 @@ def test_answers_and_work_are_those_of_single_steps(
         assert useful + got.total("padded_tokens") == launches.computed
 
 
-def test_rows_without_drafts_run_on_and_those_with_some_do_not() -> None:
+def test_only_rows_without_drafts_run_several_steps() -> None:
     work = rows_of(4, 40, ignore_eos=True)
     wanted, _ = ran(work, EASY, 1)
     drafter = Sometimes(wanted)
@@ -163,7 +161,7 @@ def test_rows_that_look_for_drafts_do_so_together(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("rows", "failing"), [(2, 4), (6, 4), (6, 5)])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_lack_of_memory_in_any_of_the_steps_changes_nothing(
+def test_running_out_of_memory_in_any_step_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, rows: int, failing: int, steps: int
 ) -> None:
     work = rows_of(rows, 25, ignore_eos=True)
@@ -225,7 +223,7 @@ def test_rows_that_end_in_the_middle_run_on_as_padding() -> None:
     assert got.total("metering_s") > 0
 
 
-def test_what_rows_share_is_read_once_in_each_step() -> None:
+def test_shared_prefixes_are_read_once_per_step() -> None:
     shared = [3, 1, 4, 1, 5, 2, 6, 5, 3]
     requests = greedy([[*shared, row] for row in range(5)], 11, ignore_eos=True)
     work = Work(EASY, [*requests, request(9, [*shared, 7], 4, ignore_eos=True)], [0] * 6, (None,), 0, 0)
@@ -233,7 +231,7 @@ def test_what_rows_share_is_read_once_in_each_step() -> None:
     assert got.total("kv_tokens") == single.total("kv_tokens") < got.total("pairs") - 8 * 4 * 10
 
 
-def test_rows_end_with_an_error_where_logits_are_not_finite() -> None:
+def test_rows_with_non_finite_logits_end_with_an_error() -> None:
     """The logits of any step may be NaN. The row's later tokens are dropped."""
     work = replace(rows_of(12, 30, ignore_eos=True), nan_every=31)
     single, (got, launches) = ran(work, EASY, 1)[0], ran(work, EASY, 4)
@@ -256,14 +254,14 @@ def test_known_ends_are_not_run_over() -> None:
 
 
 @pytest.mark.parametrize(("budget", "most"), [(9, 1), (10, 2), (19, 3), (20, 4)])
-def test_steps_at_once_run_no_more_tokens_than_a_step_may(budget: int, most: int) -> None:
+def test_steps_of_a_launch_respect_the_token_limit(budget: int, most: int) -> None:
     work, limits = rows_of(5, 30, ignore_eos=True), replace(EASY, budget=budget)
     got, launches = ran(work, limits, 4)
     assert max(launches.steps) == most
     assert got.answers == ran(work, EASY, 1)[0].answers
 
 
-def test_where_blocks_are_scarce_steps_are_launched_one_by_one() -> None:
+def test_with_few_blocks_steps_are_launched_singly() -> None:
     scarce = replace(EASY, blocks=9, seqs=3, scarce=True)
     work = rows_of(3, 25, ignore_eos=True)
     got, launches = ran(work, scarce, 4)
@@ -282,7 +280,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
-def test_no_row_runs_on_beside_one_whose_next_token_depends_on_the_last(asks: dict[str, Any]) -> None:
+def test_a_row_whose_token_depends_on_the_last_one_forces_single_steps(asks: dict[str, Any]) -> None:
     work = rows_of(3, 20, ignore_eos=True)
     odd = replace(work, rows=[*work.rows, request(9, [3, 4], 20, ignore_eos=True, **asks)])
     got, launches = ran(odd, EASY, 4)
@@ -300,7 +298,7 @@ def choose(device_s: float, rows: int = 64, length: float = 1000, most: int = 4)
     return chooser.choose_steps(rows, 0)
 
 
-def test_steps_are_launched_at_once_where_the_host_is_slower() -> None:
+def test_several_steps_are_launched_at_once_if_the_host_is_slower() -> None:
     assert choose(5e-3) == choose(1.25e-3) == 1, "the device is"
     assert [choose(s) for s in (1.0e-3, 0.7e-3)] == [2, 4]
     assert choose(0.3e-3) == 4, "the maximum"
@@ -319,13 +317,13 @@ def test_lengths_of_answers_are_learnt_from_steps_and_ends() -> None:
     assert chooser.choose_steps(64, 0) == 1
 
 
-def test_what_is_expected_is_what_the_documentation_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documentation_quotes_the_expected_gain(capsys: pytest.CaptureFixture[str]) -> None:
     steps_at_once.main()
     assert capsys.readouterr().out in (Path(__file__).parents[3] / "docs/measurements/gpu.md").read_text()
 
 
 @pytest.mark.slow
-def test_what_is_expected_of_a_job_is_what_the_documentation_says() -> None:
+def test_the_documentation_quotes_the_expected_gain_of_a_job() -> None:
     assert steps_at_once.job_line(8) in (Path(__file__).parents[3] / "docs/measurements/gpu.md").read_text()
 
 
@@ -335,7 +333,7 @@ def test_what_is_expected_of_a_job_is_what_the_documentation_says() -> None:
 @TRITON
 @pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_on_a_gpu_logits_are_those_of_single_steps_to_the_bit(
+def test_on_a_gpu_logits_have_the_bits_of_single_steps(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     """Greedy and sampled rows get a block within the launch, and another segment."""

@@ -42,7 +42,7 @@ def test_min_tokens_bans_eos_and_stop_tokens_until_reached():
     assert chosen(logits.clone(), [late], 5) == [5]
 
 
-def test_biases_are_added_before_penalties_and_to_their_own_rows_alone():
+def test_biases_are_added_before_penalties_and_only_to_their_rows():
     """Micro-batches add biases to a part of the rows. If a row's maximum logits are equal, it takes the
     lowest token."""
     torch.manual_seed(7)
@@ -71,7 +71,7 @@ def test_biases_are_added_before_penalties_and_to_their_own_rows_alone():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_allow_few_tokens_get_no_others(temperature):
+def test_rows_with_allowed_tokens_get_no_other_tokens(temperature):
     """With penalties, biases and masks. Logits of other rows are unchanged. A mask without an allowed token
     leaves none."""
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(6))
@@ -96,7 +96,7 @@ def test_rows_that_allow_few_tokens_get_no_others(temperature):
     assert Sampler(frozenset(), masks).sample(TorchOps(), part, plan).tokens.tolist() == tokens[2:3]
 
 
-def test_rows_without_finite_logits_are_told_apart():
+def test_rows_without_finite_logits_are_recognised():
     logits = torch.zeros(3, 4)
     logits[1] = float("nan")
     logits[2, 0] = float("inf")
@@ -132,7 +132,7 @@ class Multiples:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_masked_rows_get_allowed_tokens_alone(temperature):
+def test_masked_rows_get_only_allowed_tokens(temperature):
     logits = torch.randn(60, 71, generator=torch.Generator().manual_seed(3))
     rows = [make_sequence(i, [i % 5], [], temperature=temperature, most=3 + i % 3) for i in range(60)]
     free = chosen(logits.clone(), rows)
@@ -152,7 +152,7 @@ def test_masked_rows_get_allowed_tokens_alone(temperature):
             assert token == max(allowed, key=lambda t: float(scores[t]))
 
 
-def test_a_mask_is_filled_only_where_the_argmax_is_not_allowed():
+def test_a_mask_is_filled_only_if_the_argmax_is_not_allowed():
     """Checked on the host. A row whose last token would have been another one without its mask gets its mask
     at once."""
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(5))

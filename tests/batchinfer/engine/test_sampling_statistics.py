@@ -164,7 +164,7 @@ def test_draws_follow_their_distribution_and_not_the_default_one(case: str) -> N
     assert case == "nothing" or surprise(seen, distribution(params_of("nothing"))) > 1
 
 
-def test_draws_are_independent_of_those_of_other_seeds_rows_and_places() -> None:
+def test_draws_are_independent_of_other_seeds_rows_and_positions() -> None:
     """Equal seeds, rows and positions give equal draws."""
     plain, shares = params_of("nothing"), distribution(params_of("nothing"))
     tokens, other = (
@@ -196,7 +196,7 @@ class EverySecond:
 
 
 @pytest.mark.parametrize("case", first_of(["all", "nothing"], 1))
-def test_draws_under_a_constraint_follow_what_it_leaves(case: str) -> None:
+def test_draws_under_a_constraint_follow_the_masked_distribution(case: str) -> None:
     """The mask applies before top_k, top_p and min_p."""
     params = params_of(case)
     tokens = draws(params, DRAWS // PLACES, TorchOps(), mask=EverySecond())
@@ -235,14 +235,14 @@ def test_every_parameter_that_may_be_set_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_rows_take_the_likeliest(case: str) -> None:
+def test_greedy_rows_take_the_most_likely_token(case: str) -> None:
     params = params_of(case, temperature=0.0)
     wanted = int(distribution(params_of(case)).argmax())
     assert draws(params, 1, TorchOps(), 1).tolist() == [[wanted]]
 
 
 @pytest.mark.parametrize("case", ["temperature", "top_k", "top_p", "min_p", "all"])
-def test_filters_are_those_of_transformers(case: str) -> None:
+def test_filters_equal_transformers(case: str) -> None:
     params = params_of(case)
     warpers = LogitsProcessorList([hf.TemperatureLogitsWarper(params.temperature)])
     if params.top_k:

@@ -92,7 +92,7 @@ def common(tokens: list[list[int]], row: int) -> int:
 
 @given(rows=prompts, windows=windows, seed=st.integers(0, 1 << 16))
 @settings(max_examples=examples(16, 50), deadline=None, print_blob=True)
-def test_what_waits_can_be_forgotten_at_any_time(rows, windows, seed):
+def test_waiting_rows_can_be_dropped_at_any_time(rows, windows, seed):
     sequences = [
         sequence([10 + b for b in path for _ in range(5)] + [99] * own, out, key, shares_next=3)
         for key, (path, own, out) in enumerate(rows)
@@ -109,7 +109,7 @@ def test_what_waits_can_be_forgotten_at_any_time(rows, windows, seed):
     assert (scheduler.pool.used, scheduler.pool.cached) == (0, 0)
 
 
-def test_rows_of_one_step_share_the_prefix_that_is_computed_in_it():
+def test_rows_of_a_step_share_the_prefix_that_the_step_computes():
     step = driver_for([sequence([7] * 40 + [i], 4, i) for i in range(8)], blocks=64).step()
     assert [c.length for c in step.chunks] == [41] + [1] * 7
     assert step.cached_tokens == 7 * 40
@@ -131,7 +131,7 @@ def shared_rows(windows: tuple[int | None, ...], later: bool) -> tuple[Driver, l
 
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 8), (9, None, 1)])
-def test_a_prefix_is_kept_for_a_row_that_waits_as_far_as_its_windows_reach_back(windows):
+def test_a_prefix_is_kept_for_a_waiting_row_within_its_windows(windows):
     driver, (first, second) = shared_rows(windows, later=False)
     while first not in driver.finished:
         driver.step()
@@ -150,7 +150,7 @@ def test_a_prefix_whose_end_a_window_has_lost_is_computed_again(windows, found):
     assert driver.preempted == 0
 
 
-def test_the_youngest_is_preempted_and_comes_back_first():
+def test_the_youngest_row_is_preempted_and_admitted_again_first():
     old, young = sequence([1, 2], 4, 1), sequence([3, 4], 4, 2)
     driver = driver_for([old, young], blocks=6, size=1, seqs=2, lengths=Hopeful(), prefix_caching=False)
     while not driver.preempted:
@@ -190,7 +190,7 @@ def test_cached_blocks_are_evicted_children_first():
     assert kept(pool) == [0]
 
 
-def test_the_block_with_the_farthest_next_user_goes_first():
+def test_the_block_with_the_latest_next_use_is_evicted_first():
     pool, _ = pool_with_cached_chain([[5, 6], [2, 9], [7]])
     pool.allocate(1)
     assert kept(pool) == [0, 1]
@@ -199,7 +199,7 @@ def test_the_block_with_the_farthest_next_user_goes_first():
     assert kept(pool) == [0]
 
 
-def test_a_block_is_free_once_nobody_uses_it_and_nobody_waits_for_it():
+def test_a_block_is_free_once_no_row_uses_it_or_waits_for_it():
     pool, blocks = pool_with_cached_chain([[1, 2], []])
     assert kept(pool) == [0]
     pool.unreserve([bytes([0])], 1)

@@ -51,7 +51,7 @@ def test_a_refill_changes_the_tensors_that_there_are():
         made.refill([ARRAYS[0].astype(np.int32), *ARRAYS[1:]])
 
 
-def test_values_come_back():
+def test_downloaded_values_are_unchanged():
     tensors = torch.tensor([3, -1]), torch.tensor([[0.5], [2.0]])
     assert [array.tolist() for array in Download(*tensors).arrays()] == [[3, -1], [[0.5], [2.0]]]
 
@@ -60,7 +60,7 @@ def test_values_come_back():
     ("asked", "tokens"),
     [([ONE, TWO, THREE], [7, 0, 9]), ([THREE, ONE], [9, 7]), ([ONE, THREE], [7, 9]), ([TWO], [0])],
 )
-def test_each_gets_the_token_that_was_sampled_for_it(asked, tokens):
+def test_each_row_gets_its_sampled_token(asked, tokens):
     """0 if there is no sampled token: the sequence's further tokens are dropped."""
     device_tokens = DeviceTokens(torch.tensor([7, -1, 9]))
     assert device_tokens.of(awaited_from(asked, [ONE, TWO, THREE]), CPU).tolist() == tokens
@@ -73,7 +73,7 @@ def test_a_sequence_that_the_step_did_not_run_is_an_error():
 
 
 @given(st.data())
-def test_each_is_found_where_it_was(data):
+def test_each_row_is_found_at_its_old_position(data):
     """Compares with a dict after any changes."""
     before = data.draw(st.lists(st.sampled_from(SEQUENCES), unique_by=id))
     stay = [s for s in before if data.draw(st.booleans())]

@@ -62,7 +62,7 @@ def stored(kind: str) -> Checkpoint:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind != "blocks" else []) for kind in KINDS]
 )
-def test_stored_codes_are_what_their_references_say(kind: str) -> None:
+def test_stored_fp8_products_equal_their_references(kind: str) -> None:
     model, plain = stored(kind), inspect_checkpoint(folders(kind)[1])
     wanted, got, dequantised = (
         forced(each, ops, DEVICE, rows=ROWS)
@@ -88,7 +88,7 @@ def test_a_row_has_the_same_bits_in_a_batch(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_and_scales_stand_for_the_dequantised_weights(kind: str) -> None:
+def test_stored_values_and_scales_give_the_dequantised_weights(kind: str) -> None:
     """Fused weights, experts, and parts of a tensor."""
     model, plain = stored(kind), inspect_checkpoint(folders(kind)[1])
     read, whole = (CheckpointWeights(each, torch.float32, "cpu") for each in (model, plain))

@@ -50,7 +50,7 @@ def stored() -> Checkpoint:
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("gpu", marks=TRITON)])
-def test_stored_codes_are_multiplied_as_their_reference_says(kind: str) -> None:
+def test_stored_integer_products_equal_their_reference(kind: str) -> None:
     model, plain = stored(), inspect_checkpoint(folder())
     ops, device = (cpu_ops(model), "cpu") if kind == "cpu" else (triton_ops(model), DEVICE)
     got, wanted = forced(model, ops, device), forced(model, CodedOps(), device)
@@ -59,7 +59,7 @@ def test_stored_codes_are_multiplied_as_their_reference_says(kind: str) -> None:
     assert off[-1] < unquantised[len(off) // 2] / 2
 
 
-def test_what_stays_in_int8() -> None:
+def test_weights_that_stay_in_int8() -> None:
     """Floats of the checkpoint are computed in the job's dtype within the compiled layer."""
     model = stored()
     first, second = (dict(layer.forms) for layer in model.spec.layers)
@@ -131,7 +131,7 @@ def test_a_gpu_multiplies_int4_as_it_is_stored(
 
 
 @TRITON
-def test_groups_that_a_gpu_does_not_multiply_are_refused_with_what_to_do() -> None:
+def test_unsupported_groups_on_a_gpu_are_refused_with_the_remedy() -> None:
     from batchinfer.core.errors import Unavailable
     from batchinfer.models.ops.choose import choose_ops
 
@@ -145,7 +145,7 @@ def test_groups_that_a_gpu_does_not_multiply_are_refused_with_what_to_do() -> No
         choose_ops(torch.device("cuda"), torch.float32, 1, 64, forms=forms)
 
 
-def test_products_one_part_of_which_is_in_floats_are_dequantised(tmp_path: Path) -> None:
+def test_fused_products_with_a_float_part_are_dequantised(tmp_path: Path) -> None:
     make_published(tmp_path / "stored", tmp_path / "plain", "w8a8")
     stored, plain = (load_file(tmp_path / name / SINGLE) for name in ("stored", "plain"))
     k = "model.layers.1.self_attn.k_proj.weight"

@@ -104,7 +104,7 @@ def test_linear_layers_of_a_gpu_compute_the_dequantised_model() -> None:
     assert farthest(got, wanted)[-1] < 2e-5
 
 
-def test_what_linear_layers_in_mxfp4_take() -> None:
+def test_memory_of_linear_layers_in_mxfp4() -> None:
     small, large = (checkpoint_source(linears()[0], quantization=how) for how in ("stored-mxfp4", "none"))
     assert isinstance(small, ModelSource)
     assert isinstance(large, ModelSource)
@@ -117,7 +117,7 @@ def test_what_linear_layers_in_mxfp4_take() -> None:
     assert ran["down"].step.bytes * 64 == dequantised["down"].step.bytes * 17
 
 
-def test_what_stays_in_mxfp4_and_what_it_takes() -> None:
+def test_weights_that_stay_in_mxfp4_and_their_memory() -> None:
     whole = inspect_checkpoint(folders()[0])
     assert whole.stored_quantization == "stored-mxfp4"
     model = stored()
@@ -136,7 +136,7 @@ def test_what_stays_in_mxfp4_and_what_it_takes() -> None:
     assert ran["experts.down"].expert.bytes * 64 == dequantised["experts.down"].expert.bytes * 17
 
 
-def test_what_gpt_oss_20b_takes(tmp_path: Path) -> None:
+def test_memory_of_gpt_oss_20b(tmp_path: Path) -> None:
     sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_local_experts": 32}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201_088}
     raw = json.loads((folders()[1] / "config.json").read_text())

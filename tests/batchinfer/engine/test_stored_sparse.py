@@ -59,7 +59,7 @@ def make_dense(folders: tuple[Path, Path]) -> None:
     edit_json(folders[1] / "config.json", quantization_config=sparsity("dense"))
 
 
-def test_what_stays_sparse_and_what_it_takes(folders: tuple[Path, Path]) -> None:
+def test_weights_that_stay_sparse_and_their_memory(folders: tuple[Path, Path]) -> None:
     whole = inspect_checkpoint(folders[0])
     assert whole.stored_quantization == "stored-sparse"
     model = whole.for_quantization("stored-sparse")
@@ -89,14 +89,14 @@ def test_a_checkpoint_with_its_zeros_is_one_of_floats_elsewhere(folders: tuple[P
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_old_checkpoints_state_it_under_another_key(folders: tuple[Path, Path]) -> None:
+def test_old_checkpoints_state_sparsity_under_another_key(folders: tuple[Path, Path]) -> None:
     stated = sparsity("sparse-24-bitmask")
     edit_json(folders[0] / "config.json", quantization_config=..., compression_config=stated)
     assert inspect_checkpoint(folders[0]).stored_quantization == "stored-sparse"
 
 
 @pytest.mark.parametrize(("name", "what"), [("2:4 sparse", "two of each four inputs"), ("sparse", " values")])
-def test_a_mask_that_marks_other_places_than_there_are_values(tmp_path: Path, name: str, what: str) -> None:
+def test_a_mask_that_does_not_match_its_values_is_refused(tmp_path: Path, name: str, what: str) -> None:
     make_published(tmp_path / "stored", tmp_path / "plain", name)
     stored, mask = load_file(tmp_path / "stored" / SINGLE), "model.layers.1.mlp.up_proj.bitmask"
     stored[mask][0, 0] ^= 1

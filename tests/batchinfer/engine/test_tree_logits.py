@@ -75,7 +75,7 @@ def rows_of(family: str, ops: str) -> tuple[Rows, dict[str, float]]:
     ("family", "ops"),
     [("llama", "torch"), ("llama", "cpu"), ("llama", "codes"), ("gpt2", "cpu"), ("qwen3_moe", "cpu")],
 )
-def test_each_path_of_a_tree_is_a_text_of_its_own(family: str, ops: str) -> None:
+def test_each_path_of_a_tree_equals_a_separate_text(family: str, ops: str) -> None:
     rows, close = rows_of(family, ops)
     model = checkpoint(family)
     assert rows.runner.follows_trees
@@ -102,7 +102,7 @@ def test_each_path_of_a_tree_is_a_text_of_its_own(family: str, ops: str) -> None
 @pytest.mark.parametrize(
     ("family", "ops"), [("llama", "torch"), ("llama", "cpu"), ("llama", "codes"), ("gpt2", "cpu")]
 )
-def test_what_follows_a_tree_finds_its_right_path(family: str, ops: str) -> None:
+def test_steps_after_a_tree_find_its_right_path(family: str, ops: str) -> None:
     rows, close = rows_of(family, ops)
     text = [5, 9, 2, 7, 1, 8, 3]
     answer = list[int]()

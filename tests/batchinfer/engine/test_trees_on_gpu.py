@@ -62,7 +62,7 @@ def test_answers_do_not_depend_on_trees(monkeypatch: pytest.MonkeyPatch, cache: 
 
 
 @pytest.mark.parametrize("parts", first_of([InParts, MicroBatches], 1))
-def test_trees_are_followed_where_operators_are_launched_one_by_one(
+def test_trees_are_verified_in_eager_steps(
     monkeypatch: pytest.MonkeyPatch, parts: type[MicroBatches]
 ) -> None:
     """Micro-batches that split a tree's nodes are included."""

@@ -145,7 +145,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("variant", "setting"), list(cases()))
-def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
+def test_tokens_equal_the_cpus(monkeypatch, variant, setting):
     limits, caches = SETTINGS[setting], model_of(variant).spec.caches
     layout = cache_layout(caches, limits.block_size, MAX_LEN)
     if limits.scarce and layout.sizes.windowed:
@@ -176,7 +176,7 @@ def test_tokens_equal_those_of_the_cpu(monkeypatch, variant, setting):
 
 
 @pytest.mark.parametrize("setting", first_of(["chunked", "whole"], 1))
-def test_prompts_are_decompressed_where_the_cache_keeps_latents(monkeypatch, setting):
+def test_prompts_are_decompressed_if_the_cache_has_latents(monkeypatch, setting):
     """With these few tokens, decompression would not be faster."""
     from batchinfer.models.ops import gpu_latents
 
@@ -433,7 +433,7 @@ def test_all_of_the_gpus_path_in_int4(monkeypatch, many):
 @pytest.mark.parametrize("processors", [78, 132])  # of an H20 and an H100
 @pytest.mark.parametrize("kind", ["int8", "half"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-def test_what_a_product_is_compiled_for_is_met_in_the_warm_up(kind, outputs, inputs, processors):
+def test_the_warm_up_compiles_all_specialisations_of_products(kind, outputs, inputs, processors):
     """The layers of an 8B model: tiles depend on the number of rows, and kernels on numbers that are 1 or
     multiples of 16."""
 

@@ -20,7 +20,7 @@ from tests.batchinfer.engine.small_engine import checkpoint
 from tests.batchinfer.engine.test_adapters import adapters
 
 
-def test_sizes_are_those_of_the_factors_that_are_loaded() -> None:
+def test_sizes_equal_the_loaded_factors() -> None:
     for family in ("llama", "phi3", "deepseek_v2"):
         model, stored = checkpoint(family), [*adapters(family).values()]
         found = adapter_sizes(model.spec, stored)

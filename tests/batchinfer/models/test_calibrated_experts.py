@@ -107,7 +107,7 @@ class Doubling(Experts):
         return 2 * x
 
 
-def test_what_experts_have_read_is_kept_of_tokens_that_count() -> None:
+def test_inputs_of_experts_are_kept_for_counted_tokens() -> None:
     counted = [torch.tensor([True, False, True]), torch.tensor([False, True])]
     watched = WatchedExperts(Doubling(), iter(counted))
     for first, tokens in ((0, 3), (3, 2)):
@@ -150,7 +150,7 @@ def test_channels_before_the_router_are_scaled_for_all_experts() -> None:
         assert (outputs(after, e, changed[e]) - wanted).norm() < 0.35 * (plain[e] - wanted).norm()
 
 
-def test_a_token_counts_as_much_as_its_result() -> None:
+def test_a_token_is_weighted_by_its_result() -> None:
     inputs = tokens_of_experts()
     loud, quiet = torch.full((TOKENS, 1), 1.0), torch.full((TOKENS, 1), 0.02)
     first, last = (
@@ -160,7 +160,7 @@ def test_a_token_counts_as_much_as_its_result() -> None:
     assert errors(first, inputs)[0] < 0.5 * errors(last, inputs)[0]
 
 
-def test_experts_are_rounded_alike_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_rounded_equally_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = seen_of(tokens_of_experts(), [0, 1, 2])
     together = calibrated(seen)
     monkeypatch.setattr(experts, "BYTES_AT_ONCE", 1)
@@ -170,7 +170,7 @@ def test_experts_are_rounded_alike_some_at_a_time(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(alone[name + ".scales"], together[name + ".scales"])
 
 
-def test_an_expert_with_few_tokens_gets_those_that_its_router_prefers() -> None:
+def test_an_expert_with_few_tokens_gets_the_tokens_that_its_router_prefers() -> None:
     torch.manual_seed(2)
     tokens, few, least = 700, 5, experts.MIN_EXPERT_TOKENS
     seen = SeenTokens(

@@ -115,7 +115,7 @@ def dequantised(folder: Path, to: Path) -> Path:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_computes_what_transformers_makes_of_it(
+def test_a_calibrated_checkpoint_equals_transformers(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outlying(tmp_path / "plain", family)

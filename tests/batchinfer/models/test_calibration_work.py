@@ -63,7 +63,7 @@ class Counts:
         [("qwen2_moe", 20), ("cohere", None), ("llama", None), ("qwen2_moe", None), ("gpt_oss", None)], 1
     ),
 )
-def test_products_and_scales_are_counted_as_they_are_done(
+def test_counted_products_and_scales_equal_the_work_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, inner: int | None
 ) -> None:
     """`inner`: values of experts that are no whole groups and stay unquantised, next to a shared expert."""

@@ -155,7 +155,7 @@ class TestSecurity:
         (folder / name).write_bytes(pickle.dumps({}))
         refused(folder, 77, f"as pickle ({name})", "convert it to safetensors")
 
-    def test_pickle_beside_safetensors_is_not_read(self, folder: Path) -> None:
+    def test_pickle_next_to_safetensors_is_not_read(self, folder: Path) -> None:
         (folder / "pytorch_model.bin").write_bytes(b"anything")
         assert [f.name for f in inspect_checkpoint(folder).files] == [SINGLE]
 
@@ -254,7 +254,7 @@ class TestSecurity:
             *((77, "", {"x": f"{name}.safetensors"}) for name in ("\ud800", "\0", "x" * 300)),
         ],
     )
-    def test_what_an_index_names(self, shards: Path, code: int, words: str, named: Any) -> None:
+    def test_files_named_in_an_index(self, shards: Path, code: int, words: str, named: Any) -> None:
         edit_json(shards / INDEX, weight_map=named)
         refused(shards, code, INDEX, words)
 
@@ -346,7 +346,7 @@ class TestTensors:
         edit_tensors(folder, lambda t: t.update({name: torch.ones(6)}))
         assert inspect_checkpoint(folder).weight_bytes == inspect_checkpoint(sound).weight_bytes
 
-    def test_dtype_is_that_of_most_bytes_when_unstated(self, folder: Path) -> None:
+    def test_an_unstated_dtype_is_the_one_with_the_maximum_bytes(self, folder: Path) -> None:
         edit_json(folder / "config.json", dtype=...)
         edit_tensors(folder, lambda t: t.update({n: v.bfloat16() for n, v in t.items() if "norm" not in n}))
         assert inspect_checkpoint(folder).dtype == "bfloat16"
@@ -361,7 +361,7 @@ class TestFingerprint:
         edit_tensors(folder, lambda t: t["model.norm.weight"].add_(1e-3))
         assert inspect_checkpoint(folder).fingerprint({}) != before
 
-    def test_config_counts_but_not_who_saved_it(self, folder: Path) -> None:
+    def test_the_fingerprint_has_the_config_without_its_author(self, folder: Path) -> None:
         before = inspect_checkpoint(folder).fingerprint({})
         edit_json(folder / "config.json", transformers_version="0.0")
         assert inspect_checkpoint(folder).fingerprint({}) == before

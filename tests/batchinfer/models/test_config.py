@@ -71,7 +71,7 @@ def test_sizes() -> None:
     assert cost.active_parameters == 2 * (48 * (48 + 2 * 24) + 48 * 48 + 3 * 48 * 64)
 
 
-def test_rope_scaling_beside_rope_parameters_wins() -> None:
+def test_rope_scaling_has_priority_over_rope_parameters() -> None:
     linear = {"type": "linear", "factor": 2.0}
     rope = parse(raw_config(rope_scaling=linear, rope_parameters={"rope_theta": 5.0})).attention.rotation.rope
     assert (rope.kind, rope.theta) == ("linear", 10_000.0)

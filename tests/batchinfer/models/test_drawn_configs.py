@@ -141,7 +141,7 @@ def configurations(draw: st.DrawFn, family: str) -> dict[str, Any]:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str) -> None:
+def test_logits_equal_transformers(family: str) -> None:
     @settings(max_examples=examples(2, 50), deadline=None)
     @given(configuration=configurations(family))
     def drawn(configuration: dict[str, Any]) -> None:

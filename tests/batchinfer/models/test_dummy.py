@@ -28,7 +28,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_written_and_read_again_they_are_the_same(tmp_path, name, dtype):
+def test_dummy_weights_survive_writing_and_reading(tmp_path, name, dtype):
     """Another engine that loads the folder has exactly the weights of our run."""
     config = parse_config(SMALL[name], {}, tmp_path / "config.json")
     dummy = DummyWeights(config, dtype, "cpu", seed=3)

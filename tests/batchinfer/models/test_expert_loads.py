@@ -20,7 +20,7 @@ def test_counters_are_read_paused_and_restarted() -> None:
     assert loads.read() == {0: [0, 0, 0], 2: [0, 0, 0]}
 
 
-def test_what_fails_within_a_pause_counts_nothing_either() -> None:
+def test_a_failure_within_a_pause_counts_nothing() -> None:
     counter = torch.tensor([1])
 
     def fail() -> None:

@@ -70,7 +70,7 @@ def test_the_family_of_the_page(tmp_path: Path) -> None:
     )
 
 
-def test_it_is_short(baobab: str) -> None:
+def test_the_family_file_is_short(baobab: str) -> None:
     assert len(baobab.splitlines()) < 100
 
 

@@ -30,7 +30,7 @@ Q = "model.layers.1.self_attn.q_proj."
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_logits_are_those_of_the_dequantised_weights(name: str) -> None:
+def test_logits_equal_the_dequantised_weights(name: str) -> None:
     folder, model = published(name)
     checkpoint = check_logits(folder / "packed", model, lengths=(1, 17, 60))
     assert len(checkpoint.packed) >= 7
@@ -181,7 +181,7 @@ def test_groups_that_are_not_read_are_named(tmp_path: Path, weights: Any, text: 
     assert re.search(text, refused(folder))
 
 
-def test_one_checkpoint_may_have_groups_of_several_kinds(tmp_path: Path) -> None:
+def test_a_checkpoint_may_have_different_groups(tmp_path: Path) -> None:
     """Attention in 8 bits, the rest in 4."""
     folder, other = copied(tmp_path, "w4a16"), published("w8a8")[0]
     plain = Path(shutil.copytree(published("w4a16")[0] / "plain", tmp_path / "plain"))
@@ -249,7 +249,7 @@ def test_old_settings_that_are_not_read_are_named(tmp_path: Path, name: str, sta
     assert text in refused(tmp_path / "packed")
 
 
-def test_what_config_json_states_is_preferred(tmp_path: Path) -> None:
+def test_config_json_has_priority(tmp_path: Path) -> None:
     folder = copied(tmp_path, "gptq")
     before = inspect_checkpoint(folder).fingerprint({})
     (folder / "quantize_config.json").write_text('{"bits": 3}')
@@ -279,13 +279,13 @@ def test_classes_of_torchao_that_are_not_read_are_named(tmp_path: Path, said: An
     assert "unexpected tensors" not in told
 
 
-def test_int8_of_torchao_is_multiplied_where_activations_are_quantised_too() -> None:
+def test_int8_of_torchao_is_multiplied_if_activations_are_quantised() -> None:
     for name, kept in (("torchao w8a8", "stored-int8"), ("torchao int8", "none")):
         assert inspect_checkpoint(published(name)[0] / "packed").stored_quantization == kept
 
 
 @pytest.mark.parametrize("name", ["torchao int4", "torchao intx"])
-def test_codes_of_torchao_are_the_weights(name: str) -> None:
+def test_quantised_values_of_torchao_are_the_weights(name: str) -> None:
     folder = published(name)[0]
     assert {
         form.codes for form in inspect_checkpoint(folder / "packed").for_quantization("int4").spec.forms

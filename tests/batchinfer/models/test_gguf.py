@@ -135,7 +135,7 @@ def test_the_parts_of_a_model_are_read_together(tmp_path: Path) -> None:
         open_checkpoint(files[0])
 
 
-def test_the_fingerprint_is_that_of_the_whole_file(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_the_whole_file(tmp_path: Path) -> None:
     for name, base in (("a", 10_000.0), ("b", 10_000.0), ("c", 20_000.0)):
         make_gguf(
             tmp_path / f"{name}.gguf", tmp_path / "plain", "llama", metadata={"rope.freq_base": base}, **SMALL
@@ -224,7 +224,7 @@ def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[Path], Any]
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_whatever_a_header_says_it_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+def test_any_header_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     original = tmp_path / "x.gguf"
     if not original.exists():
         original.write_bytes(content_of(Type.Q4_K))
@@ -252,7 +252,7 @@ def test_whatever_a_header_says_it_is_read_or_refused(tmp_path: Path, data: st.D
         ({"feed_forward_length": 256}, "tensors of a wrong shape: model.layers.0.mlp.*instead of"),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path: Path, metadata: dict[str, Any], text: str) -> None:
+def test_unsupported_features_are_named(tmp_path: Path, metadata: dict[str, Any], text: str) -> None:
     make_gguf(tmp_path / "x.gguf", tmp_path / "plain", "llama", metadata=metadata, **SMALL)
     with pytest.raises(JobFileError, match=text):
         open_checkpoint(tmp_path / "x.gguf")
@@ -275,7 +275,7 @@ def test_a_folder_of_several_models_is_refused(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).spec == open_checkpoint(tmp_path / "tiny-Q4_K_M.gguf").spec
 
 
-def test_the_documentation_lists_what_is_read() -> None:
+def test_the_documentation_lists_the_supported_types() -> None:
     page = (Path(__file__).parents[3] / "docs/models.md").read_text("utf-8")
     section = page.partition("### GGUF\n")[2].partition("\n### ")[0]
     lines = (line.strip("| ").partition(" | ") for line in section.splitlines() if line.startswith("| "))

@@ -32,7 +32,7 @@ LAYOUT = ZeroLayout(FIRST, FIRST, symmetric=False)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_zero_points_are_those_that_were_packed(bits: int) -> None:
+def test_zero_points_equal_the_packed_ones(bits: int) -> None:
     """Every second zero point is 0, and the subtraction borrows in a majority of words. Dequantised, in int4,
     and on two ranks."""
     generator = np.random.default_rng(bits)
@@ -140,7 +140,7 @@ def test_only_answers_that_were_wrong_are_lost(tmp_path: Path, monkeypatch: pyte
     assert [each.fingerprint(cache) for each in (wrong, sound, second)] == found
 
 
-def test_values_beside_the_outputs_count_for_nothing() -> None:
+def test_padding_after_the_outputs_is_ignored() -> None:
     """9 outputs take two words; the second has a single output."""
     symmetric = ZeroLayout(FIRST, FIRST, symmetric=True)
     words = np.array([[0x77777777, 0xFFFFFFF7]], np.uint32)

@@ -43,7 +43,7 @@ def lite() -> ModelSpec:
 
 
 @pytest.mark.parametrize("tokens", [512, 2048, 8192, 32_768])
-def test_a_prompt_takes_what_the_docs_expect(lite: ModelSpec, tokens: int) -> None:
+def test_costs_of_a_prompt_match_the_docs(lite: ModelSpec, tokens: int) -> None:
     found = []
     for deterministic in (True, False):  # without and with K and V that are made
         cost = model_cost(lite, 2, "cuda", deterministic)
@@ -78,7 +78,7 @@ def test_steps_that_decode_and_steps_on_a_cpu_cost_the_same_as_ever(lite: ModelS
     )
 
 
-def test_quantised_heads_are_multiplied_with_queries_alone(lite: ModelSpec) -> None:
+def test_quantised_heads_are_multiplied_only_with_queries(lite: ModelSpec) -> None:
     spec = lite.quantized("int8")
     attention = [one for one in model_cost(spec, 2, "cuda").operators if one.name == "attention"]
     assert [one.decompressing for one in attention] == [None]

@@ -39,7 +39,7 @@ def test_multipliers_and_caps_are_counted() -> None:
     assert found.flops == (1 + 2 * LAYERS) * 7 * HIDDEN
 
 
-def test_layers_count_by_their_rules_and_the_codes_of_their_cache() -> None:
+def test_layers_are_counted_by_their_rules_and_cache_dtype() -> None:
     plain = llama_spec(3, 64, 48, 4, 2, 16, 100)
     first = plain.layers[0]
     assert isinstance(first.attention, AttentionSpec)
@@ -75,7 +75,7 @@ def test_parameters_that_a_token_multiplies() -> None:
     assert cost.model_flops(tokens(7)) == 2 * 7 * cost.active_parameters
 
 
-def test_memory_is_that_of_all_experts() -> None:
+def test_memory_includes_all_experts() -> None:
     cost, spec = model_cost(spec_of(), 2), spec_of()
     norms, tables = 9 * HIDDEN, 2 * 100 * HIDDEN
     assert parameter_count(spec) == cost.parameters + norms + tables
@@ -109,7 +109,7 @@ def test_int8_leaves_the_router_as_it_is() -> None:
         assert coded[name].bytes < plain[name].bytes
 
 
-def test_more_tokens_a_step_where_each_uses_few_weights() -> None:
+def test_steps_have_more_tokens_if_each_uses_few_weights() -> None:
     peaks = Peaks(430e9, 100e9)
     dense = model_cost(llama_spec(2, HIDDEN, INNER, 4, 2, 16, 100), 2)
     experts = model_cost(spec_of(30), 2)

@@ -68,13 +68,13 @@ def test_every_kind_is_tested() -> None:
 
 
 @pytest.mark.parametrize("kind", ABSENT_SIZES)
-def test_sizes_that_text_config_leaves_out_are_those_of_transformers(kind: str) -> None:
+def test_sizes_missing_in_text_config_are_transformers_defaults(kind: str) -> None:
     theirs = AutoConfig.for_model(kind).to_dict()
     assert {key: theirs[key] for key in ABSENT_SIZES[kind]} == ABSENT_SIZES[kind]
 
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
-def test_what_config_json_leaves_out_is_as_in_transformers(kind: str) -> None:
+def test_keys_missing_in_config_json_have_transformers_defaults(kind: str) -> None:
     theirs = AutoConfig.for_model(kind)
     assert MULTIMODAL[kind].absent_text == theirs.text_config.model_type
     assert MULTIMODAL[kind].absent_tied == theirs.tie_word_embeddings

@@ -79,7 +79,7 @@ def test_fp8_whose_last_blocks_are_cut() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_that_transformers_dequantises(tmp_path: Path, kind: str) -> None:
+def test_weights_equal_transformers_dequantised_ones(tmp_path: Path, kind: str) -> None:
     folder, plain = tmp_path / "packed", tmp_path / "plain"
     checkpoint = check_logits(folder, KINDS[kind](folder, plain), lengths=(1, 17, 100))
     assert checkpoint.dtype == "float32"
@@ -115,7 +115,7 @@ def loaded(checkpoint: Checkpoint, dtype: torch.dtype) -> list[dict[str, Tensor]
         ({"strategy": "block", "block_structure": [0]}, r"block_structure of group_0 is \[0\]; wanted two"),
     ],
 )
-def test_what_is_wrong_with_compressed_tensors_is_named(tmp_path: Path, change: Any, text: str) -> None:
+def test_mistakes_in_compressed_tensors_are_named(tmp_path: Path, change: Any, text: str) -> None:
     make_fp8(tmp_path, tmp_path / "plain", "qwen3", "row", "compressed-tensors")
     stated = copy.deepcopy(COMPRESSED)
     of_weights = {"num_bits", "type", "strategy", "block_structure"}
@@ -141,7 +141,7 @@ def test_blocks_of_compressed_tensors() -> None:
 
 
 @pytest.mark.parametrize("activations", [{"num_bits": 8, "type": "float"}, None, ...])
-def test_codes_are_not_multiplied_where_activations_are_to_stay_as_they_are(
+def test_unquantised_activations_are_not_multiplied_with_quantised_values(
     tmp_path: Path, activations: Any
 ) -> None:
     make_fp8(tmp_path, tmp_path / "plain", "llama", "row", "compressed-tensors")

@@ -35,9 +35,7 @@ def _parts(checkpoint: Checkpoint) -> list[StoredPart]:
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_segment_is_what_safetensors_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_a_range_equals_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr(file_segment, "PIECE_BYTES", 1000)
     make_checkpoint(tmp_path, family, shards=2)
     checkpoint, pages, read = inspect_checkpoint(tmp_path), ReusedPages(), 0
@@ -55,7 +53,7 @@ def test_a_segment_is_what_safetensors_gives(
     assert read > 4
 
 
-def test_a_file_that_was_cut_meanwhile_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_while_loading_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     checkpoint = inspect_checkpoint(tmp_path)
     (path,) = checkpoint.files
@@ -125,7 +123,7 @@ class CountedFile:
         return Opened(bytes(self._size))
 
 
-def test_a_range_is_read_until_what_is_behind_it_is_asked_for(
+def test_a_range_is_read_until_the_next_one_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama")
@@ -162,7 +160,7 @@ def test_no_thread_is_left_when_loading_fails(tmp_path: Path, monkeypatch: pytes
     assert _threads() == []
 
 
-def test_no_more_is_read_than_may_wait(
+def test_read_ahead_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[ByteRange]
 ) -> None:
     make_checkpoint(tmp_path, "llama")

@@ -88,7 +88,7 @@ def test_a_further_cache_group_has_slots_of_its_own(device: str) -> None:
     assert slots.tolist() == [*wanted.tolist(), PADDING]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_operands_are_refused() -> None:
     rows = Rows(4, 1, 4, 5)
     kept, tokens = rows.tensors("cpu"), torch.zeros(4, dtype=torch.int64)
     own = [*map(torch.from_numpy, (rows.contexts, rows.repeats, rows.tables))]

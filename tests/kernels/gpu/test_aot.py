@@ -45,7 +45,7 @@ def test_a_launch_compiles_as_it_is_specialised(target: str) -> None:
         assert odd.wide_loads() == 0  # the end of the mask may lie inside any 16 bytes
 
 
-def test_a_kernel_that_does_not_compile_says_so() -> None:
+def test_a_kernel_that_does_not_compile_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="power of 2"):
         compiled("launch_double", "sm_90", 4096, 1000)
 

@@ -124,7 +124,7 @@ def test_sequences_of_any_length_share_a_launch(name, kind, sizes, soft_cap, sun
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize(("name", "window"), [(name, w) for name, k in KERNELS.items() for w in k.windows])
-def test_a_window_hides_what_is_behind_it(name, window, device) -> None:
+def test_a_window_hides_older_keys(name, window, device) -> None:
     case = KERNELS[name].case(device=device)
     if KERNELS[name].prefixes is None:  # its blocks also belong to sequences that still read them
         case.leave_behind(window)
@@ -189,7 +189,7 @@ def test_only_the_rows_of_given_items_are_written(device) -> None:
     assert_near(out[[0, 1, 2, 5, 6, 7, 8]], wanted[[0, 1, 2, 5, 6, 7, 8]], torch.float32)
 
 
-def test_what_prefill_does_not_cover_is_refused(device) -> None:
+def test_unsupported_prefill_is_refused(device) -> None:
     assert_refused("17 heads", prefill, paged_case(((1, 4),), kv_heads=1, group=17, device=device))
     case = paged_case(((1, 4),), device=device)
     assert_refused("caches of", prefill, replace(case, k=case.k.int(), v=case.v.int()))
@@ -240,7 +240,7 @@ def test_nothing_to_do(device) -> None:
     ).shape == (0, 4, 64)
 
 
-def test_what_does_not_fit_decode_is_refused(device) -> None:
+def test_wrong_operands_of_decode_are_refused(device) -> None:
     case = paged_case(singles((9, 20)), device=device)
     lengths, splits = case.lengths, splits_of(case.contexts, case)
     for wrong in (lengths.long(), lengths[:1]):
@@ -264,7 +264,7 @@ def test_more_rows_than_a_tile_has_and_more_keys_than_a_segment(device) -> None:
     check(sharing(case, 64, prefixes), attend_sharing, prefixes=prefixes)
 
 
-def test_levels_for_which_there_is_no_room_are_read_by_each_row(monkeypatch, device) -> None:
+def test_levels_without_reserved_memory_are_read_by_each_row(monkeypatch, device) -> None:
     monkeypatch.setattr(part_room, "LEVELS", 1)
     case = KERNELS["prefixes"].case(device=device)
     starts = plan_attention(case.queries, case.contexts, case.shape, device, SHARED).starts

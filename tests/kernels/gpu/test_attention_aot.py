@@ -194,7 +194,7 @@ def test_sweep(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -
         ("decode", "sm_100", "bfloat16", 80, "int8", False),
     ],
 )
-def test_where_registers_are_scarcest(
+def test_registers_suffice_in_the_largest_cases(
     work: str, target: str, dtype: str, dim: int, codes: str, deterministic: bool
 ) -> None:
     """Scales and masks need registers, too."""

@@ -55,7 +55,7 @@ def test_weights_have_the_bits_of_float16(cache_dtype, dtype, within, segment, d
     assert_equals_the_reference(coded(cache_dtype, device, dtype=dtype), within, segment=segment)
 
 
-def test_every_code_is_exact(cache_dtype, device) -> None:
+def test_every_quantised_value_is_exact(cache_dtype, device) -> None:
     """A single key with weight 1: its values are returned unchanged, and each query's sum is one quantised
     value."""
     case = coded(cache_dtype, device, [1] * 16, kv_heads=1, group=16, dim=256)

@@ -28,7 +28,7 @@ def plan(query_lens, context_lens, shared=(), room=None, shape=SHAPE):
 
 @pytest.mark.parametrize("arch", ["", "80", "86", "89", "90", "100", "120", "gfx942"])
 @pytest.mark.parametrize("work", ["prefill", "prefix", "deterministic"])
-def test_tiles_of_codes_have_the_rows_that_a_plan_counts_on(monkeypatch, arch: str, work) -> None:
+def test_tiles_of_quantised_caches_have_the_rows_of_the_plan(monkeypatch, arch: str, work) -> None:
     """A plan does not know the cache's dtype: queries beyond a kernel's rows would be skipped."""
     monkeypatch.setattr(attention_launch, "architecture", lambda: arch)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -77,7 +77,7 @@ def test_levels_are_cut_into_items_of_rows_and_keys(monkeypatch) -> None:
     assert (found.parts, counts[5], counts[0], counts[40]) == (38 + 2 * 3, 3, 1, 0)
 
 
-def test_own_keys_are_what_is_not_shared() -> None:
+def test_own_keys_are_the_unshared_ones() -> None:
     found = plan([1] * 5, [700] * 5, [SharedPrefix([0, 1, 2, 3], 300)])
     assert found.splits_of(None).keys.tolist() == [444] * 4 + [700]
 
@@ -94,14 +94,14 @@ def test_deterministic_levels_end_with_segments() -> None:
     assert sorted(i[3:] for i in found.items.tolist()) == [[0, 1024, 0], [1024, 2048, 1]]
 
 
-def test_what_does_not_nest_is_refused() -> None:
+def test_prefixes_that_do_not_nest_are_refused() -> None:
     with pytest.raises(ValueError, match="not the same outer prefix"):
         plan([1] * 3, [700] * 3, [SharedPrefix([0, 1], 128), SharedPrefix([1, 2], 256)])
     assert_refused("do not all have 256 keys", plan, [1, 1], [700, 255], [SharedPrefix([0, 1], 256)])
     assert_refused("distinct", plan, [1, 1], [700, 700], [SharedPrefix([0, 0], 256)])
 
 
-def test_what_does_not_fit_into_a_room_is_refused() -> None:
+def test_steps_that_exceed_the_reserved_memory_are_refused() -> None:
     shared = [SharedPrefix([0, 1], 256)]
     assert_refused("chunks of up to 2", plan, [1, 2], [9, 9], room=Room(100))
     assert_refused("contexts of up to 101", plan, [1, 1], [9, 101], room=Room(100))
@@ -148,7 +148,7 @@ def test_shared_blocks_are_found_level_by_level() -> None:
     assert short == [], "all of block 2 but its last key is before the query"
 
 
-def test_little_that_is_shared_is_left_alone() -> None:
+def test_short_shared_prefixes_are_ignored() -> None:
     same = tables_of(*[[1, 2, 10 + i] for i in range(9)])
     assert find_shared([1] * 9, [50] * 9, StepTables.of(same), 16, 64) == []
     few = tables_of(*[[1, 2, 10 + i] for i in range(3)])

@@ -91,7 +91,7 @@ def test_every_key_is_in_one_item(step, mode) -> None:
 
 
 @given(steps(), MODES, st.integers(1, 600))
-def test_a_list_serves_until_it_is_made_anew(step, mode, more) -> None:
+def test_a_list_is_reused_until_it_is_rebuilt(step, mode, more) -> None:
     contexts, starts = step
     window, deterministic, longest = mode
     splitter = Splitter(KV_HEADS, DEVICE, deterministic, longest)
@@ -112,7 +112,7 @@ def test_a_list_serves_until_it_is_made_anew(step, mode, more) -> None:
         assert more < LEAST_SEGMENT or window is not None or not grown.any()
 
 
-def test_a_long_row_is_spread_over_the_gpu_whatever_the_bound_is() -> None:
+def test_a_long_row_is_spread_over_the_gpu_for_any_bound() -> None:
     for longest in (None, 16_384, 131_072):
         (spans,) = passed_over(split([16_000], longest=longest), [16_000], [0])
         assert len(spans) * KV_HEADS >= 0.9 * PROGRAMS_PER_PROCESSOR * PROCESSORS
@@ -124,7 +124,7 @@ def test_a_long_row_is_spread_over_the_gpu_whatever_the_bound_is() -> None:
     assert {len(own) for own in spans[1:]} == {1}
 
 
-def test_the_longest_items_come_first() -> None:
+def test_the_longest_items_are_first() -> None:
     """No long item starts when the others are done."""
     contexts = [100, 512, 9000, 300, 512, *[400] * 200]
     splits = split(contexts)
@@ -144,7 +144,7 @@ def test_lists_of_a_graph_have_few_lengths() -> None:
     assert len(few) == 1, "one row or a few have one graph"
 
 
-def test_parts_take_what_contexts_need_not_what_their_bound_would() -> None:
+def test_parts_need_memory_for_contexts_not_for_their_bound() -> None:
     splits = split([512] * 256, deterministic=True, longest=131_072)
     assert (splits.count, splits.whole) == (256, True)
     splits = split([512] * 255 + [16_384], deterministic=True, longest=131_072)

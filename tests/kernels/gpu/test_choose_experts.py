@@ -33,7 +33,7 @@ def correction_of(routing: Routing) -> Tensor | None:
 
 
 @pytest.mark.parametrize("routing", RULES)
-def test_a_choice_is_that_of_the_reference(routing: Routing) -> None:
+def test_a_choice_equals_the_reference(routing: Routing) -> None:
     wide = random(11, routing.experts + 3) * 3
     logits, correction = wide[:, : routing.experts], correction_of(routing)
     got, wanted = choose_experts(logits, routing, correction), reference(logits, routing, correction)
@@ -56,7 +56,7 @@ def test_of_equal_experts_the_first_are_chosen(routing: Routing) -> None:
 
 
 @pytest.mark.parametrize("routing", RULES)
-def test_what_is_no_number_shows(routing: Routing) -> None:
+def test_nan_reaches_the_weights(routing: Routing) -> None:
     """In the weights; the experts are existing ones, each once."""
     logits = random(3, routing.experts)
     logits[0] = float("nan")
@@ -100,7 +100,7 @@ def test_rows_are_sorted(
     assert torch.equal(loads - 7, torch.bincount(seen.flatten(), minlength=experts))
 
 
-def test_counts_are_taken_as_they_were_counted() -> None:
+def test_given_counts_are_used_unchanged() -> None:
     choice = choose_experts(random(40, 16), Routing(16, 4))
     counted, recounted = (torch.zeros(16, dtype=torch.int64, device=DEVICE) for _ in range(2))
     got = sort_by_expert(choice, counted)

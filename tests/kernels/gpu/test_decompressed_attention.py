@@ -63,7 +63,7 @@ def test_equals_the_reference(device, dtype, heads, sizes, chunks):
     torch.testing.assert_close(out, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_what_does_not_fit_is_refused(device):
+def test_wrong_operands_are_refused(device):
     q, k, v, shared = (one.to(device) for one in operands([(5, 5)], 3, (12, 8, 10), torch.float32))
     out, items = (
         torch.full((5, 3, 10), torch.nan, device=device),

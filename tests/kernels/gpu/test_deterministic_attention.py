@@ -61,7 +61,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype", "extras"), VARIANTS)
-def test_alone_in_a_batch_in_chunks_and_one_by_one(dtype, cache_dtype, extras, device) -> None:
+def test_bits_are_equal_alone_in_a_batch_in_chunks_and_one_by_one(dtype, cache_dtype, extras, device) -> None:
     sinks = torch.linspace(-1, 1, 4, device=device)
     case = paged_case([(290, 290), (40, 300)], dtype=dtype, cache_dtype=cache_dtype, device=device)
     extras = {**extras, "sinks": sinks}

@@ -107,7 +107,7 @@ def test_nothing_is_moved_without_trees(device: str) -> None:
     assert bool((cache == 1).all())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_operands_are_refused() -> None:
     tokens, firsts, drafts, parents = trees(1, 2, 4)
     for wrong in (
         (tokens, firsts[:1], drafts, parents),

@@ -67,7 +67,7 @@ def test_heads_of_any_shape(device, kv_heads, group, dim) -> None:
     assert_near(attended(case)[0], case.reference(causal=False)[0], torch.float32)
 
 
-def test_what_lies_behind_a_prompt_is_not_read(device) -> None:
+def test_memory_after_a_prompt_is_not_read(device) -> None:
     """The block after the prompt is poisoned, also if the prompt ends with a tile."""
     keys = choose_tiles("prefill", torch.float32, 64).keys
     case = prompts((keys, 2 * keys, keys - 1), device=device)

@@ -61,7 +61,7 @@ def test_rows_may_be_strided(device):
     check(wide[::2, 10:70], "silu")
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_operands_are_refused():
     x = torch.zeros(2, 8)
     for gate_up in (x[:, :7], x[0], x.double(), torch.zeros(8, 2).T):
         assert_refused("", gated_activation, gate_up, "silu")

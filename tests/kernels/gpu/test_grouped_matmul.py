@@ -96,7 +96,7 @@ def test_no_rows_at_all() -> None:
 
 
 @pytest.mark.parametrize("activation", [None, "gelu_tanh", "clamped_swiglu"])
-def test_codes(activation: Activation | None) -> None:
+def test_quantised_experts(activation: Activation | None) -> None:
     counts = (0, 19, 1, 0, 4)
     weight = random(5 * 34, 70, seed=1)
     codes, scales = (part.view(5, 34, *part.shape[1:]) for part in quantize_weight(weight))
@@ -110,7 +110,7 @@ def test_codes(activation: Activation | None) -> None:
 
 
 @pytest.mark.parametrize("quantize", [None, quantize_weight, quantize_rows_fp8])
-def test_rows_are_read_where_they_stand(quantize: Any) -> None:
+def test_rows_are_read_in_place(quantize: Any) -> None:
     counts, from_rows = (3, 0, 5), torch.tensor([4, 0, 2, 3, 3, 1, 0, 4], device=DEVICE)
     x, weight = random(5, 40), weights_of(3, 6, 40, torch.float32)
     more: dict[str, Any] = {}
@@ -124,14 +124,14 @@ def test_rows_are_read_where_they_stand(quantize: Any) -> None:
         near(got, wanted, "fp8" if quantize is quantize_rows_fp8 else "")
 
 
-def test_codes_that_a_gpu_does_not_multiply_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_values_that_a_gpu_cannot_multiply_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scales = quantize_rows_fp8(random(6, 40))
     monkeypatch.setattr(fp8_module, "architecture", lambda: "80")
     with pytest.raises(ValueError, match=r"needs compute capability 8\.9 or newer, this GPU has 8\.0"):
         grouped_matmul(random(2, 40), codes[None], starts_of((2,)), scales=scales[None])
 
 
-def test_nothing_beside_the_operands_is_read() -> None:
+def test_nothing_outside_the_operands_is_read() -> None:
     counts = (2, 0, 7)
     x, weight = random(9, 37), weights_of(3, 10, 37, torch.float32)
     weight[1] = float("nan")  # an expert without rows
@@ -165,7 +165,7 @@ def test_combine(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     assert torch.equal(combine(made, order.argsort(), weights), combine_reference(made, order, weights))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_operands_are_refused() -> None:
     made, order, weights = random(6, 4), torch.arange(6, device=DEVICE), random(3, 2)
     for wrong in ((made, order[:5], weights), (made, order, weights[:2]), (made[:, 0], order, weights)):
         assert_refused("results", combine, *wrong)

@@ -137,7 +137,7 @@ def changed_module(path: Path, old: str, new: str) -> ModuleType:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_found(what: str, tmp_path: Path) -> None:
+def test_mistakes_in_the_kernel_are_found(what: str, tmp_path: Path) -> None:
     (group, codes, rules), *change = WRONG[what]
     module = changed_module(tmp_path / "hopper_prefill_changed.py", *change)
     seed = random.randrange(2**16)
@@ -162,7 +162,7 @@ def test_without_a_change_nothing_is_found() -> None:
         (128, 16, 15, None, "a window of 15"),
     ],
 )
-def test_what_it_does_not_read(
+def test_unsupported_prefill_cases(
     dim: int, size: int, window: int | None, codes: torch.dtype | None, reason: str
 ) -> None:
     assert reason in str(why_not(dim, size, window, 2 if codes is None else 1))
@@ -170,6 +170,6 @@ def test_what_it_does_not_read(
         attend(paged_case(((3, 20),), 1, 1, dim, size, torch.float16, codes), hopper_prefill, 0, window)
 
 
-def test_what_it_reads() -> None:
+def test_supported_prefill_cases() -> None:
     assert why_not(128, 16, None, 2) is None
     assert why_not(80, 128, 128, 1) is None

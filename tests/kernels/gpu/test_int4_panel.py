@@ -50,7 +50,7 @@ def stored(
     ("dtype", "group", "zeroed", "sizes"),
     pairs_first(DTYPES, [32, 96, 128, 1280], [False, True], [(1, 1), (70, 130), (37, 257), (200, 384)]),
 )
-def test_a_panel_has_the_values_and_nothing_beside_it_is_written(
+def test_a_panel_has_the_values_and_nothing_outside_is_written(
     dtype: torch.dtype, group: int, zeroed: bool, sizes: tuple[int, int]
 ) -> None:
     """Bit by bit, for the whole weight and for some of its outputs."""
@@ -70,7 +70,7 @@ def test_a_panel_has_the_values_and_nothing_beside_it_is_written(
 @pytest.mark.parametrize(
     ("dtype", "biased", "room"), pairs_first(DTYPES, [False, True], [10**6, 200 * 130, 3 * 130])
 )
-def test_the_library_multiplies_what_was_widened(dtype: torch.dtype, biased: bool, room: int) -> None:
+def test_the_library_multiplies_the_widened_weights(dtype: torch.dtype, biased: bool, room: int) -> None:
     """In one part, in parts of whole tiles, and in parts of a few outputs."""
     weight, _ = stored(300, 130, 64, True, dtype)
     x, bias = random(5, 130, dtype=dtype), random(300, dtype=dtype, seed=2) if biased else None

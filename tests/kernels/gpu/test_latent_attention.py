@@ -79,7 +79,7 @@ def test_rows_that_are_long_are_attended_in_parts(device, monkeypatch):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [3, 24])
-def test_few_queries_of_a_graph_share_what_is_read(device, heads, deterministic):
+def test_few_queries_of_a_graph_share_reads(device, heads, deterministic):
     """Rows of verified drafts: sequences have up to four queries, one has none, one is split, one is padding."""
     chunks = [(4, 50), (1, 1), (2, 1100), (0, 33), (3, 3)]
     step = latent_step(3, heads, *SMALL, chunks)
@@ -89,7 +89,7 @@ def test_few_queries_of_a_graph_share_what_is_read(device, heads, deterministic)
     assert_right(attended(step, device, plan), step)
 
 
-def test_padding_of_a_graph_gives_no_numbers_that_are_none(device):
+def test_padding_of_a_graph_gives_no_nan(device):
     step = latent_step(4, 3, *SMALL, [(1, 40), (1, 300)])
     padded = replace(
         step,
@@ -118,7 +118,7 @@ def test_a_graphs_list_serves_longer_contexts(device):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [5, 20])
-def test_bits_do_not_depend_on_others_where_it_is_deterministic(device, monkeypatch, dtype, heads):
+def test_deterministic_bits_do_not_depend_on_other_rows(device, monkeypatch, dtype, heads):
     """In one chunk, in chunks, row by row, with and without a graph, with segments of 32 keys."""
     for module in (kernels, attention_splits, part_room):
         monkeypatch.setattr(module, "SEGMENT", 32)
@@ -136,7 +136,7 @@ def test_bits_do_not_depend_on_others_where_it_is_deterministic(device, monkeypa
                 assert torch.equal(few, wanted), (row, first, size)
 
 
-def test_a_row_does_not_depend_on_the_others(device):
+def test_a_row_does_not_depend_on_other_rows(device):
     """For rows that are not split, also without deterministic mode."""
     step = latent_step(2, 5, *SMALL, [(1, 50), (1, 33), (1, 17)])
     whole = attended(step, device)
@@ -144,7 +144,7 @@ def test_a_row_does_not_depend_on_the_others(device):
         assert torch.equal(attended(step.part(row, 0, 1), device), whole[row : row + 1])
 
 
-def test_the_result_goes_where_it_is_wanted(device):
+def test_the_result_is_written_to_the_given_tensor(device):
     step = latent_step(2, 5, *SMALL, [(1, 50)])
     tensors, plan = [tensor.to(device) for tensor in (step.q, step.k, step.table)], planned(step, device)
     out = torch.full((1, 5, 20), torch.nan, device=device)

@@ -132,7 +132,7 @@ def test_tokens_without_probability_and_rows_that_are_not_numbers(device):
     assert got[1].isnan().any(1).tolist() == [True, True, True, False, False]
 
 
-def test_a_rows_log_probabilities_do_not_depend_on_the_others(device):
+def test_log_probabilities_of_a_row_do_not_depend_on_other_rows(device):
     logits, chosen = some_logits(4, 5000, 1.0, device), torch.arange(4, device=device)
     together = log_probabilities(logits, chosen, 3)
     for row in range(4):
@@ -143,7 +143,7 @@ def test_a_rows_log_probabilities_do_not_depend_on_the_others(device):
 # ---- what is refused, and nothing to do
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_operands_are_refused():
     logits, none = torch.zeros(1, 8), torch.zeros(1, dtype=torch.int32)
     penalties = penalties_of([([1], [2])], [[]], [0], "cpu")
     assert_refused("bits", mask, torch.zeros(1, 40), none, torch.zeros(1, 1, dtype=torch.int32))

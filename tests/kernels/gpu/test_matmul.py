@@ -119,7 +119,7 @@ def test_no_inputs_leave_the_bias() -> None:
     )
 
 
-def test_codes_of_a_weight_may_be_strided() -> None:
+def test_quantised_weights_may_be_strided() -> None:
     codes, scales = quantize_weight(random(37, 200, seed=1))
     wide = torch.full((37, 230), 127, dtype=torch.int8, device=DEVICE)
     wide[:, 3:203] = codes
@@ -142,7 +142,7 @@ def test_a_broken_row_breaks_no_other(name: str) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_int8_is_what_the_cpu_computes(dtype: torch.dtype, activation: Any) -> None:
+def test_int8_equals_the_cpu(dtype: torch.dtype, activation: Any) -> None:
     """Bit by bit: sums of integers are exact, and later steps round like the reference."""
     codes, scales = quantize_weight(random(130, 600, seed=1))
     x, bias = random(21, 600, dtype=dtype), random(130, dtype=dtype, seed=2)
@@ -249,7 +249,7 @@ def test_segments_are_whole_tiles_and_cover_the_inputs(kind: Any) -> None:
             assert cut.splits in (1, cut.segments)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_operands_are_refused() -> None:
     x, weight = random(2, 3), random(4, 3)
     assert_refused("the weight", matmul, x, random(4, 5))
     assert_refused("the weight", matmul, x[0], weight)
@@ -271,7 +271,7 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
         assert_refused(words, block_fp8_matmul, x, replace(weight, **change))
 
 
-def test_codes_that_do_not_fit_are_refused() -> None:
+def test_wrong_quantised_operands_are_refused() -> None:
     codes, scales = quantize_weight(random(4, 3))
     assert_refused("float8_e4m3fn", fp8_matmul, random(2, 3), codes, scales)
     assert_refused("scales", int8_matmul, random(2, 3), codes, scales[:3])

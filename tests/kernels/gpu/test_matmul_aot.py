@@ -112,7 +112,7 @@ def test_few_and_many_rows(target: str, way: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_may_wait_does() -> None:
+def test_products_that_may_wait_do() -> None:
     """Otherwise the exception is no longer needed."""
     for way in ("fp8", "int4_64_zeros"):
         assert compiled("sm_90", way, FEW).losses

@@ -93,7 +93,7 @@ def test_a_nan_shows(device) -> None:
     assert out[1].isfinite().all()
 
 
-def test_parts_may_lie_in_any_order(device) -> None:
+def test_parts_may_be_in_any_order(device) -> None:
     outs, lses = parts_of(3, 4, 2, 64, torch.float32, device)
     turned = outs.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3)
     assert torch.equal(merge_state(turned, lses)[0], merge_state(outs, lses)[0])

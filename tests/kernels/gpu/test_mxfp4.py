@@ -63,7 +63,7 @@ def test_experts_with_any_number_of_rows(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_code_with_every_exponent_is_exact(dtype: torch.dtype) -> None:
+def test_every_value_with_every_exponent_is_exact(dtype: torch.dtype) -> None:
     """A row of x has a single 1: a result is a weight. Bits equal a weight that was converted before, with
     extreme numbers; overflow gives infinity."""
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(1, 256, 1)
@@ -118,7 +118,7 @@ def test_int4_experts_with_any_number_of_inputs(
     assert torch.equal(grouped_int4_matmul(x[-1:], weights, alone, **given), whole[-1:])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_operands_are_refused() -> None:
     weights, odd = pack_mxfp4_weights(*stored(2, 34, 32)), pack_mxfp4_weights(*stored(2, 33, 32))
     given: dict[str, Any] = {"x": random(2, 32), "weights": weights, "starts": starts_of((1, 1))}
     for words, changed in (

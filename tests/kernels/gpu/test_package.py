@@ -32,7 +32,7 @@ def imported(nodes: list[ast.AST]) -> set[str]:
     return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
-def test_all_but_the_kernels_is_annotated():
+def test_all_functions_except_kernels_are_annotated():
     functions = [
         node for path in HERE.glob("*.py") for node in parsed(path) if isinstance(node, ast.FunctionDef)
     ]

@@ -58,7 +58,7 @@ def part_bytes(plan: LaunchPlan) -> int:
     return parts.values.nbytes + parts.lses.nbytes
 
 
-def test_rows_that_share_nothing_take_no_room_of_others() -> None:
+def test_rows_without_shared_prefixes_take_no_memory_of_other_rows() -> None:
     """4 of 1,024 rows share 16,384 keys in 32 parts each. Memory for 32 parts of every row was 541 MB."""
     contexts, shared = [16_400] * 4 + [500] * 1020, [SharedPrefix([0, 1, 2, 3], 16_384)]
     for longest in (None, 16_400):
@@ -109,14 +109,14 @@ def test_no_step_takes_more_than_is_set_aside(tree, deterministic, captured, dra
         assert plan.prefixes.places[-1] <= plan.prefixes.parts
 
 
-def test_what_is_set_aside_is_little() -> None:
+def test_little_memory_is_reserved() -> None:
     """1,024 rows of Llama 3.1 8B's shape on a GPU of 139 GiB, with any sharing and any length."""
     shape = AttentionShape(**LLAMA_8B)
     spare = (1024 + 66) + (4 * 1024 + 32 * 33)
     assert shape.spare_part_bytes(1024, 131_072, CPU) == spare * A_PART == 103_067_904
 
 
-def test_levels_beyond_the_room_are_read_by_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_beyond_the_reserved_memory_are_read_by_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier levels are kept. Levels inside of a skipped level are skipped, too."""
     monkeypatch.setattr(part_room, "LEVELS", 2)
     everyone = list(range(8))

@@ -72,7 +72,7 @@ def test_rows_of_more_dimensions_and_strides(device):
     check(x.view(2, 3, 100).transpose(0, 1), weight, None)
 
 
-def test_a_row_does_not_depend_on_the_others(device):
+def test_a_row_does_not_depend_on_other_rows(device):
     x, residual, weight = case(7, 200, torch.bfloat16, device)
     together = rms_norm(x, weight, 1e-5, residual)[0]
     alone = [rms_norm(x[i : i + 1], weight, 1e-5, residual[i : i + 1])[0] for i in range(7)]
@@ -86,7 +86,7 @@ def test_nan_stays_in_its_row(device):
     assert got.all(1).tolist() == got.any(1).tolist() == [False, True, False]
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_operands_are_refused():
     x, weight = torch.zeros(2, 8), torch.zeros(8)
     for wrong in ((x, weight[:7]), (x, weight.half()), (x.double(), weight.double())):
         assert_refused("", rms_norm, *wrong, 1e-5, None)

@@ -145,7 +145,7 @@ def stored_codes(values: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tens
     return cache[1].flatten(), quantize_heads_reference(x, cache_dtype)[0].flatten(), scales.flatten()
 
 
-def test_every_code_and_what_lies_between(device):
+def test_every_value_and_every_value_between(device):
     """All values of float8_e4m3fn, the middles between them, and their neighbours."""
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (codes[1:] + codes[:-1]) / 2
@@ -158,7 +158,7 @@ def test_every_code_and_what_lies_between(device):
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_makes_its_heads_scale_none(device, cache_dtype, broken):
+def test_nan_makes_the_scale_of_its_head_nan(device, cache_dtype, broken):
     values = torch.tensor([1.0, broken, -2.0, 0.5], device=device)
     got, wanted, scales = stored_codes(values, cache_dtype)
     assert torch.equal(got.float(), wanted.float())
@@ -190,7 +190,7 @@ WRONG_ALONE = [
 ]
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_operands_are_refused():
     case, table = Case(), torch.ones(5, 32)
     alone = {"q": case.tensors["q"], "cos": table, "sin": table}
     for changed in (*WRONG_TABLES, *WRONG_ALONE):

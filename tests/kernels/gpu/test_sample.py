@@ -94,7 +94,7 @@ def test_equals_the_reference_on_many_rows(device, seed, dtype):
         check(some_logits(24, vocab, spread, device, seed).to(dtype), row_sampling(kinds, device, seed))
 
 
-def test_a_row_does_not_depend_on_the_others(device):
+def test_a_row_does_not_depend_on_other_rows(device):
     kinds = list(KINDS)
     logits, sampling = some_logits(len(kinds), 5000, 1.0, device), row_sampling(kinds, device)
     together = sample(logits, sampling)
@@ -143,7 +143,7 @@ def test_rows_may_be_strided_and_out_given(device):
     assert sample(logits[:0]).shape == (0,)
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_operands_are_refused():
     logits, sampling = torch.zeros(2, 8), row_sampling([{}, {}])
     for wrong in (logits.double(), torch.zeros(3, 8), torch.zeros(8, 2).T, logits[:, :0]):
         assert_refused("", sample, wrong, sampling)

@@ -53,7 +53,7 @@ def test_tensors_hold_what_was_added_last_and_begin_at_16_bytes(lists, data) -> 
     assert [one.of(later).tensor.tolist() for one in held] == wanted
 
 
-def test_what_differs_is_copied_at_once(copied) -> None:
+def test_all_differences_are_copied_together(copied) -> None:
     arrays = StepArrays(DEVICE)
     first, second, third = (arrays.add(np.full(n, n)) for n in (3, 8, 5))
     assert copied == []
@@ -110,7 +110,7 @@ def test_a_replayed_step_is_one_copy_for_all_its_plans(copied) -> None:
     assert graph[0].contexts.data_ptr() == first.contexts.data_ptr()
 
 
-def test_splits_that_are_cut_anew_lie_where_the_graph_reads_them(copied) -> None:
+def test_new_splits_are_at_the_addresses_that_the_graph_reads(copied) -> None:
     shape = AttentionShape(torch.float16, 8, 2, 64, deterministic=True)
     graph = plan_attention([1] * 4, [3000, 20, 5, 0], shape, "cpu", (), Room(longest=8192), {None})
     items = graph.splits_of(None).items

@@ -147,7 +147,7 @@ def test_a_graph_of_trees_is_refilled(device: str) -> None:
     assert_refused("cannot run", plan.refilled, plan_attention(*lens, case.shape, device, (), room))
 
 
-def test_what_trees_do_not_have_is_refused(device: str) -> None:
+def test_unsupported_options_of_trees_are_refused(device: str) -> None:
     case, tree = case_of("mixed", device=device)
     nearby = torch.from_numpy(tree.nearby).to(device)
     for wrong in (nearby.long(), nearby[1:]):

@@ -158,7 +158,7 @@ class TestSecurity:
         with pytest.raises(JobFileError, match="it is a quantized checkpoint"):
             inspect_foreign(own, describe)
 
-    def test_other_files_than_those_that_were_checked_are_not_read(self, own: Path) -> None:
+    def test_only_checked_files_are_read(self, own: Path) -> None:
         """Neither weights named in config.json, nor an adapter's model, nor kernels of a hub."""
         edit_json(
             own / "config.json",
@@ -257,7 +257,7 @@ class TestApart:
         raw = raw_config(phi.folder)
         assert describe_in_child(raw, {"eos_token_id": [7, 9]}) == describe(raw, {"eos_token_id": [7, 9]})
 
-    def test_reasons_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reasons_are_returned_by_the_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The process is replaced: a real one would import torch and transformers."""
 
         def sent(_: str, probe: str, *asked: Any, within_s: float) -> Any:
@@ -313,7 +313,7 @@ def test_costs_count_active_experts() -> None:
     assert cost.active_parameters == spec.active
 
 
-def test_rows_are_not_told_from_the_seed(phi: Foreign) -> None:
+def test_the_rows_of_the_check_do_not_use_the_global_seed(phi: Foreign) -> None:
     """The check's rows do not use torch's or Python's global generator."""
     states = torch.get_rng_state(), random.getstate()
     phi.loaded()

@@ -234,7 +234,7 @@ def test_layers_that_norm_otherwise_are_run_one_by_one(case):
     assert ops.fuse(replace(centred, attention=attention), parts) is None
 
 
-def test_what_does_not_fit_is_refused(case):
+def test_wrong_operands_are_refused(case):
     ops, spec, parts, *_ = case
     with pytest.raises(ValueError, match=r"down is \(52, 52\), expected \(52, 70\)"):
         ops.fuse(spec, with_linears(parts, down=ops.pack_linear(torch.randn(HIDDEN, HIDDEN))))

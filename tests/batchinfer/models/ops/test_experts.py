@@ -193,7 +193,7 @@ def tokens_of(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_experts_are_those_of_transformers(name: str, kind: str) -> None:
+def test_experts_equal_transformers(name: str, kind: str) -> None:
     ops, layer, parts = packed(name, kind)
     module, device = CASES[name][0], device_of(kind)
     for count in (1, 23):
@@ -206,7 +206,7 @@ def test_experts_are_those_of_transformers(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_loads_are_the_tokens_of_each_expert_but_for_padding(kind: str) -> None:
+def test_loads_count_the_tokens_of_each_expert_without_padding(kind: str) -> None:
     ops, layer, parts = packed("mixtral", kind)
     assert parts.experts is not None
     device, x = device_of(kind), tokens_of(9)
@@ -328,7 +328,7 @@ def test_a_token_does_not_depend_on_its_batch(
     ],
 )
 @torch.inference_mode()
-def test_codes_stay_near(kind: str, quantization: Any, most: float) -> None:
+def test_quantised_experts_are_close_to_float_ones(kind: str, quantization: Any, most: float) -> None:
     """The router is not quantised: tokens keep their experts."""
     ops, layer, parts = packed("qwen2_moe", kind, quantization=quantization)
     device, x = device_of(kind), tokens_of(50)

@@ -68,7 +68,7 @@ def attended(ops: Ops, chunks: Chunks, out: Tensor | None = None) -> Tensor:
     )
 )
 @settings(max_examples=examples(10, 100), deadline=None)
-def test_results_are_those_of_torch(lengths):
+def test_results_equal_torch(lengths):
     """Whole prompts, chunks after a context and single tokens, in any order."""
     chunks = [(queries, queries + earlier) for queries, earlier in lengths]
     with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,7 @@ def test_a_step_is_divided_between_both_ways(monkeypatch):
     torch.testing.assert_close(out, attended(TorchOps(), chunks), atol=3e-5, rtol=3e-5)
 
 
-def test_few_tokens_are_not_worth_it():
+def test_few_tokens_are_not_decompressed():
     lens = np.array([gpu_latents.LEAST_TOKENS - 1, 1, 0])
     assert not choose_decompressed(lens, lens + np.array([0, 40, 30]), V3).any()
     lens[0] += 1

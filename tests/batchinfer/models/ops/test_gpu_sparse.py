@@ -49,7 +49,7 @@ def test_products_of_any_number_of_rows(
     assert library.products == 5
 
 
-def test_weights_that_are_not_what_they_are_called_are_multiplied_as_they_are(
+def test_weights_that_are_not_2_4_sparse_are_multiplied_densely(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand_in(monkeypatch)
@@ -65,7 +65,7 @@ def test_weights_that_are_not_what_they_are_called_are_multiplied_as_they_are(
     assert isinstance(sparse_linear(half(24, 32, torch.float16), None), LibraryLinear)
 
 
-def test_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_products_are_unsupported_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     with pytest.raises(
         Unavailable, match=r"stored needs .* without cuSPARSELt.*take model.quantization: none"

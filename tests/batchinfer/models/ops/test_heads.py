@@ -29,7 +29,7 @@ def compiled_ops(tiles: TileWay | None = None) -> Ops:
 
 @pytest.mark.parametrize("kind", ["torch", "compiled", "tiles", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_near_logits_of_great_magnitude_are_told_apart(
+def test_close_logits_of_large_magnitude_differ(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Near -148, bfloat16 has steps of 1; these logits differ by at most a quarter."""

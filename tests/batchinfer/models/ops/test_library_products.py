@@ -111,7 +111,7 @@ def contest(layers: list[Fp8Linear], *took: tuple[float, float], most: int = 10*
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (208, 144), (256, 640)])
-def test_the_library_is_given_what_it_wants(library, outputs, inputs, blocks, rows) -> None:
+def test_arguments_of_the_library_are_as_required(library, outputs, inputs, blocks, rows) -> None:
     """Partial blocks and groups, and a number of scales that is a multiple of four."""
     bias = torch.randn(outputs, dtype=DTYPE) if outputs != 256 else None
     weight, x = coded(outputs, inputs, blocks), torch.randn(rows, inputs, dtype=DTYPE)
@@ -126,7 +126,7 @@ def test_the_library_is_given_what_it_wants(library, outputs, inputs, blocks, ro
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_a_gate_is_behind_it(library, blocks) -> None:
+def test_a_gate_is_applied_after_the_library_product(library, blocks) -> None:
     ours, theirs = layer(blocks, activation="silu").trial(7, CPU)
     torch.testing.assert_close(theirs(), ours(), atol=2e-2, rtol=2e-2)
     assert theirs().shape == (7, 32)
@@ -150,7 +150,7 @@ NOT_FOR_IT = {
 
 
 @pytest.mark.parametrize("why", NOT_FOR_IT)
-def test_what_the_library_has_no_product_for(monkeypatch, why) -> None:
+def test_products_that_the_library_does_not_support(monkeypatch, why) -> None:
     capability, weight, bias, dtype = NOT_FOR_IT[why]()
     install(monkeypatch, capability)
     if capability == 0:
@@ -158,7 +158,7 @@ def test_what_the_library_has_no_product_for(monkeypatch, why) -> None:
     assert LibraryFp8.of(weight, bias, dtype) is None
 
 
-def test_it_is_taken_from_the_number_of_rows_on_from_which_it_is_always_faster(library, caplog) -> None:
+def test_the_library_is_used_from_the_row_count_where_it_is_always_faster(library, caplog) -> None:
     caplog.set_level(logging.INFO)
     layers = [layer(False), layer(False), layer(True)]
     by_rows = [(1, 3), (3, 1), (1, 3), (3, 1)]
@@ -187,7 +187,7 @@ def test_rows_beyond_a_step_are_not_timed(library, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "offset", "said"), [(90, 50.0, "differ"), (90, float("nan"), "by nan where")]
 )
-def test_other_results_are_a_warning(monkeypatch, caplog, capability, offset, said) -> None:
+def test_wrong_results_are_a_warning(monkeypatch, caplog, capability, offset, said) -> None:
     install(monkeypatch, capability, offset)
     assert contest([layer(False)], *[(3, 1)] * 4).decide() == {"float8 by rows, 64 x 48": None}
     assert said in caplog.text
@@ -212,7 +212,7 @@ def packed(ops: TritonOps, blocks: bool = False) -> Fp8Linear:
     return found
 
 
-def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None:
+def test_all_engines_use_the_choice_of_the_first_one(library, monkeypatch) -> None:
     """The ways round differently. A shape that the first engine does not have uses our kernel."""
     ops = triton_ops()
     rows, blocks = packed(ops), packed(ops, blocks=True)
@@ -225,7 +225,7 @@ def test_all_engines_take_what_the_first_one_chose(library, monkeypatch) -> None
     assert (rows.least_library_rows, blocks.least_library_rows) == (4, 4), "it wins for all"
 
 
-def test_where_an_engine_died_of_a_choice_nothing_is_tried(library, caplog) -> None:
+def test_after_an_engine_died_of_a_choice_nothing_is_tried(library, caplog) -> None:
     ops = triton_ops()
     rows = packed(ops)
     assert fastest_operators(ops, SIZES, CPU, {}, lambda _: NO_CHOICE) is ops
@@ -233,7 +233,7 @@ def test_where_an_engine_died_of_a_choice_nothing_is_tried(library, caplog) -> N
     assert "an engine died while kernels were compared" in caplog.text
 
 
-def test_a_library_that_works_in_another_engine_alone_is_not_taken(monkeypatch, caplog) -> None:
+def test_a_library_that_works_only_in_another_engine_is_not_used(monkeypatch, caplog) -> None:
     found = layer_on(monkeypatch, 90)
     monkeypatch.setattr(F, "scaled_mm", ScaledMM(capability=100))
     contest([found]).apply({found.form: 4})
@@ -273,7 +273,7 @@ def packed_gated(activation: Any = "silu", deterministic: bool = False) -> tuple
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_results_are_those_of_two_launches(quack: Quack, activation: Any) -> None:
+def test_results_equal_two_launches(quack: Quack, activation: Any) -> None:
     _, layer = packed_gated(activation)
     assert isinstance(layer, ChosenGated)
     assert (layer.in_features, layer.out_features) == (HIDDEN, INNER)
@@ -289,7 +289,7 @@ def test_results_are_those_of_two_launches(quack: Quack, activation: Any) -> Non
 
 
 @pytest.mark.parametrize("broken", ["raises", "is absent", "computes something else"])
-def test_where_it_is_broken_there_are_two_launches(quack: Quack, monkeypatch, caplog, broken: str) -> None:
+def test_a_broken_library_is_replaced_by_two_launches(quack: Quack, monkeypatch, caplog, broken: str) -> None:
     """Also in an engine that did not make the choice."""
     monkeypatch.setattr(contests, "MARGIN", float("inf"))
     if broken == "is absent":
@@ -321,7 +321,7 @@ def test_adapted_rows_take_two_launches(quack: Quack) -> None:
     assert quack.calls == []
 
 
-def test_what_it_is_not_asked_for(quack: Quack, monkeypatch) -> None:
+def test_layers_without_a_library_product(quack: Quack, monkeypatch) -> None:
     whole = gate_weight()
     assert LibraryGated.of(whole, None, "silu") is not None
     assert LibraryGated.of(gate_weight(dtype=torch.float16), None, "silu") is not None
@@ -373,7 +373,7 @@ def chosen(tokens: int, experts: Tensor) -> Choice:
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-def test_results_are_those_of_our_kernels(grouped, skipped) -> None:
+def test_results_equal_our_kernels(grouped, skipped) -> None:
     """Another rank has a token's other expert, some rows have no expert, and one expert has no row."""
     _, experts = packed_experts()
     x, given = torch.randn(9, HIDDEN, dtype=DTYPE), torch.randint(0, EXPERTS - 1, (9, 2))
@@ -410,7 +410,9 @@ def test_experts_that_the_library_has_no_product_for(grouped, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("library_of", ["quack", "grouped"])
-def test_it_is_chosen_by_time(request: pytest.FixtureRequest, monkeypatch, caplog, library_of: str) -> None:
+def test_the_library_is_chosen_by_time(
+    request: pytest.FixtureRequest, monkeypatch, caplog, library_of: str
+) -> None:
     """If another engine's choice does not contain these layers, our kernels are used."""
     library = request.getfixturevalue(library_of)
     ops, layer = packed_gated() if library_of == "quack" else packed_experts()
@@ -435,7 +437,7 @@ def test_it_is_chosen_by_time(request: pytest.FixtureRequest, monkeypatch, caplo
         assert int(layer.loads.sum()) == 0, "a timed call counts no tokens"
 
 
-def test_nothing_is_chosen_where_a_row_s_bits_must_not_depend_on_it(library) -> None:
+def test_deterministic_rows_use_no_library(library) -> None:
     def asked(_: object) -> str:
         raise AssertionError("a choice was made by time")
 

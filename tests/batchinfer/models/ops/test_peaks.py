@@ -24,7 +24,7 @@ def test_every_dtype_and_both_streams_are_measured() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
+def test_the_timed_call_is_a_matrix_product(dtype: torch.dtype) -> None:
     """Otherwise a high rate would be no peak."""
     torch.manual_seed(0)
     x, weight = torch.randn(32, 64).to(dtype), torch.randn(48, 64).to(dtype)
@@ -36,7 +36,7 @@ def test_what_is_timed_is_a_matrix_product(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("outputs", [48, 64])
-def test_what_is_timed_in_int8_is_a_matrix_product_too(outputs: int) -> None:
+def test_the_timed_int8_call_is_a_matrix_product(outputs: int) -> None:
     torch.manual_seed(0)
     x = torch.randint(-127, 128, (32, 64), dtype=torch.int8)
     x[:, 0] = 127  # the scale of each row is 1
@@ -49,7 +49,7 @@ def test_what_is_timed_in_int8_is_a_matrix_product_too(outputs: int) -> None:
         assert torch.equal(product, x.float() @ weight.float().T)
 
 
-def test_a_peak_is_that_of_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_is_the_rate_of_the_fastest_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow() -> torch.Tensor:
         time.sleep(0.01)
         return torch.ones(1)
@@ -90,7 +90,7 @@ def test_without_a_compiler_the_peaks_are_torchs(monkeypatch: pytest.MonkeyPatch
     assert set(found.peak_by.values()) == {"torch"}
 
 
-def test_what_a_gpu_is_timed_with_is_a_matrix_product_too() -> None:
+def test_the_timed_call_of_a_gpu_is_a_matrix_product() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randint(-127, 128, (rows, 64), dtype=torch.int8) for rows in (32, 64))
     assert torch.equal(products._integer_product(x, weight)(), (x.long() @ weight.long().T).int())

@@ -56,6 +56,6 @@ def test_the_device_waits_until_the_host_has_queued_the_call(monkeypatch: pytest
         assert gpu.asleep_s > 2e-3
 
 
-def test_on_a_cpu_it_is_the_time_of_the_call() -> None:
+def test_on_a_cpu_the_time_is_the_calls() -> None:
     times = iter((1.0, 3.5))
     assert QueuedTime(torch.device("cpu"), lambda: next(times)).seconds_of(lambda: None) == 2.5

@@ -22,7 +22,7 @@ def cpu(group: int, dim: int, dtype: torch.dtype) -> Ops:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 2, 12), (1, 4, 64), (4, 1, 20), (3, 2, 6)])
 @pytest.mark.parametrize("make", [cpu, lambda *_: TorchOps()], ids=["cpu", "torch"])
-def test_attention_reads_what_was_stored(
+def test_attention_reads_the_stored_values(
     make: object, kv_heads: int, group: int, dim: int, dtype: torch.dtype
 ) -> None:
     ops = make(group, dim, dtype)  # type: ignore[operator]

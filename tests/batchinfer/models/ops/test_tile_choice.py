@@ -40,7 +40,7 @@ def linear_of(dtype: torch.dtype, quantization: str = "none", **how: bool) -> st
     return choose_ops(CPU, dtype, 2, 16, forms=forms, **how).linear(codes)
 
 
-def test_tiles_are_used_where_they_are_granted(machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_tiles_are_used_if_they_are_granted(machine, caplog: pytest.LogCaptureFixture) -> None:
     machine(Grant(True))
     assert linear_of(torch.bfloat16) == "compiled, in tiles"
     assert linear_of(torch.bfloat16, "int8") == "int8, in tiles"
@@ -51,7 +51,7 @@ def test_tiles_are_used_where_they_are_granted(machine, caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
-def test_a_refusal_is_said(machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged(machine, caplog: pytest.LogCaptureFixture) -> None:
     machine(REFUSED)
     with caplog.at_level(logging.WARNING):
         assert linear_of(torch.bfloat16) == "compiled"
@@ -66,7 +66,7 @@ def test_a_compiler_that_is_too_old_is_named(machine, caplog: pytest.LogCaptureF
         linear_of(torch.bfloat16, deterministic=True, tiles=True)
 
 
-def test_promised_bits_are_those_that_were_planned_for(machine) -> None:
+def test_deterministic_bits_follow_the_plan(machine) -> None:
     machine(Grant(True))
     assert linear_of(torch.bfloat16, deterministic=True, tiles=True) == "compiled, in tiles"
     assert linear_of(torch.bfloat16, deterministic=True, tiles=False) == "compiled"
@@ -77,7 +77,7 @@ def test_promised_bits_are_those_that_were_planned_for(machine) -> None:
         assert linear_of(torch.float32, deterministic=True, tiles=True) == "compiled"  # has the same bits
 
 
-def test_the_doctor_says_what_was_granted() -> None:
+def test_the_doctor_prints_the_granted_tiles() -> None:
     assert doctor.tiles_text(Grant(True)) == "AMX, granted by the system"
     assert doctor.tiles_text(REFUSED).startswith("not used: the system refuses")
     assert doctor.tiles_text(Grant(False)) == "none known for this CPU"

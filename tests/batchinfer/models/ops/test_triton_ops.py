@@ -62,7 +62,7 @@ def test_a_gpu_gets_tritons(dtype, quantization, deterministic, linear):
     assert (ops.name, ops.linear(codes)) == ("triton", linear)
 
 
-def test_what_they_do_not_cover_gets_torchs_and_a_warning(caplog):
+def test_unsupported_layers_use_torch_operators_with_a_warning(caplog):
     for group, head_dim in ((17, 64), (4, 320)):
         assert type(choose_ops(GPU, torch.bfloat16, group, head_dim)) is TorchOps
     assert caplog.text.count("torch's operators are used") == 2
@@ -107,7 +107,7 @@ def test_a_gpu_that_is_too_old_gets_torchs_or_is_refused(monkeypatch, caplog, ar
 
 
 @pytest.mark.parametrize(("architecture", "why"), [("80", "has 8.0"), ("gfx942", "matrix cores of gfx942")])
-def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch, architecture, why):
+def test_fp8_is_refused_on_devices_that_cannot_multiply_it(monkeypatch, architecture, why):
     monkeypatch.setattr(fp8_matmul, "architecture", lambda: architecture)
     with pytest.raises(Unavailable, match=rf"fp8 needs .*{why}.*; use model.quantization: int8") as refused:
         choose_ops(GPU, torch.bfloat16, 4, 64, forms=FORMS["fp8"])
@@ -117,7 +117,7 @@ def test_fp8_is_refused_where_nothing_multiplies_it(monkeypatch, architecture, w
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a driver")
-def test_where_triton_cannot_reach_the_gpu(monkeypatch, caplog):
+def test_triton_without_a_driver_is_an_error(monkeypatch, caplog):
     """Without the interpreter, Triton needs the driver."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     wanted = "int8 needs the Triton operators: Triton cannot use this GPU: (.|\\n)*C compiler"
@@ -170,7 +170,7 @@ def check_head(
 
 
 @pytest.mark.parametrize("form", [None, WeightForm("int8")])
-def test_a_row_of_a_deterministic_layer_does_not_depend_on_others(form):
+def test_a_row_of_a_deterministic_layer_does_not_depend_on_other_rows(form):
     x, weight = tensors((70, 64), (24, 64))
     ops = TritonOps(INVARIANT)
     weight = ops.convert_weight(weight, form)

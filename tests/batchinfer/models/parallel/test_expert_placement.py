@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
 
 @given(cases())
 @settings(max_examples=examples(100, 1000), deadline=None)
-def test_every_expert_is_somewhere_and_no_rank_has_more_than_it_may(
+def test_every_expert_is_placed_and_no_rank_exceeds_its_memory(
     case: tuple[list[float], int, int],
 ) -> None:
     loads, ranks, extra = case
@@ -71,9 +71,7 @@ def every(experts: int, ranks: int, room: int) -> NDArray[np.float64]:
 
 @given(st.lists(st.integers(0, 20), min_size=4, max_size=4), st.integers(2, 3), st.integers(0, 1))
 @settings(max_examples=examples(40, 400), deadline=None)
-def test_the_most_loaded_rank_has_little_more_than_it_has_to(
-    counts: list[int], ranks: int, extra: int
-) -> None:
+def test_the_maximum_load_is_close_to_the_optimum(counts: list[int], ranks: int, extra: int) -> None:
     loads, room = [float(one) for one in counts], -(-len(counts) // ranks) + extra
     best = float((every(len(loads), ranks, room) @ np.array(loads)).max(1).min())
     found = max(rank_loads(balance_experts(costs_of(loads, ranks), ranks, extra), loads))
@@ -81,7 +79,7 @@ def test_the_most_loaded_rank_has_little_more_than_it_has_to(
     assert found <= 1.3 * best + 1e-9  # the worst of all such counts: 9, 17, 17 and 17 for three ranks
 
 
-def test_a_hot_expert_is_repeated_as_often_as_it_has_to_be() -> None:
+def test_a_hot_expert_is_repeated_as_often_as_necessary() -> None:
     loads = [12.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     ranges = split_into_ranges(8, 4)
     assert rank_loads(ranges, loads) == [13, 2, 2, 2]

@@ -88,9 +88,7 @@ def test_tensor_ranks_have_placed_experts_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "mxfp4", "awq"])
-def test_a_rank_reads_the_experts_that_it_has_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_a_rank_reads_only_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     if form == "plain":
         make_checkpoint(tmp_path, "gpt_oss")
         stored = inspect_checkpoint(tmp_path)
@@ -112,8 +110,8 @@ def test_a_rank_reads_the_experts_that_it_has_and_no_others(
     assert own > every  # repeated experts, and weights that all ranks have
 
 
-def test_wherever_experts_are_ranks_send_the_same(tmp_path: Path) -> None:
-    """So that it saves nothing to have those together which the same tokens choose (docs/measurements/layouts.md)."""
+def test_the_placement_of_experts_does_not_change_the_traffic(tmp_path: Path) -> None:
+    """Grouping experts that the same tokens choose saves nothing (docs/measurements/layouts.md)."""
     make_checkpoint(tmp_path, "mixtral", num_local_experts=4)
     checkpoint = inspect_checkpoint(tmp_path)
     places = [ModelShard(experts=Portion(1, 2), placement=one) for one in (None, placement_of(checkpoint))]

@@ -99,7 +99,7 @@ def test_expert_ranks(tmp_path: Path, family: str, exact: bool) -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("family", MOE)
-def test_experts_beside_tensor_ranks(tmp_path: Path, family: str) -> None:
+def test_experts_with_tensor_ranks(tmp_path: Path, family: str) -> None:
     checkpoint = made(tmp_path, family)
     found = run_sharded(checkpoint, plain_ops, 4, prompts_of(260, LENGTHS), experts=True)
     check_close(found, alone(checkpoint, TorchOps()))

@@ -167,7 +167,7 @@ def refusal(spec: ModelSpec, size: int) -> str | None:
 
 
 @given(specs())
-def test_the_sizes_that_are_named_are_those_that_work(spec: ModelSpec) -> None:
+def test_the_named_sizes_work(spec: ModelSpec) -> None:
     named = tensor_sizes(spec)
     told = {size: refusal(spec, size) for size in range(2, min(9, spec.vocab + 1))}
     assert [size for size, why in told.items() if why is None] == [size for size in named if size in told]

@@ -33,9 +33,7 @@ from tests.published_formats import PUBLISHED, SIZES, make_published
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_each_input_keeps_its_scale_and_its_word(
-    group: int, held: int, units: int, data: st.DataObject
-) -> None:
+def test_a_cut_keeps_groups_and_words_whole(group: int, held: int, units: int, data: st.DataObject) -> None:
     """A cut within a group of several inputs, or within a word, is rejected."""
     count = group * held * units
     first, end = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
@@ -131,7 +129,7 @@ def test_a_rank_reads_its_parameters_and_nothing_else(
             assert sum(read.values()) == 4 * parameter_count(shard_spec(checkpoint.spec, place))
 
 
-def test_what_is_read_ahead_is_no_more_than_is_read(tmp_path: Path) -> None:
+def test_read_ahead_stays_within_the_read_ranges(tmp_path: Path) -> None:
     """Rows of tensors are read ahead; a part of each row is not."""
     make_checkpoint(tmp_path, "llama", num_key_value_heads=4)
     checkpoint = inspect_checkpoint(tmp_path)

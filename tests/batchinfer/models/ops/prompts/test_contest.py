@@ -158,7 +158,7 @@ def test_layers_count_by_how_many_of_their_kind_there_are(both, speeds, plain, c
     assert speeds.chosen(seconds, {PLAIN: plain, LOCAL: 1}) == chosen
 
 
-def test_what_another_engine_chose_is_taken_without_timing(both, speeds, caplog):
+def test_the_choice_of_another_engine_is_used_without_timing(both, speeds, caplog):
     """Libraries round differently: engines of one run would give a row different bits."""
     caplog.set_level(logging.INFO)
     for name, chosen in {
@@ -171,7 +171,7 @@ def test_what_another_engine_chose_is_taken_without_timing(both, speeds, caplog)
     assert "takes" not in caplog.text, "nothing was timed"
 
 
-def test_what_another_engine_chose_and_is_not_here_is_a_warning(infer, speeds, caplog):
+def test_a_library_that_another_engine_chose_and_is_missing_is_a_warning(infer, speeds, caplog):
     assert speeds.chosen(NEVER, agreed=lambda _: "FlashAttention-4") == OURS
     assert "FlashAttention-4 cannot be used here; batchinfer's own kernel reads prompts" in caplog.text
 
@@ -218,7 +218,7 @@ RULED_OUT: list[tuple[AttentionShape, dict[AttentionRules, int], tuple[str, ...]
 
 
 @pytest.mark.parametrize(("shape", "layers", "reasons"), RULED_OUT)
-def test_what_rules_a_library_out_is_logged(both, speeds, caplog, shape, layers, reasons):
+def test_the_reason_against_a_library_is_logged(both, speeds, caplog, shape, layers, reasons):
     """No library is timed then."""
     caplog.set_level(logging.INFO)
     assert speeds.chosen(NEVER, layers, TritonOps(shape)) == OURS
@@ -227,7 +227,7 @@ def test_what_rules_a_library_out_is_logged(both, speeds, caplog, shape, layers,
     assert speeds.calls == []
 
 
-def test_windows_alone_are_for_flash_attention(both, speeds, caplog):
+def test_layers_with_windows_use_flash_attention(both, speeds, caplog):
     caplog.set_level(logging.INFO)
     assert speeds.chosen(NEVER, {LOCAL: 3}) == ATTENTION
     assert (
@@ -236,7 +236,7 @@ def test_windows_alone_are_for_flash_attention(both, speeds, caplog):
 
 
 @pytest.mark.parametrize(("seconds", "chosen"), [(1.0, GLUON), (3.0, OURS)])
-def test_our_kernel_in_gluon_is_taken_where_it_is_faster(hopper, speeds, caplog, seconds, chosen):
+def test_our_gluon_kernel_is_used_if_it_is_faster(hopper, speeds, caplog, seconds, chosen):
     caplog.set_level(logging.INFO)
     took = {OURS: 2.0, GLUON: seconds}
     assert speeds.chosen(took) == chosen
@@ -263,7 +263,7 @@ def test_a_kernel_in_gluon_that_does_not_work_is_a_warning(hopper, speeds, monke
     assert ("the kernel does not compile" in caplog.text) == (wrong == "language")
 
 
-def test_without_the_packages_nothing_is_said(monkeypatch, speeds, caplog):
+def test_without_the_packages_nothing_is_logged(monkeypatch, speeds, caplog):
     caplog.set_level(logging.DEBUG)
     install(monkeypatch)
     assert speeds.chosen(NEVER) == OURS
@@ -315,7 +315,7 @@ WRONG: dict[str, Callable[[torch.Tensor, torch.Tensor, int | None], bool]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_results_are_compared_where_a_library_may_be_wrong(monkeypatch, speeds, caplog, wrong):
+def test_results_are_compared_with_a_library_that_may_be_wrong(monkeypatch, speeds, caplog, wrong):
     """A library that is right in plain layers and long prompts may be wrong in other cases."""
 
     class Wrong(Forward):
@@ -328,7 +328,7 @@ def test_results_are_compared_where_a_library_may_be_wrong(monkeypatch, speeds, 
     assert "by 0.5" in caplog.text
 
 
-def test_versions_that_lack_what_is_called_are_a_warning(monkeypatch, speeds, caplog):
+def test_versions_without_a_needed_function_are_a_warning(monkeypatch, speeds, caplog):
     module = flashinfer_stand_in.stand_in()
     del module.BatchPrefillWithPagedKVCacheWrapper
     install(monkeypatch, infer=module)
@@ -342,7 +342,7 @@ def test_versions_that_lack_what_is_called_are_a_warning(monkeypatch, speeds, ca
 
 
 @pytest.mark.parametrize("where", ["timed", "run"])
-def test_our_kernel_is_left_where_there_is_no_memory_for_a_trial(monkeypatch, both, speeds, caplog, where):
+def test_our_kernel_is_used_without_memory_for_a_trial(monkeypatch, both, speeds, caplog, where):
     """Our kernel also stays if a right library fails while it is timed."""
     wanted, calls = getattr(Trial, where), list[int]()
 

@@ -112,7 +112,7 @@ STEPS = [([11], [11]), ([1, 1, 70, 5], [20, 9, 90, 16]), ([1, 3, 1, 1, 9, 1], [1
 @pytest.mark.sample(10)
 @pytest.mark.parametrize(("lens", "contexts"), STEPS)
 @pytest.mark.parametrize(("reader", "rule", "shape"), CASES, indirect=["reader"])
-def test_a_step_s_results_are_those_of_the_reference(
+def test_results_of_a_step_equal_the_reference(
     reader: Reader, rule: str, shape: AttentionShape, lens: list[int], contexts: list[int]
 ) -> None:
     ops, inputs, rules = reader.ops(shape), step(lens, contexts), rules_of(rule, shape.q_heads)
@@ -139,7 +139,7 @@ def unaligned(cache: LayerCache) -> LayerCache:
     *(("flash", kind) for kind in ("codes", "unaligned")),
     *(("hopper", kind) for kind in ("short window", "unaligned")),
 ], indirect=["reader"])  # fmt: skip
-def test_what_it_does_not_read_stays_with_our_kernel(reader: Reader, kind: str) -> None:
+def test_unsupported_steps_use_our_kernel(reader: Reader, kind: str) -> None:
     ops, inputs = reader.ops(), step([1, 9], [12, 20])
     q, cache = filled(ops, inputs)
     if kind == "codes":
@@ -181,7 +181,7 @@ OF_HOPPER = "it is for GPUs of compute capability 9"
     (GluonPrefill, 100, 16, 9, "the head size 100 is not a multiple of 8 up to 256"),
     (GluonPrefill, 64, 48, 9, "the block size 48 is not a power of 2 from 8 to 128"),
 ])  # fmt: skip
-def test_what_rules_it_out(
+def test_reasons_against_a_library(
     monkeypatch: pytest.MonkeyPatch,
     prefill: type[FlashAttentionPrefill | GluonPrefill],
     head_dim: int,
@@ -194,7 +194,7 @@ def test_what_rules_it_out(
     assert prefill.why_not_here(head_dim, block_size, DEVICE) == reason
 
 
-def test_gluon_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gluon_is_available_if_triton_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gluon.has_gluon()
     monkeypatch.setattr(gluon, "capability", lambda _: 9)
     monkeypatch.setattr(gluon, "has_gluon", lambda: False)
@@ -219,7 +219,7 @@ def test_plans_of_several_steps_take_turns_with_the_wrappers(infer: Reader) -> N
     assert infer.calls() == 7
 
 
-def test_single_queries_and_hidden_tables_are_not_for_it() -> None:
+def test_single_queries_and_hidden_tables_use_our_kernel() -> None:
     assert PromptPages.of(step([1, 1], [5, 9]), BLOCK) is None
     assert PromptPages.of(replace(step([3], [9]), host_tables=None), BLOCK) is None
 
@@ -232,7 +232,7 @@ def test_single_queries_and_hidden_tables_are_not_for_it() -> None:
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=5),
     st.sets(st.sampled_from([None, 1, 3, BLOCK, 13]), min_size=1),
 )
-def test_tables_hold_what_queries_see_and_nothing_that_windows_have_left(
+def test_tables_have_only_blocks_that_queries_see(
     chunks: list[tuple[int, int]], windows: set[int | None]
 ) -> None:
     lens, contexts = [n for n, _ in chunks], [n + before for n, before in chunks]
@@ -282,7 +282,7 @@ def test_nan_after_the_end_and_before_the_window_has_no_effect(flash: Reader, wi
 
 
 @pytest.mark.parametrize("codes", ["int8", "fp8"])
-def test_codes_are_read_as_by_our_other_kernel(hopper: Reader, codes: Any) -> None:
+def test_quantised_caches_give_the_results_of_our_other_kernel(hopper: Reader, codes: Any) -> None:
     trial = Trial.timed(TritonOps(SHAPE), PromptSizes(tokens=24, longest=24, block_size=BLOCK), 1, DEVICE)
     rules = AttentionRules(9, codes=codes)
     got, wanted = (trial.run(ops, rules) for ops in (hopper.ops(), TritonOps(SHAPE)))
@@ -290,7 +290,7 @@ def test_codes_are_read_as_by_our_other_kernel(hopper: Reader, codes: Any) -> No
     assert hopper.calls() == LAYERS
 
 
-def test_items_are_those_of_chunks_of_several_queries() -> None:
+def test_items_are_only_made_for_chunks_of_several_queries() -> None:
     prefill = GluonPrefill(SHAPE, BLOCK, DEVICE)
     told = prefill.plan(step([1, 70, 1, 2], [5, 100, 8, 2]), NO_WINDOW)
     assert told is not None
@@ -298,7 +298,7 @@ def test_items_are_those_of_chunks_of_several_queries() -> None:
     assert prefill.plan(step([1, 1], [5, 9]), NO_WINDOW) is None
 
 
-def test_codes_of_wide_heads_are_not_read() -> None:
+def test_quantised_wide_heads_are_unsupported() -> None:
     for dim, codes, reads in ((64, "int8", True), (256, None, True), (256, "int8", False)):
         shape = replace(SHAPE, head_dim=dim)
         cache = TritonOps(shape).allocate_cache(CacheSpec(2, dim, dtype=codes), 2, BLOCK, shape.dtype, DEVICE)
