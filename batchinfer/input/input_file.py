@@ -16,8 +16,8 @@ QUERY = "sql"  # in the results, the file name of the rows of `input.sql`
 class InputFile:
     """An input file, with the size, times and inode that it had when the job listed it. These reveal later changes.
 
-    If the size or mtime differs, the file has changed. If only ctime or inode differs, the content must be compared: an
-    edit that restores size and mtime changes ctime, but so does a copy, chmod or a hard link.
+    If the size differs, the file has changed. If only times or the inode differ, the content is compared. ctime reveals
+    an edit that keeps size and mtime, since no program can set it. But a copy, chmod or a hard link changes ctime, too.
 
     Args:
         path: The path or URL.

@@ -33,7 +33,7 @@ def trial_results(root: Path, limit: int) -> Path:
 
 
 def root_of_trial(results: Path) -> Path | None:
-    """Return the result folder of the job that a trial was made of, without its date.
+    """Return the result folder, without its date, of the job whose first rows a trial has run.
 
     Args:
         results: The result folder of the trial.

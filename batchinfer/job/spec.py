@@ -698,7 +698,9 @@ class Job(Section):
 
     @property
     def drafting_job(self) -> Job | None:
-        """Return a job with the draft model in place of the model. Its answers become drafts for this job.
+        """Return a copy of the job that runs the draft model instead of the model.
+
+        Its answers become drafts for this job.
 
         Returns:
             None without a draft model.

@@ -114,9 +114,9 @@ def share_of(text: str) -> float:
 def add_report_view(
     database: duckdb.DuckDBPyConnection, table: str, files: Sequence[Path], where: str = ""
 ) -> None:
-    """Create a view of one report table over all runs of a job. Each run has written a file with its rows.
+    """Create a view of one report table over all runs of a job. Each run has written one file of the table.
 
-    In rows of older runs, columns that these runs lack are null.
+    If the files of older runs lack a column, it is null in their rows.
 
     Args:
         database: The database.

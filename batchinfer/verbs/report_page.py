@@ -54,7 +54,7 @@ def write_page(folder: Path, output: Path | None = None, run_id: str | None = No
         run_id: The id of the run. None for the newest run.
 
     Raises:
-        InputMissing: No run has written a report.
+        InputMissing: No run has written a report, or none has this id.
         OutputConflict: The file exists and is no such page.
         StorageError: A file cannot be read or written.
         OutOfMemory: The report tables need too much memory.

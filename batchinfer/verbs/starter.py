@@ -30,7 +30,7 @@ class Starter:
         wrote: The written files.
         model: The folder of the model, or its name in the Hugging Face cache.
         ready: True if the model exists on this machine.
-        stand_in: True if the quickstart's model, which was trained for another schema, was copied: answers follow the
+        stand_in: True if the quickstart's small model was copied although a schema is given. Its answers follow the
             schema but are meaningless.
     """
 

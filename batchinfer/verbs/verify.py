@@ -13,7 +13,7 @@ from batchinfer.store.results.verify import verify_result, verify_store
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The damaged files that a check of a result and its stored answers found.
+    """The result of checking a result folder and its stored answers.
 
     Attributes:
         problems: The damaged files.

@@ -130,7 +130,7 @@ def grammar_problem(definition: str) -> str | None:
 
 
 def _prepare(definition: str) -> dict[str, Any]:
-    # llguidance encodes the text that a grammar forces, so that the tokenizer must encode text unchanged
+    # llguidance encodes the text that a grammar forces, so the tokenizer must not change it first
     made: dict[str, Any] = json.loads(definition)
     decoder, pieces = made.get("decoder") or {}, made["model"].get("vocab") or {}
     bytes_are_read = any(f'"{kind}"' in json.dumps(decoder) for kind in ("ByteFallback", "ByteLevel"))

@@ -69,8 +69,8 @@ class RowPieces:
         """Record the prepared rows of the present piece, and move on to the next piece.
 
         Returns:
-            False if rows ran out of memory, maybe because of other rows. The piece is then split, and each of these
-            rows is prepared again alone.
+            True if the rows were recorded. False if some ran out of memory, maybe because of other rows: the piece is
+            then split, and each of these rows is prepared again alone.
         """
         piece = self.present
         short = [at for at, error in sorted(reply.prompts.errors.items()) if error.code == _OF_MEMORY]

@@ -152,9 +152,9 @@ class RenderWorker:
         return self._receive(size)
 
     def look(self) -> None:
-        """Replace the process if it has reported no new row for too long.
+        """Replace the process if it has reported no new row for too long in wall time.
 
-        The time limit of a row is longer in wall time.
+        The limit is several times the limit on CPU time, since a process may have to wait for a CPU.
         """
         if self.idle:
             return

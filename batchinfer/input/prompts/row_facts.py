@@ -107,7 +107,7 @@ class FactsCollector:
         self._found: set[str] = set()
 
     def note(self, row: Values | RowError) -> None:
-        """Record the facts about the next row. Of a row that could not be read, only this is recorded."""
+        """Record the facts about the next row. If it could not be read, record this, and nulls as its values."""
         if isinstance(row, RowError):
             self._unread.append(len(self._ids))
             row = {}

@@ -40,10 +40,7 @@ class TemplatePart:
 
     @property
     def is_label(self) -> bool:
-        """True if the part is fixed text that ends with a label such as `Answer:`.
-
-        The part after it must stay there.
-        """
+        """True if the part is fixed text that ends with a label such as `Answer:`. The next part must stay after it."""
         return not self.columns and _BEGINS_SOMETHING.search(self.source) is not None
 
 

@@ -9,17 +9,17 @@ from typing import Any
 
 
 def masks_for(value: Any, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Choose a placeholder (mask) for each special token that occurs as text in a row's value.
+    """Choose a placeholder (mask) for each text in a row's value that looks like a special token.
 
-    The placeholder replaces the text while a template is rendered, so that the tokenizer does not take it for a special
-    token. It contains a digest of the value, so no text in the value can contain it.
+    While a template is rendered, the placeholder replaces the text, so that the tokenizer does not take the text for a
+    special token. It contains a digest of the value, so no text in the value can contain it.
 
     Args:
         value: A JSON value of the row.
         pattern: Matches the special tokens of the checkpoint.
 
     Returns:
-        The text of the special token by placeholder.
+        The replaced text by placeholder.
     """
     digest = hashlib.sha256(repr(value).encode("utf-8", "replace")).hexdigest()[:24]
     found = sorted({match for text in texts_of(value) for match in pattern.findall(text)})

@@ -19,7 +19,9 @@ WITHIN_S = 900.0  # time limit in seconds; the import takes about 5 s, the large
 
 
 def convert_in_child(folder: Path) -> str:
-    """Convert a tokenizer without a tokenizer.json, in a child process, to the text of a tokenizer.json.
+    """Convert the tokenizer of a checkpoint that has no tokenizer.json, and return the text of such a file.
+
+    A child process does the work, because it imports large libraries and may crash.
 
     Args:
         folder: The folder of the checkpoint.
@@ -43,7 +45,7 @@ def wrong_tokenizer(folder: Path, message: str, hint: str = _AGAIN) -> JobFileEr
     Args:
         folder: The folder or file of the checkpoint.
         message: The problem.
-        hint: Advice for the user. By default, to download the checkpoint again.
+        hint: Advice for the user. By default, to copy the checkpoint again.
     """
     return JobFileError(str(folder), [Mistake("model.path", message, hint=hint)])
 

@@ -74,9 +74,9 @@ class StopStrings:
 
 
 def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | None]]:
-    """Return a function that starts the search for stop strings in an answer.
+    """Return a function that starts the search for stop strings in the answer of a sequence.
 
-    Its argument are the sampling parameters of the sequence. Its result is the method `push` of a new StopStrings.
+    The function takes the sampling parameters of the sequence, and returns the method `push` of a new StopStrings.
 
     Args:
         rust: The `tokenizers.Tokenizer`.

@@ -167,8 +167,9 @@ class Tokenizer:
 class SegmentEncoder:
     """Encodes prompts in which some texts look like special tokens, but must be encoded as plain text.
 
-    Such texts are replaced by placeholders. A prompt is split at special tokens, and each part between them is encoded
-    as plain text. The tokenizer itself splits texts at special tokens, so its result would be the same.
+    These texts have been replaced by placeholders. A prompt is split at its special tokens, and the text between them
+    is encoded as plain text. The tokenizer itself splits texts at special tokens, so all other texts get the same
+    tokens.
 
     Args:
         definition: The tokenizer as the text of a tokenizer.json.

@@ -23,7 +23,7 @@ class ToolChoice:
     Args:
         style: The syntax of the checkpoint's tool calls, or None if unknown.
         tokenizer: The tokenizer of the checkpoint.
-        reasons: True if the checkpoint marks its reasoning by tokens.
+        reasons: True if answers of the checkpoint may begin with reasoning between special tokens.
     """
 
     def __init__(self, style: CallStyle | None, tokenizer: Tokenizer, reasons: bool) -> None:
