@@ -205,7 +205,7 @@ class SamplingSection(Section):
         )
 
     def explicit_params(self) -> dict[str, Any]:
-        """Return only the parameters that the job file sets, by name, as written.
+        """Return only the parameters that the job file sets, by name, with their values in the job file.
 
         OpenAI requests have other defaults than jobs, so defaults must be distinguished from set values.
         """
