@@ -47,18 +47,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceRun:
-    """A launched step whose results are being copied to the host.
+    """A step that was launched on a GPU, and whose results are being copied to the host.
+
+    A row is a token of the step for which the step has an output, such as a sampled token.
 
     Attributes:
-        download: The copy of tokens, log-probabilities, hidden states, masks and scores. None: nothing was sampled.
-        padded_tokens: The number of query positions that were computed only as padding.
+        download: The copy of tokens, log-probabilities, hidden states, masks and scores. None: the step has no
+            outputs.
+        padded_tokens: The number of positions that were computed only because the step was padded.
         launch: How the step was launched.
         plan: The plan of the step.
-        logprob_rows: The rows with log-probabilities of each micro-batch that has any, after the index of the
-            micro-batch's first row among all rows that get tokens.
-        masked_rows: The rows with masks of each micro-batch that has any, after the index of its first row.
-        state_rows: The hidden states of each micro-batch that has any.
-        scored_batches: The number of micro-batches that score given tokens.
+        logprob_rows: For each micro-batch with log-probabilities: the index of its first row among all rows of the
+            step that get tokens, and its log-probabilities.
+        masked_rows: For each micro-batch with masks: the same index, and its masked rows.
+        state_rows: The hidden states of each micro-batch that returns any.
+        scored_batches: The number of micro-batches that compute log-probabilities of given tokens.
         collective_s: Always None: collectives are not timed on a GPU.
     """
 
@@ -73,16 +76,19 @@ class DeviceRun:
     collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the step, and return the next tokens of each chunk after which tokens are sampled, in order."""
+        """Wait for the step, and return the newly sampled tokens of each chunk, in order.
+
+        Chunks after which no token is sampled are left out.
+        """
         if self.download is None:
             return []
         tokens: list[int] = self.download.arrays()[0].tolist()
         return tokens_of_chunks(tokens, self.plan, rows_of_chunks(tokens, self.plan))
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Wait for the step, and return the log-probabilities of new tokens, if requested.
+        """Wait for the step, and return the log-probabilities of newly sampled tokens, for chunks that request them.
 
-        The keys are the indices of chunks among chunks with sampled tokens.
+        A key is the index of a chunk among all chunks after which tokens are sampled.
         """
         if self.download is None or not self.logprob_rows:
             return {}
@@ -93,9 +99,11 @@ class DeviceRun:
         return logprobs_of_chunks(found, self._rows())
 
     def states(self) -> Mapping[int, States]:
-        """Wait for the step, and return the requested hidden states, [n, hidden], or their sums, [1, hidden].
+        """Wait for the step, and return the hidden states of chunks that request them.
 
-        The keys are the indices of chunks among the chunks that request hidden states.
+        Returns:
+            [n, hidden], or their sum, [1, hidden]. A key is the index of a chunk among the chunks that request hidden
+            states.
         """
         if self.download is None or not self.state_rows:
             return {}
@@ -104,9 +112,10 @@ class DeviceRun:
         return states_of_chunks((rows.of_chunks(states) for rows, states in stated), self.plan)
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Wait for the step, and return for each new token whether the mask forbade the most likely token.
+        """Wait for the step, and return for each sampled token True if the token mask forbade the most likely token.
 
-        The keys are the indices of chunks with a mask among chunks with sampled tokens.
+        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
+        value.
         """
         if self.download is None or not self.masked_rows:
             return {}
@@ -124,7 +133,10 @@ class DeviceRun:
         return rows_of_chunks(self.download.arrays()[0].tolist(), self.plan)
 
     def scores(self) -> TokenScores:
-        """Wait for the step, and return the log-probabilities of the given tokens that the plan scores."""
+        """Wait for the step, and return the log-probabilities of given tokens that the step's plan asks for.
+
+        Given tokens are tokens of prompts or of continuations.
+        """
         if self.download is None or not self.scored_batches:
             return TokenScores.joined([])
         arrays = self.download.arrays()[-4 * self.scored_batches :]
@@ -135,11 +147,11 @@ class DeviceRun:
 class RepeatedRun:
     """Decode steps that were launched together (multi-step decoding), whose tokens are being copied to the host.
 
-    Sequences of such steps request nothing except tokens.
+    The sequences of such steps request nothing but tokens.
 
     Attributes:
         download: The copy of the tokens of all steps, concatenated.
-        padded_tokens: The number of query positions of all steps that were computed only as padding.
+        padded_tokens: The number of positions, in all steps, that were computed only because the steps were padded.
         launch: How the steps were launched.
         repeats: [n], the number of steps in which each of the n sequences takes part.
         collective_s: Always None: collectives are not timed on a GPU.
@@ -152,26 +164,26 @@ class RepeatedRun:
     collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the steps, and return the tokens of each sequence, in the order of the steps."""
+        """Wait for the steps, and return a list of new tokens per sequence, in the order of the steps."""
         rows: list[list[int]] = self.download.arrays()[0].reshape(-1, len(self.repeats)).T.tolist()
         for place in np.flatnonzero(self.repeats < len(rows[0])).tolist():
             del rows[place][self.repeats[place] :]
         return rows
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return an empty mapping: no sequence requests log-probabilities."""
+        """Return an empty mapping, because no sequence of a multi-step launch requests log-probabilities."""
         return {}
 
     def states(self) -> Mapping[int, States]:
-        """Return an empty mapping: no sequence requests hidden states."""
+        """Return an empty mapping, because no sequence of a multi-step launch requests hidden states."""
         return {}
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return an empty mapping: no sequence has a mask."""
+        """Return an empty mapping, because no sequence of a multi-step launch has a token mask."""
         return {}
 
     def scores(self) -> TokenScores:
-        """Return empty arrays: no given tokens are scored."""
+        """Return empty arrays, because a multi-step launch does not score given tokens."""
         return TokenScores.joined([])
 
 
@@ -180,10 +192,10 @@ class _Ran:
     """A launched step, with its results on the device.
 
     Attributes:
-        sampled: The results of each micro-batch that samples, after the index of its first row among all rows that get
-            tokens.
+        sampled: For each micro-batch that samples: the index of its first row among all rows that get tokens, and its
+            results.
         tokens: [n], the tokens of all micro-batches. None: nothing was sampled.
-        padded: The number of query positions that were computed only as padding.
+        padded: The number of positions that were computed only because the step was padded.
         modes: The launch mode of each micro-batch.
     """
 
@@ -204,12 +216,13 @@ class DeviceRunner(ModelRunner):
 
     Sampled tokens stay on the device for the next step. A step that does not fit into memory runs in micro-batches.
 
-    A step may reuse blocks that the running step still reads, for example blocks of a sequence that has ended. Both
-    steps are in the same CUDA stream, so the blocks are overwritten only after the running step.
+    A step may reuse KV cache blocks that the running step still reads, such as blocks of a sequence that has ended.
+    Both steps are in the same CUDA stream, so the blocks are overwritten only after the running step.
 
     Attributes:
-        graphs: The CUDA graphs of decode steps.
-        mixed: The piecewise CUDA graphs of steps that no decode graph covers, such as steps with prompts.
+        graphs: The CUDA graphs of decode steps. None: decode steps are not captured.
+        mixed: The piecewise CUDA graphs, for steps that no decode graph covers, such as steps with prompts. None: such
+            steps are not captured.
         recorder: The recorder that captured the graphs.
         micro_batches: Limits the tokens per forward pass after the device ran out of memory.
         device_tokens: The tokens that the previous step sampled.
@@ -224,41 +237,44 @@ class DeviceRunner(ModelRunner):
     tables: DeviceTables = field(default_factory=DeviceTables)
 
     def with_first_block(self, first_block: int) -> DeviceRunner:
-        """Return a runner for another engine that uses the blocks from `first_block` on of the same KV cache.
+        """Return a runner for another engine that shares the model and the KV cache with this runner.
 
         The runner has its own block tables and sampled tokens. CUDA graphs are shared: their inputs are written before
         each replay.
+
+        Args:
+            first_block: The first KV cache block that the other engine uses.
         """
         own = StepState(first_block, adapters=self.state.adapters)
         return replace(self, state=own, device_tokens=DeviceTokens(), tables=DeviceTables())
 
     @property
     def looks_ahead(self) -> bool:
-        """Always True: the next step may be launched before the tokens of a step are known."""
+        """Always True: a step may be launched before the tokens of the previous step are known."""
         return True
 
     @property
     def most_tokens(self) -> int | None:
-        """The maximum number of tokens per forward pass after the device ran out of memory, or None for no limit."""
+        """The maximum number of tokens per forward pass, lowered if the device ran out of memory. None: no limit."""
         return self.micro_batches.most_tokens
 
     @property
     def capture_s(self) -> float:
-        """The seconds spent capturing CUDA graphs so far."""
+        """The total number of seconds spent capturing CUDA graphs."""
         return sum(graphs.capture_s for graphs in (self.graphs, self.mixed) if graphs is not None)
 
     @property
     def graph_bytes(self) -> int:
-        """The bytes of device memory that captured CUDA graphs take."""
+        """The number of bytes of device memory that captured CUDA graphs take."""
         return 0 if self.recorder is None else self.recorder.taken_bytes
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Launch the step of a plan, or its decode steps with multi-step decoding.
+        """Launch the step of a plan on the GPU. With multi-step decoding, all decode steps of the plan are launched.
 
         Raises:
-            torch.OutOfMemoryError: If there is not enough memory for one token. With several ranks, which cannot agree
-                on micro-batches, also if there is not enough memory for the whole step or its CUDA graph.
+            torch.OutOfMemoryError: If memory is missing even for one token. With several ranks, which cannot agree on
+                micro-batches, also if memory is missing for the whole step or its CUDA graph.
         """
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         whole = self.state.batch(plan, self.layout)
@@ -281,12 +297,6 @@ class DeviceRunner(ModelRunner):
         return self._launched(only.sampled, only.tokens, padded, launch, plan)
 
     def _step(self, whole: HostBatch, plan: StepPlan) -> _Ran:
-        """Launch a step, in micro-batches if it does not fit into memory.
-
-        Args:
-            whole: The inputs of the step.
-            plan: The plan of the step.
-        """
         sampled: list[tuple[int, Sampled]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
         todo = deque(self.micro_batches.split(whole))
@@ -317,13 +327,6 @@ class DeviceRunner(ModelRunner):
         return _Ran(sampled, tokens, padded, modes)
 
     def _further_steps(self, first: HostBatch, plan: StepPlan, repeats: Ints) -> Iterator[_Ran]:
-        """Launch the second and later steps of a plan, each with the tokens that the previous step sampled.
-
-        Args:
-            first: The inputs of the first step.
-            plan: The plan.
-            repeats: [n], the number of steps in which each of the n sequences takes part.
-        """
         size, replays = self.layout.block_size, self._replays(repeats)
         for step in range(1, plan.steps):
             ahead = np.minimum(step, repeats - 1)
@@ -333,11 +336,6 @@ class DeviceRunner(ModelRunner):
             yield ran
 
     def _replays(self, repeats: Ints) -> RepeatedReplays | None:
-        """Return the graph replays for the second and later steps of a plan, or None if they cannot be replayed.
-
-        Args:
-            repeats: [n], the number of steps in which each of the n sequences takes part.
-        """
         if self.graphs is None:
             return None
         try:
@@ -348,16 +346,6 @@ class DeviceRunner(ModelRunner):
             return None
 
     def _replay(self, replays: RepeatedReplays, step: int, sampling: SamplingPlan) -> _Ran | None:
-        """Replay the graph of the first step for a later step, and sample.
-
-        Args:
-            replays: The prepared replays.
-            step: The number of the step. The first step is number 0.
-            sampling: How the tokens of the step are sampled.
-
-        Returns:
-            None if memory ran out.
-        """
         assert self.device_tokens.tokens is not None, "the previous step has sampled"
         try:
             with out_of_memory_errors():
@@ -371,10 +359,10 @@ class DeviceRunner(ModelRunner):
         return _Ran([(0, found)], found.tokens, ran.padded, ["full_graph"])
 
     def _keep(self, states: Tensor | None, tokens: Tensor | None, plan: StepPlan, whole: HostBatch) -> None:
-        """Move the keys and values of accepted draft tree nodes, and keep hidden states for draft heads.
+        """Move the keys and values of accepted draft tree nodes, and store hidden states for draft heads.
 
         Args:
-            states: The hidden states of n sampled rows, [n, hidden]. None: no draft heads need them.
+            states: The hidden states of the n sampled rows, [n, hidden]. None: no draft heads need them.
             tokens: The sampled tokens, [n]. None: nothing was sampled.
             plan: The plan of the step.
             whole: The inputs of the step, before it was split into micro-batches.
@@ -387,7 +375,6 @@ class DeviceRunner(ModelRunner):
 
     @property
     def _moved(self) -> list[list[Tensor]]:
-        """The tensors with data per KV cache slot, for each cache group. Each tensor occurs once."""
         found: list[dict[int, Tensor]] = [{} for _ in self.layout.groups]
         for cache in self.caches:
             found[cache.group] |= {one.data_ptr(): one for pair in cache.copied for one in pair}
@@ -418,26 +405,20 @@ class DeviceRunner(ModelRunner):
         return DeviceRun(Download(tokens, *other), padded, launch, plan, *found)
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Launch the forward pass of the step of a plan, without sampling.
+        """Launch the forward pass of a step without sampling.
+
+        Args:
+            plan: The plan of the step.
 
         Returns:
-            The hidden states of the n sampled rows, [n, hidden]; how their tokens are sampled; the number of padding
-            tokens.
+            (hidden, sampling, padded): the hidden states from which tokens are sampled, [n, hidden]; how the tokens
+            are sampled; the number of padding tokens.
         """
         host = self.state.batch(plan, self.layout)
         hidden, padded, _ = self._forward(host)
         return hidden, host.sampling, padded
 
     def _run(self, host: HostBatch, kept: list[Tensor]) -> tuple[Sampled | None, int, LaunchMode]:
-        """Launch a micro-batch: the forward pass and sampling.
-
-        Args:
-            host: The inputs of the micro-batch.
-            kept: The hidden states of the sampled rows are appended to this list if draft heads need them.
-
-        Returns:
-            The sampling results, if any; the number of padding tokens; how the step was launched.
-        """
         hidden, padded, mode = self._forward(host)
         if not len(host.sampled_rows) or not self.stage_io.is_last:
             return None, padded, mode
@@ -448,11 +429,6 @@ class DeviceRunner(ModelRunner):
         return found, padded, mode
 
     def _forward(self, host: HostBatch) -> tuple[Tensor, int, LaunchMode]:
-        """Launch the forward pass of the micro-batch `host`, with the transfers between pipeline stages.
-
-        Returns:
-            The hidden states of the n sampled rows, [n, hidden]; the number of padding tokens; how it was launched.
-        """
         tokens = len(host.token_ids)
         self.stage_io.receive(tokens)
         ran, mode = self._layers(host)
@@ -460,11 +436,6 @@ class DeviceRunner(ModelRunner):
         return ran.sampled, ran.padded, mode
 
     def _layers(self, host: HostBatch) -> tuple[RanStep, LaunchMode]:
-        """Launch the layers for the micro-batch `host`, as CUDA graphs if possible.
-
-        Returns:
-            The hidden states, and how the layers were launched.
-        """
         self.tables.refresh(self.state.tables, self.device)
         # Piecewise graphs do not support adapters
         plain = host.adapters is None
@@ -501,12 +472,6 @@ class DeviceRunner(ModelRunner):
         return RanStep(hidden, hidden.index_select(0, sampled), plans[0].padded_tokens)
 
     def _fill_in(self, host: HostBatch, token_ids: Tensor) -> None:
-        """Write the tokens that the previous step sampled into `token_ids`, unless this is a later pipeline stage.
-
-        Args:
-            host: The inputs of the micro-batch.
-            token_ids: The token ids of the micro-batch on the device, with or without padding.
-        """
         if host.awaited is None or not self.stage_io.is_first:
             return
         places, sampled = host.awaited

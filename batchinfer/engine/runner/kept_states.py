@@ -19,10 +19,10 @@ class _Kept(NamedTuple):
     """The hidden states of one sequence in one step.
 
     Attributes:
-        hidden: The hidden states of all n sampled rows of the step, [n, hidden].
+        hidden: The hidden states of all sampled rows of the step, [n, hidden].
         first: The index of the sequence's first row in `hidden`.
         rows: The number of the sequence's rows in `hidden`.
-        generated: The number of answer tokens before the token that was sampled from the first row.
+        generated: The number of tokens that the answer had before the token that was sampled from the first row.
         step: The number of the step.
     """
 
@@ -35,10 +35,13 @@ class _Kept(NamedTuple):
 
 @dataclass(slots=True)
 class KeptStates:
-    """The hidden states, before the final norm, from which the newest tokens of each request were sampled.
+    """Stores the hidden states, before the final norm, from which the newest tokens of each request were sampled.
+
+    Draft heads read them.
 
     Attributes:
-        steps: The number of newest steps whose states are kept. None: the newest states of each request are kept.
+        steps: The number of newest steps whose hidden states are stored. None: the newest hidden states of each
+            request are stored, of whatever step.
     """
 
     steps: int | None = None
@@ -46,10 +49,10 @@ class KeptStates:
     _step: int = 0
 
     def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
-        """Keep the hidden states of a step.
+        """Store the hidden states of a step.
 
         Args:
-            hidden: The hidden states of the n sampled rows, [n, hidden].
+            hidden: [n, hidden], the hidden states of the tokens of the step from which tokens are sampled.
             plan: The step's plan, which must contain the request of each chunk.
             host: Ignored.
         """
@@ -69,7 +72,7 @@ class KeptStates:
             self._of[key] = _Kept(hidden, int(chosen[first]), count, generated - count + 1, self._step)
 
     def has(self, key: bytes, generated: int) -> bool:
-        """Return True if the hidden state is kept from which a request's last token was sampled.
+        """Return True if the hidden state from which a request's last token was sampled is stored.
 
         Args:
             key: The work key of the request.
@@ -82,7 +85,7 @@ class KeptStates:
         """Return the hidden states from which the last tokens of n requests were sampled, [n, hidden].
 
         Args:
-            asked: The work key and the number of generated tokens of each request. `has` must be True for it.
+            asked: (work key, number of generated tokens) of each request. `has` must be True for each.
         """
         steps = dict[int, Tensor]()
         begun, rows = dict[int, int](), list[int]()  # the offset of each step's states in their concatenation

@@ -17,14 +17,15 @@ STEPS_BEFORE_RETRY = 256
 
 @dataclass(slots=True)
 class MicroBatches:
-    """Limits the tokens per forward pass after the device ran out of memory.
+    """Limits the number of tokens per forward pass after the device ran out of memory.
 
-    The limit is halved when memory runs out and doubled after 256 successful steps. If the doubled limit fails before
-    that number of steps, the next attempt waits for twice that number.
+    The limit is halved when memory runs out, and doubled after 256 successful steps. If the doubled limit fails soon,
+    the number of steps before the next attempt is doubled.
 
     Attributes:
         most_tokens: The maximum number of tokens per forward pass. None: unlimited.
-        whole_chunks: True to never split a chunk, for encoders, whose tokens attend to later tokens.
+        whole_chunks: True if chunks must not be split. Encoders need this, because their tokens attend to later
+            tokens.
     """
 
     most_tokens: int | None = None
@@ -37,8 +38,8 @@ class MicroBatches:
     def split(self, step: HostBatch) -> list[HostBatch]:
         """Split a step into micro-batches of at most `most_tokens` tokens, in order.
 
-        A longer chunk is split, unless `whole_chunks` is True. The results do not change: a later micro-batch reads the
-        keys and values that an earlier one wrote to the cache.
+        A chunk that is longer is split, too, unless `whole_chunks` is True. The results do not change: a later
+        micro-batch reads the keys and values that an earlier one wrote to the cache.
         """
         most = self.most_tokens
         if most is None or len(step.token_ids) <= most:
@@ -55,7 +56,7 @@ class MicroBatches:
 
         Args:
             tokens: The number of tokens of the failed step, at least 2.
-            rows: The number of rows of the failed step, for the log message.
+            rows: The number of rows of the failed step. It is only logged.
         """
         soon = self._last_limit > 0 and self._successes < self._steps_before_retry
         self._steps_before_retry = 2 * self._steps_before_retry if soon else STEPS_BEFORE_RETRY
@@ -73,10 +74,10 @@ class MicroBatches:
         )
 
     def succeeded(self, tokens: int) -> None:
-        """Count a forward pass that did not run out of memory, and double the limit after enough of them.
+        """Count a forward pass that did not run out of memory. After enough of them, the limit is doubled.
 
         Args:
-            tokens: The number of tokens of the forward pass. Less than half the limit does not count.
+            tokens: The number of tokens of the forward pass. It only counts if it had at least half of the limit.
         """
         if not self._failed_tokens or tokens < (self.most_tokens or self._failed_tokens) // 2:
             return
@@ -96,13 +97,6 @@ class MicroBatches:
 
 
 def _edges(lengths: list[int], most: int, whole: bool = False) -> list[int]:
-    """Return the token offsets at which micro-batches begin and end: [0, …, total].
-
-    Args:
-        lengths: The number of tokens of each chunk.
-        most: The maximum number of tokens per micro-batch. Only a chunk that exceeds it is split.
-        whole: True to never split a chunk.
-    """
     edges, done = [0], 0
     for length in lengths:
         sizes = [*[most] * (length // most), *[length % most] * (length % most > 0)]

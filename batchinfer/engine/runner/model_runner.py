@@ -45,7 +45,7 @@ from batchinfer_kernels.cost import ModelCost
 
 
 class StageIO(Protocol):
-    """Transfers hidden states between pipeline stages, outside of captured CUDA graphs."""
+    """Transfers hidden states to and from neighbouring pipeline stages. It runs outside of captured CUDA graphs."""
 
     @property
     def is_first(self) -> bool:
@@ -59,11 +59,15 @@ class StageIO(Protocol):
         """Receive the hidden states of `tokens` tokens from the previous stage into the layers' input buffer."""
 
     def send(self, hidden: Tensor) -> None:
-        """Send the hidden states of a step's T tokens, [T, hidden], to the next stage."""
+        """Send hidden states to the next stage.
+
+        Args:
+            hidden: [T, hidden], the hidden states of the T tokens of a step.
+        """
 
 
 class SingleStageIO:
-    """The `StageIO` of a runner that has all layers: it transfers nothing."""
+    """The `StageIO` of a runner that has all layers of the model, so there is nothing to transfer."""
 
     is_first = is_last = True
 
@@ -84,10 +88,10 @@ class Model(LogitsHead, Protocol):
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run the layers for a step, and return the hidden states, [T, hidden].
+        """Run the layers for a step, and return the hidden states of its T tokens, [T, hidden].
 
         Args:
-            token_ids: The T tokens of the step, [T].
+            token_ids: [T], the tokens of the step.
             inputs: The attention inputs of each cache group.
             caches: The KV cache of each layer with attention.
             plans: The attention plan of each cache group.
@@ -95,13 +99,14 @@ class Model(LogitsHead, Protocol):
 
 
 class SampledStates(Protocol):
-    """Receives the hidden states from which tokens are sampled, for draft heads."""
+    """The interface of objects that store hidden states from which tokens were sampled, as input of draft heads."""
 
     def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
-        """Receive the hidden states of a step.
+        """Store the hidden states of a step.
 
         Args:
-            hidden: The hidden states of the n sampled rows, [n, hidden]. The caller does not modify them afterwards.
+            hidden: [n, hidden], the hidden states of the tokens of the step from which tokens are sampled. The caller
+                does not modify them afterwards.
             plan: The plan of the step.
             host: The inputs of the step.
         """
@@ -112,13 +117,13 @@ class RunnerOutput:
     """The results of a finished step.
 
     Attributes:
-        next_tokens: The next tokens of each chunk after which tokens are sampled, in order.
-        padded_tokens: The number of query positions that were computed only as padding.
-        next_logprobs: The log-probabilities of these tokens, by the index of the chunk in `next_tokens`.
-        next_barred: Whether the mask forbade the most likely token, per token, by the same index.
+        next_tokens: The newly sampled tokens of each chunk after which tokens are sampled, in order.
+        padded_tokens: The number of positions that were computed only because the step was padded.
+        next_logprobs: The log-probabilities of new tokens, by the index of the chunk in `next_tokens`.
+        next_barred: By the same index, for each new token: True if the token mask forbade the most likely token.
         launch: How the step was launched on a GPU, or None on a CPU.
-        asked_states: The requested hidden states, by the index of the chunk among chunks that request them.
-        token_scores: The log-probabilities of the given tokens that the plan scores.
+        asked_states: The requested hidden states, by the index of the chunk among the chunks that request them.
+        token_scores: The log-probabilities of given tokens (continuations or prompts) that the step's plan asks for.
         collective_s: The seconds spent in collectives, or None if there are none or they are not timed.
     """
 
@@ -132,23 +137,33 @@ class RunnerOutput:
     collective_s: float | None = None
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk after which tokens are sampled, in order."""
+        """Return the newly sampled tokens of each chunk after which tokens are sampled, in order."""
         return self.next_tokens
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of new tokens, by the index of the chunk among chunks with sampled tokens."""
+        """Return the log-probabilities of newly sampled tokens, for chunks that request them.
+
+        A key is the index of a chunk among all chunks after which tokens are sampled.
+        """
         return self.next_logprobs
 
     def states(self) -> Mapping[int, States]:
-        """Return the requested hidden states, by the index of the chunk among chunks that request them."""
+        """Return the hidden states of chunks that request them.
+
+        A key is the index of a chunk among the chunks that request hidden states.
+        """
         return self.asked_states
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of the given tokens that the plan scores."""
+        """Return the log-probabilities of given tokens (continuations or prompts) that the step's plan asks for."""
         return self.token_scores
 
     def barred(self) -> Mapping[int, Seq[bool]]:
-        """Return whether the mask forbade the most likely token, per token of each chunk with a mask."""
+        """Return for each newly sampled token True if the token mask forbade the most likely token.
+
+        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
+        value.
+        """
         return self.next_barred
 
 
@@ -164,11 +179,11 @@ class ModelRunner:
         sampler: Samples the tokens.
         cost: The FLOPs and bytes of the model's operators.
         device: The device.
-        wants: The optional parts of plans that the runner reads.
-        state: The parts of the newest plan that the next plan may omit.
+        wants: The optional parts of step plans that the runner needs.
+        state: Values from earlier plans that a plan need not repeat, such as block tables.
         in_group: True if other ranks run the same steps with other shards of the model.
         stage_io: Transfers hidden states between pipeline stages.
-        kept: Receives the hidden states of sampled rows for draft heads. None: there are no draft heads.
+        kept: Stores the hidden states from which tokens are sampled, for draft heads. None: there are no draft heads.
     """
 
     model: Model
@@ -185,19 +200,23 @@ class ModelRunner:
     kept: SampledStates | None = None
 
     def give_adapters(self, numbers: Mapping[str, int]) -> None:
-        """Make LoRA adapters available to the rows of steps.
+        """Set the LoRA adapters that rows may use.
 
-        Models that are not a `Decoder` have no adapters, and the call does nothing.
+        Only a `Decoder` has adapters. For other models, the call does nothing.
 
         Args:
-            numbers: The number of each adapter by its fingerprint, 0 for an adapter that is merged into the weights.
+            numbers: The number of each adapter by its fingerprint; 0 for an adapter that is merged into the weights.
         """
         if isinstance(self.model, Decoder):
             slots, put = self.model.adapter_slots, self.model.place_adapter
             self.state.adapters = AdapterSlots(numbers, slots, put)
 
     def with_first_block(self, first_block: int) -> ModelRunner:
-        """Return a runner for another engine that uses the blocks from `first_block` on of the same KV cache."""
+        """Return a runner for another engine that shares the model and the KV cache with this runner.
+
+        Args:
+            first_block: The first KV cache block that the other engine uses.
+        """
         return replace(self, state=StepState(first_block, adapters=self.state.adapters))
 
     @property
@@ -207,23 +226,23 @@ class ModelRunner:
 
     @property
     def follows_trees(self) -> bool:
-        """True if the drafts of a row may form a tree: only with full attention and on a single rank."""
+        """True if the drafts of a row may form a tree. This needs full attention in all layers, and a single rank."""
         windows = {window for group in self.layout.groups for window in group.windows}
         return self.ops.follows_trees and windows == {None} and not self.in_group
 
     @property
     def most_tokens(self) -> int | None:
-        """The maximum number of tokens per step after the device ran out of memory: always None, no limit."""
+        """The maximum number of tokens per step. Always None (no limit): running out of memory is an error."""
         return None
 
     @property
     def capture_s(self) -> float | None:
-        """The seconds spent capturing CUDA graphs so far, or None on a CPU."""
+        """The total number of seconds spent capturing CUDA graphs, or None on a CPU."""
         return None if self.device.type == "cpu" else 0.0
 
     @property
     def graph_bytes(self) -> int | None:
-        """The bytes of device memory that captured CUDA graphs take, or None on a CPU."""
+        """The number of bytes of device memory that captured CUDA graphs take, or None on a CPU."""
         return None if self.device.type == "cpu" else 0
 
     @property
@@ -232,7 +251,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        """Run the forward pass of the step of a plan, and sample its tokens."""
+        """Run the forward pass of a step, and sample its tokens.
+
+        Args:
+            plan: The plan of the step.
+
+        Returns:
+            The results of the finished step.
+        """
         host = self.state.batch(plan, self.layout)
         hidden, sampling, padded = self._forward_batch(host)
         if not plan.sampled_rows:
@@ -260,11 +286,14 @@ class ModelRunner:
         )
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingPlan, int]:
-        """Run the forward pass of the step of a plan, without sampling.
+        """Run the forward pass of a step without sampling.
+
+        Args:
+            plan: The plan of the step.
 
         Returns:
-            The hidden states of the n sampled rows, [n, hidden]; how their tokens are sampled; the number of padding
-            tokens.
+            (hidden, sampling, padded): the hidden states from which tokens are sampled, [n, hidden]; how the tokens
+            are sampled; the number of padding tokens.
         """
         return self._forward_batch(self.state.batch(plan, self.layout))
 
@@ -287,7 +316,7 @@ class ModelRunner:
             rows: The accepted rows of each chunk, as `rows_of_chunks` returns them.
 
         Returns:
-            `hidden` with the states of accepted nodes moved in the same way.
+            `hidden`, in which the rows of accepted nodes are moved in the same way.
         """
         chosen = (
             host.sampled_rows if host.sampling.chosen is None else host.sampled_rows[host.sampling.chosen]
@@ -308,12 +337,6 @@ class ModelRunner:
         return hidden[torch.from_numpy(order).to(hidden.device)]
 
     def _move(self, host: HostBatch, moves: NDArray[np.int64]) -> None:
-        """Copy keys and values, and states for draft heads, between tokens of a step.
-
-        Args:
-            host: The inputs of the step.
-            moves: [n, 2], the indices of the tokens to copy from and to.
-        """
         each = [torch.from_numpy(slots[moves]).to(self.device) for slots in host.slots]
         # Layers may share a cache
         for cache in {(one.k.data_ptr(), one.group): one for one in self.caches}.values():
@@ -322,7 +345,11 @@ class ModelRunner:
             self.model.move(each)
 
     def plan_attention(self, inputs: list[AttentionInputs]) -> list[AttentionPlan]:
-        """Return the attention plan of each cache group, from the step's attention inputs of each group."""
+        """Return the plan of attention kernels for each cache group.
+
+        Args:
+            inputs: The step's attention inputs of each cache group.
+        """
         plans: list[AttentionPlan] = []
         for group, own in zip(self.layout.groups, inputs, strict=True):
             previous = plans[-1] if plans else None
@@ -332,11 +359,11 @@ class ModelRunner:
     def next_tokens(
         self, hidden: Tensor, sampling: SamplingPlan, device_tokens: DeviceTokens | None = None
     ) -> Sampled:
-        """Sample the next tokens of a step, and compute its other outputs.
+        """Sample the next tokens of a step, and compute the other outputs that rows request.
 
         Args:
-            hidden: The hidden states of the n sampled rows, [n, hidden].
+            hidden: [n, hidden], the hidden states of the n rows (tokens of the step) that have an output.
             sampling: The outputs of the rows, and how tokens are chosen.
-            device_tokens: The tokens that the previous step sampled, if the host does not have them yet.
+            device_tokens: The tokens that the previous step sampled. None: the host has them already.
         """
         return self.sampler.next_tokens(self.ops, self.model, hidden, sampling, device_tokens)

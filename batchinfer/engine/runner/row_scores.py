@@ -17,12 +17,12 @@ _ROWS_AT_ONCE = 128  # with a vocabulary of 150,000, logits and log-softmax take
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowScores:
-    """The log-probabilities of n given tokens on the device.
+    """The log-probabilities of n given tokens, on the device.
 
     Attributes:
-        logprobs: float32 [n], the log-probability of each token; NaN if logits are not finite.
-        greedy: bool [n], True if the token has the highest logit.
-        top: float32 [n, likeliest], the log-probabilities of the most likely tokens by the same logits, descending.
+        logprobs: float32 [n], the log-probability of each given token; NaN if logits are not finite.
+        greedy: bool [n], True if the given token has the highest logit.
+        top: float32 [n, likeliest], the log-probabilities of the most likely tokens at the same position, descending.
         top_ids: int64 [n, likeliest], the ids of the most likely tokens.
     """
 
@@ -38,12 +38,14 @@ class RowScores:
 
 
 def row_scores(logits: Callable[[Tensor], Tensor], hidden: Tensor, scored: ScoredTokens) -> RowScores:
-    """Compute the log-probabilities of given tokens. Rows are processed in batches to limit the memory of logits.
+    """Compute the log-probabilities of given tokens, such as the tokens of prompts or continuations.
+
+    Rows are processed in batches, because logits of all rows would take much memory.
 
     Args:
         logits: Returns the logits, float32 [n, vocab], from hidden states, [n, hidden].
-        hidden: The hidden states of a step's sampled rows, [rows, hidden].
-        scored: The tokens to score. Each has the index of the row in `hidden` whose logits give its log-probability.
+        hidden: [rows, hidden], the hidden states of the tokens of a step that have an output.
+        scored: The given tokens. Each has the index of the row in `hidden` whose logits give its log-probability.
     """
     asked, places = np.unique(scored.rows, return_inverse=True)  # rows without a scored token are skipped
     index, rows, tokens = upload(

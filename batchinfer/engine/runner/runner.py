@@ -16,9 +16,9 @@ class StepLaunch(NamedTuple):
     """How a step was launched on a GPU.
 
     Attributes:
-        mode: The launch mode. Of several micro-batches, the mode with the most work for the host.
+        mode: The launch mode. If micro-batches have different modes, the mode that takes the host longest.
         capture_s: The seconds spent capturing CUDA graphs for the step, or None if unknown.
-        graph_bytes: The device memory that these graphs took, or None if unknown.
+        graph_bytes: The bytes of device memory that the captured graphs took, or None if unknown.
     """
 
     mode: LaunchMode
@@ -27,11 +27,14 @@ class StepLaunch(NamedTuple):
 
 
 class Launched(Protocol):
-    """A step that was launched and may still be running. The methods wait for the device."""
+    """A step that was launched and may still be running. Its methods wait for the results.
+
+    Results are grouped by chunk: the tokens that the step runs for one sequence.
+    """
 
     @property
     def padded_tokens(self) -> int:
-        """The number of query positions that were computed only as padding."""
+        """The number of positions that were computed only because the step was padded."""
 
     @property
     def launch(self) -> StepLaunch | None:
@@ -42,33 +45,35 @@ class Launched(Protocol):
         """The seconds spent in collectives, or None if there are none or they are not timed."""
 
     def tokens(self) -> list[list[int]]:
-        """Return the next tokens of each chunk after which tokens are sampled, in order. A list may be empty.
+        """Return the newly sampled tokens of each chunk after which tokens are sampled, in order. A list may be empty.
 
-        If the runner looks ahead, each sequence that does not wait for its newest tokens gets exactly one token. Tokens
-        beyond the number of drafts plus one have no keys and values yet: the next step computes them. NO_TOKEN marks
-        logits that are not finite.
+        If the runner looks ahead, each sequence that does not wait for its newest tokens gets exactly one token. A
+        sequence with d drafts may get more than d + 1 tokens. The further tokens have no keys and values yet: the next
+        step computes them. NO_TOKEN is returned if logits are not finite.
         """
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of new tokens, for sequences that request them.
+        """Return the log-probabilities of newly sampled tokens, for chunks that request them.
 
-        The keys are the indices of chunks among chunks with sampled tokens.
+        A key is the index of a chunk among all chunks after which tokens are sampled.
         """
 
     def states(self) -> Mapping[int, States]:
-        """Return the requested hidden states after the final norm, [n, hidden], or their sum, [1, hidden].
+        """Return the hidden states after the final norm, for chunks that request them.
 
-        The keys are the indices of chunks among the chunks that request hidden states.
+        Returns:
+            [n, hidden], or their sum, [1, hidden]. A key is the index of a chunk among the chunks that request hidden
+            states.
         """
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of the given tokens that the plan scores, in the order of the plan."""
+        """Return the log-probabilities of given tokens (continuations or prompts), in the order of the step's plan."""
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return for each new token whether the mask forbade the most likely token, for sequences with a mask.
+        """Return for each newly sampled token True if the token mask forbade the most likely token.
 
-        The keys are the indices of chunks among chunks with sampled tokens. A chunk may be missing if its most likely
-        token was accepted without computing its mask.
+        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
+        value. A chunk may also be missing if its most likely token was accepted without computing its mask.
         """
 
 
@@ -85,7 +90,7 @@ class Runner(Protocol):
 
     @property
     def wants(self) -> PlanWants:
-        """The optional parts of plans that the runner reads."""
+        """The optional parts of step plans that the runner needs."""
 
     @property
     def looks_ahead(self) -> bool:
@@ -96,4 +101,10 @@ class Runner(Protocol):
         """The maximum number of tokens per step after the device ran out of memory, or None for no limit."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Run a step, or launch it without waiting. A runner must get every plan of an engine, in order."""
+        """Run a step, or launch it without waiting for its results.
+
+        A runner must get every plan of an engine, in order, because a plan omits what has not changed.
+
+        Args:
+            plan: The plan of the step.
+        """

@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLogprobs:
-    """The log-probabilities of the next tokens of n rows of a micro-batch, on the device.
+    """The log-probabilities of newly sampled tokens in n rows of a micro-batch, on the device.
 
     Attributes:
-        rows: [n], the indices of the rows that request log-probabilities, among the rows that get tokens.
+        rows: [n], the index of each row among the micro-batch's rows that get tokens. Other rows request no
+            log-probabilities.
         likeliest: [n], the number of most likely tokens that each row requests.
         chosen: float32 [n], the log-probability of the chosen token.
         top: float32 [n, max(likeliest)], the log-probabilities of the most likely tokens.
@@ -47,13 +48,13 @@ class RowLogprobs:
     def of_rows(
         self, chosen: NDArray[Any], top: NDArray[Any], top_ids: NDArray[Any], first: int = 0
     ) -> dict[int, TokenLogprobs]:
-        """Return the log-probabilities by the index of the row among all rows of the step that get tokens.
+        """Return the log-probabilities of each row, by the index of the row among all rows of the step that get tokens.
 
         Args:
-            chosen: `self.chosen` on the host.
-            top: `self.top` on the host.
-            top_ids: `self.top_ids` on the host.
-            first: The index of the micro-batch's first row among all rows of the step.
+            chosen: `self.chosen`, copied to the host.
+            top: `self.top`, copied to the host.
+            top_ids: `self.top_ids`, copied to the host.
+            first: The number of rows that get tokens in earlier micro-batches of the step.
         """
         ids = top_ids.astype(np.int32)
         found: dict[int, TokenLogprobs] = {}
@@ -65,10 +66,10 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Masked:
-    """The n rows of a micro-batch that have masks, on the device.
+    """The n rows of a micro-batch that have token masks, on the device.
 
     Attributes:
-        rows: [n], the indices of the rows among the rows that get tokens.
+        rows: [n], the index of each row among the micro-batch's rows that get tokens.
         barred: bool [n], True if the mask forbade the row's most likely token.
     """
 
@@ -76,18 +77,20 @@ class Masked:
     barred: Tensor
 
     def of_rows(self, barred: NDArray[Any], first: int = 0) -> dict[int, bool]:
-        """Return whether the mask forbade the most likely token, by the index of the row among all rows of the step.
+        """Return True for each row whose mask forbade the most likely token, else False.
+
+        A key is the index of a row among all rows of the step that get tokens. Only rows with a mask have a value.
 
         Args:
-            barred: `self.barred` on the host.
-            first: The index of the micro-batch's first row among all rows of the step.
+            barred: `self.barred`, copied to the host.
+            first: The number of rows that get tokens in earlier micro-batches of the step.
         """
         return {first + row: one for row, one in zip(self.rows, barred.tolist(), strict=True)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStates:
-    """Requested hidden states after the final norm, or their sums per chunk, on the device.
+    """Hidden states after the final norm that chunks request, or their sum per chunk, on the device.
 
     Attributes:
         chunks: [n], the index of each state's chunk among the chunks that request states, ascending.
@@ -98,10 +101,12 @@ class RowStates:
     states: Tensor
 
     def of_chunks(self, states: NDArray[Any]) -> dict[int, States]:
-        """Return the states of each chunk, [m, hidden], by the index of the chunk.
+        """Return the requested hidden states of each chunk, [m, hidden].
+
+        A key is the index of a chunk among the chunks that request hidden states.
 
         Args:
-            states: `self.states` on the host.
+            states: `self.states`, copied to the host.
         """
         numbers, firsts = np.unique(np.array(self.chunks, np.int64), return_index=True)
         ends = [*firsts[1:].tolist(), len(self.chunks)]
@@ -114,11 +119,11 @@ class Sampled:
     """The results of sampling a step or micro-batch, on the device. Results that no row requests are None.
 
     Attributes:
-        tokens: int64 [rows], NO_TOKEN for logits that are not finite. Empty if no row gets a token.
-        logprobs: The log-probabilities of the tokens.
-        masked: Whether masks changed tokens.
-        states: The hidden states.
-        scores: The log-probabilities of given tokens.
+        tokens: int64 [rows], the sampled tokens; NO_TOKEN if logits are not finite. Empty if no row gets a token.
+        logprobs: The log-probabilities of the sampled tokens.
+        masked: The rows with token masks, and whether the mask forbade the most likely token.
+        states: The requested hidden states.
+        scores: The log-probabilities of given tokens, such as the tokens of prompts.
     """
 
     tokens: Tensor
@@ -129,18 +134,19 @@ class Sampled:
 
 
 def rows_of_chunks(tokens: list[int], plan: StepPlan) -> list[Sequence[int]] | None:
-    """Verify drafts: return the rows whose sampled tokens become tokens of each chunk's sequence.
+    """Verify the drafts of a step: return which sampled tokens become tokens of the sequences.
 
     A row is a token of the step after which a token was sampled. In a chunk with drafts, the first row is the last
-    known token, and each draft is a further row. The tokens are accepted up to and including the first token that
-    differs from the next draft. In a draft tree, the accepted rows are a path.
+    known token of the sequence, and each draft is a further row. Sampled tokens are accepted up to and including the
+    first one that differs from the next draft. In a draft tree, the accepted rows are a path.
 
     Args:
         tokens: The token that was sampled for each row of the step.
         plan: The plan of the step.
 
     Returns:
-        The accepted rows of each chunk that has any. None if each chunk has exactly one row, or no tokens are chosen.
+        For each chunk with rows, the accepted rows. None if each chunk has exactly one row, or if no tokens are
+        sampled.
     """
     counts = plan.sampled_counts
     if counts is None or not plan.sampling.chooses:
@@ -163,10 +169,10 @@ def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> 
     """Return the rows on the path of accepted nodes of a draft tree.
 
     Args:
-        tokens: The tokens that were sampled after the last known token and after each draft.
+        tokens: The tokens that were sampled after the sequence's last known token and after each draft.
         drafts: The draft tokens, in the order of the tree's nodes.
-        bits: A bit set of the ancestors of each draft and the draft itself.
-        first: The row of the last known token.
+        bits: For each draft, a bit set of the draft and its ancestors.
+        first: The row of the sequence's last known token.
     """
     parents = parents_from_bits(bits)
     rows, node = [first], find_child(drafts, parents, -1, tokens[0])
@@ -177,12 +183,12 @@ def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> 
 
 
 def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]] | None) -> list[list[int]]:
-    """Return the new tokens of each chunk that has sampled rows.
+    """Return the new tokens of each chunk after which tokens are sampled.
 
     Args:
         tokens: The token that was sampled for each row of the step.
         plan: The plan of the step.
-        rows: The accepted rows of each chunk, or None if each chunk has one row.
+        rows: The accepted rows of each chunk, as `rows_of_chunks` returns them. None: each chunk has one row.
     """
     counts = plan.sampled_counts
     if not plan.sampling.chooses:
@@ -195,11 +201,11 @@ def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]
 def barred_of_chunks(
     found: Mapping[int, bool], rows: list[Sequence[int]] | None
 ) -> Mapping[int, Sequence[bool]]:
-    """Return for each new token of a chunk whether the mask forbade the most likely token.
+    """For the new tokens of each chunk with a mask, return True where the mask forbade the most likely token.
 
     Args:
-        found: Whether the mask forbade the most likely token, by row. Rows without a mask are missing.
-        rows: The accepted rows of each chunk, or None if each chunk has one row.
+        found: By row, True if the mask forbade the most likely token. Rows without a mask are missing.
+        rows: The accepted rows of each chunk, as `rows_of_chunks` returns them. None: each chunk has one row.
 
     Returns:
         The values by the index of the chunk. Chunks without masks are missing.
@@ -220,20 +226,22 @@ def logprobs_of_chunks(
 
     Args:
         found: The log-probabilities by row.
-        rows: The accepted rows of each chunk, or None if each chunk has one row.
+        rows: The accepted rows of each chunk, as `rows_of_chunks` returns them. None: each chunk has one row.
     """
     return found if rows is None else {chunk: _concatenate(own) for chunk, own in _by_chunk(found, rows)}
 
 
 def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> Mapping[int, States]:
-    """Combine the hidden states of micro-batches: concatenate the states of each chunk, or add up its sums.
+    """Combine the hidden states of a step's micro-batches.
+
+    The states of a chunk are concatenated. If the plan asks for sums, the sums of a chunk are added.
 
     Args:
         parts: The states of each micro-batch, by the index of the chunk.
-        plan: The plan of the step, which tells whether states are summed.
+        plan: The plan of the step.
 
     Returns:
-        [n, hidden], or [1, hidden] for sums, by the index of the chunk.
+        By the index of the chunk: [n, hidden], or [1, hidden] for sums.
     """
     found: dict[int, States] = {}
     for part in parts:
@@ -248,7 +256,6 @@ def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> M
 
 
 def _by_chunk(found: Mapping[int, T], rows: list[Sequence[int]]) -> Iterator[tuple[int, list[T]]]:
-    """Yield the index of each chunk that has values in `found`, and the values of its rows."""
     for chunk, which in enumerate(rows):
         own = [found[row] for row in which if row in found]
         if own:
@@ -274,12 +281,12 @@ class DeviceTokens:
     tokens: Tensor | None = None
 
     def of(self, places: Ints | None, device: torch.device) -> Tensor:
-        """Return some of the tokens, as input of the next step.
+        """Return tokens of the previous step as input of the next step.
 
-        NO_TOKEN becomes 0: its sequence has ended, and the results of its further steps are dropped.
+        NO_TOKEN becomes 0. Its sequence has ended, and the results of its further steps are dropped.
 
         Args:
-            places: The indices of the tokens. None: all tokens.
+            places: The indices of the tokens to return. None: all tokens.
             device: The device of the tokens.
         """
         assert self.tokens is not None, "the previous step sampled no tokens"

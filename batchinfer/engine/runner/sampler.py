@@ -27,10 +27,10 @@ _SUMMED_ROWS = 1024  # rows that are copied to float64 at a time
 
 
 def edit(logits: Tensor, plan: SamplingPlan) -> None:
-    """Apply the biases and the allowed tokens of a plan to logits, in place.
+    """Add the biases of a sampling plan to logits, and exclude tokens that the plan does not allow, in place.
 
     Args:
-        logits: [n, vocab]. The logits of tokens that are not allowed become -inf.
+        logits: [n, vocab]. The logits of excluded tokens become -inf.
         plan: The sampling plan.
     """
     if plan.biased is not None:
@@ -58,39 +58,42 @@ class LogitsHead(Protocol):
     """The final norm and the output layer of a model, which compute logits from hidden states."""
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm, if the model has one, to hidden states, [n, hidden]."""
+        """Return hidden states, [n, hidden], after the model's final norm. They are unchanged if it has none."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, float32 [n, vocab], for hidden states, [n, hidden]."""
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the token with the highest logit, int64 [n], for hidden states, [n, hidden].
+        """Return the token with the highest logit for each of n hidden states, int64 [n].
 
-        NO_TOKEN is returned for logits that are not finite.
+        NO_TOKEN is returned where logits are not finite.
+
+        Args:
+            hidden: [n, hidden].
         """
 
 
 class TokenMask(Protocol):
-    """Decides which tokens rows may get next, for example by a grammar. Plans refer to masks by number."""
+    """Token masks, which say which tokens may come next in a row, for example by a grammar. Each mask has a number."""
 
     def allowed(self, masks: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Return for each mask whether its token is known to be allowed next.
-
-        Args:
-            masks: The numbers of the masks.
-            tokens: One token per mask.
-
-        Returns:
-            False also for a token for which only `fill` can tell.
-        """
-
-    def fill(self, masks: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """Write the token masks. Called while a GPU computes the step.
+        """Check single tokens against masks without computing the whole masks.
 
         Args:
             masks: The numbers of n masks.
-            bits: int32 [n, ceil(vocab / 32)], in which all bits are set. Bit t % 32 of word t // 32 is cleared if token
-                t must not come next.
+            tokens: One token per mask.
+
+        Returns:
+            [n], True if the mask certainly allows the token. False: it forbids the token, or only `fill` can tell.
+        """
+
+    def fill(self, masks: Sequence[int], bits: NDArray[np.int32]) -> None:
+        """Write whole token masks. It is called while a GPU computes the step.
+
+        Args:
+            masks: The numbers of n masks.
+            bits: int32 [n, ceil(vocab / 32)], in which all bits are set. Bit t % 32 of word t // 32 is cleared if
+                token t must not come next.
         """
 
 
@@ -100,14 +103,14 @@ class Sampler:
 
     Order of operations: biases, allowed tokens, penalties, bans below min_tokens, mask, temperature, top-k, top-p,
     min-p, draw. As in transformers, top-p renormalises the result of top-k, and min-p compares with the most likely
-    token. Log-probabilities are computed from the unmodified logits; log-probabilities among allowed tokens apply only
-    the mask.
+    token. Log-probabilities are computed from the unmodified logits. If a row asks for log-probabilities among allowed
+    tokens, only its mask is applied.
 
     Attributes:
         eos_token_ids: The end-of-sequence tokens of the model.
-        mask: The masks of constraints. None: no row has a constraint.
-        on_host: True if logits are in host memory. Then a greedy row whose tokens its mask has not changed so far tries
-            the argmax first, and its mask is only computed if it forbids that token. The tokens are the same.
+        mask: The token masks of constraints. None: no row has a constraint.
+        on_host: True if logits are in host memory. Then a greedy row whose tokens its mask has not changed so far
+            tries the argmax first, and its mask is only computed if it forbids that token. The tokens are the same.
         classifier: The classification head: returns logits, [n, labels], from pooled states, [n, hidden]. None: the
             model has none.
     """
@@ -127,14 +130,14 @@ class Sampler:
     ) -> Sampled:
         """Compute the tokens, log-probabilities, hidden states and scores of a step.
 
-        Logits are stored only if some row needs more than their argmax.
+        The logits are not stored if all rows only need their argmax.
 
         Args:
             ops: The operators.
             head: The final norm and the output layer of the model.
-            hidden: The hidden states of the n sampled rows, [n, hidden].
+            hidden: [n, hidden], the hidden states of the n rows (tokens of the step) that have an output.
             plan: The outputs of the rows, and how tokens are chosen.
-            device_tokens: The tokens that the previous step sampled, if the host does not have them yet.
+            device_tokens: The tokens that the previous step sampled. None: the host has them already.
         """
         states = _asked_states(head, hidden, plan)
         if plan.classified and states is not None:
@@ -151,12 +154,7 @@ class Sampler:
         return found if states is None and scores is None else replace(found, states=states, scores=scores)
 
     def _classified(self, states: RowStates, plan: SamplingPlan) -> RowStates:
-        """Return the classification logits of each prompt, from its hidden state or the sum of its hidden states.
-
-        Args:
-            states: The hidden states, or their sums, which are complete because a step contains whole prompts.
-            plan: The sampling plan.
-        """
+        # Sums of hidden states are complete, because a step contains whole prompts
         assert self.classifier is not None, "the model has no classification head"
         pooled = states.states
         if plan.summed:
@@ -167,9 +165,10 @@ class Sampler:
         return replace(states, states=self.classifier(pooled.float()))
 
     def tries_argmax(self, plan: SamplingPlan) -> bool:
-        """Return True if the argmax of the logits is computed instead of the logits.
+        """Return True if a step can be sampled from the argmax of its logits, without storing the logits.
 
-        Each token is its row's argmax, or probably is and can be checked against the row's mask on the host.
+        This needs greedy rows. A row with a mask needs a sampler on the host, which checks the argmax against the
+        mask.
 
         Args:
             plan: The sampling plan of the step.
@@ -189,7 +188,7 @@ class Sampler:
         return Sampled(tokens, masked=None if masked is None else replace(masked, rows=rows))
 
     def _refused(self, plan: SamplingPlan, which: list[int], found: Tensor) -> list[int]:
-        """Return which masked rows have tokens that are not known to be allowed by their masks.
+        """Return which masked rows have tokens that their masks do not certainly allow.
 
         Args:
             plan: The sampling plan.
@@ -214,7 +213,7 @@ class Sampler:
             ops: The operators.
             logits: float32 [n, vocab], modified in place.
             plan: How tokens are chosen.
-            device_tokens: The tokens that the previous step sampled, if the host does not have them yet.
+            device_tokens: The tokens that the previous step sampled. None: the host has them already.
         """
         asking = _LogprobRows.of(logits, plan)
         edit(logits, plan)
@@ -227,7 +226,6 @@ class Sampler:
         return Sampled(tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred)
 
     def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
-        """Sample a step with masks, in which each row gets the most likely token that its mask allows."""
         places = range(len(plan.masked))
         unsure = [at for at in places if self.on_host and plan.followed[at]]
         sure = sorted({*places}.difference(unsure))
@@ -245,15 +243,6 @@ class Sampler:
     def _correct(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, refused: list[int], found: tuple[Tensor, Tensor]
     ) -> None:
-        """Compute the masks of rows whose tokens may be forbidden, and overwrite the results of these rows.
-
-        Args:
-            ops: The operators.
-            logits: [n, vocab].
-            plan: The sampling plan.
-            refused: The rows, as indices into `plan.masked`.
-            found: The token of each row, and whether the mask forbade its most likely token, both [n].
-        """
         if not refused:
             return
         rows, bits = (
@@ -266,7 +255,6 @@ class Sampler:
     def _masked(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, asking: _LogprobRows | None = None
     ) -> Masked:
-        """Apply masks to the logits, and to the copies for log-probabilities among allowed tokens."""
         filled = self._filled(plan, list(range(len(plan.masked))), logits)
         rows, bits = upload([np.array(plan.masked, np.int32), filled], logits.device)
         # On a device, indexing logits by row would copy up to all of them
@@ -277,7 +265,6 @@ class Sampler:
         return Masked(plan.masked, is_excluded(bits, best))
 
     def _filled(self, plan: SamplingPlan, which: list[int], logits: Tensor) -> NDArray[np.int32]:
-        """Return the token masks of n rows, [n, words], given as indices into `plan.masked`."""
         assert self.mask is not None, "a row has a mask, but the sampler has no masks"
         bits = np.full((len(which), mask_words(logits.shape[1])), -1, np.int32)
         self.mask.fill([plan.masks[at] for at in which], bits)
@@ -285,7 +272,7 @@ class Sampler:
 
 
 def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowStates | None:
-    """Return the requested hidden states, or their sums, which are computed on the device to save a transfer."""
+    # Sums are computed on the device to save a transfer
     if not plan.states:
         return None
     every = len(plan.states) == len(hidden)
@@ -333,7 +320,7 @@ class _LogprobRows:
 
     Attributes:
         plan: The sampling plan.
-        rows: [n], the indices of the rows. None: all rows.
+        rows: [n], the indices of the rows. None: all rows of the step.
         logits: [n, vocab].
     """
 
@@ -343,7 +330,7 @@ class _LogprobRows:
 
     @classmethod
     def of(cls, logits: Tensor, plan: SamplingPlan) -> _LogprobRows | None:
-        """Copy the logits of the rows that request log-probabilities. Return None if no row does.
+        """Copy the logits of the rows that request log-probabilities, or return None if no row does.
 
         Args:
             logits: The unmodified logits of all rows, [rows, vocab].
@@ -371,15 +358,14 @@ class _LogprobRows:
 
     @property
     def _own(self) -> list[int]:
-        """The masked rows that request log-probabilities among allowed tokens, as indices into `plan.asking`."""
         plan, masked = self.plan, set(self.plan.masked)
         return [at for at, row in enumerate(plan.asking) if plan.among_allowed[at] and row in masked]
 
     def found(self, ops: Ops, tokens: Tensor, eos: frozenset[int]) -> RowLogprobs:
         """Return the log-probabilities of the chosen tokens and of the most likely tokens.
 
-        Among allowed tokens, a chosen end-of-sequence token gets the probability of all end-of-sequence tokens: which
-        of them was chosen does not change the answer.
+        If a row asks for log-probabilities among allowed tokens, a chosen end-of-sequence token gets the probability
+        of all end-of-sequence tokens, because all of them give the same answer.
 
         Args:
             ops: The operators.
@@ -395,7 +381,7 @@ class _LogprobRows:
 
 
 def _ends_together(values: Tensor, logits: Tensor, chosen: Tensor, own: list[int], eos: list[int]) -> Tensor:
-    """Return log-probabilities in which a chosen end-of-sequence token counts as all such tokens together.
+    """Return log-probabilities in which a chosen end-of-sequence token has the probability of all such tokens together.
 
     Args:
         values: [n], the log-probabilities of the chosen tokens.

@@ -30,10 +30,10 @@ CopyParts = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class HeadModel:
-    """A draft head as the model of a runner.
+    """A draft head that a runner can run like a model.
 
-    At each position, the head reads the target model's hidden state of that position and the following token. For draft
-    tokens, for which the target model has not computed a state yet, the head reads its own output instead.
+    At each position, the head reads the target model's hidden state of that position and the next token. If the target
+    model has not computed the state yet, because the token is a draft, the head reads its own output instead.
 
     Args:
         head: The draft head.
@@ -51,10 +51,10 @@ class HeadModel:
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run the head for a step, and return its output states, [T, width].
+        """Run the draft head for a step, and return its output states, [T, width].
 
         Args:
-            token_ids: The T tokens of the step, [T].
+            token_ids: [T], the tokens of the step.
             inputs: The attention inputs of the head's only cache group.
             caches: The KV cache of the head.
             plans: The attention plan of the cache group.
@@ -63,10 +63,10 @@ class HeadModel:
         return self._head.forward(token_ids, self._kept.read(own.slots), own, cache, plan)
 
     def take(self, hidden: Tensor, plan: StepPlan, host: HostBatch) -> None:
-        """Store the head's output as the hidden state of the next position of each sequence.
+        """Store the head's output as input of the next position of each sequence.
 
         Args:
-            hidden: The output at the last token of each of n sequences, [n, width].
+            hidden: [n, width], the output at the last token of each of n sequences.
             plan: Ignored.
             host: The inputs of the step.
         """
@@ -78,7 +78,10 @@ class HeadModel:
 
 
 def choose_copy(ops: Ops) -> CopyParts:
-    """Return the function that copies parts of blocks: a GPU kernel for GPU operators, else the reference in torch."""
+    """Return the function that copies the first slots of partial blocks.
+
+    It is a GPU kernel for GPU operators, else a function in torch.
+    """
     if not isinstance(ops, GraphOps):
         return copy_parts_reference
     from batchinfer_kernels.gpu.copy_parts import copy_parts
@@ -88,14 +91,14 @@ def choose_copy(ops: Ops) -> CopyParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TappedModel:
-    """A decoder that also keeps the hidden states that a draft head reads, per KV cache slot.
+    """A decoder that also stores, per KV cache slot, the hidden states that a draft head reads.
 
     Attributes:
         decoder: The target model.
         head: The draft head.
         tapped: The indices of the layers whose inputs the head reads.
         kept: The hidden states per KV cache slot.
-        group: The index of the cache group whose slots the states use. The group keeps all tokens.
+        group: The index of the cache group by whose slots the hidden states are stored. The group keeps all tokens.
         copy_parts: Copies the first slots of blocks to other blocks.
     """
 
@@ -113,13 +116,16 @@ class TappedModel:
         caches: Seq[LayerCache],
         plans: Seq[AttentionPlan],
     ) -> Tensor:
-        """Run the decoder for a step, keep the states of its tokens, and return the hidden states, [T, hidden].
+        """Run the decoder for a step, and store the states that the draft head reads.
 
         Args:
-            token_ids: The T tokens of the step, [T].
+            token_ids: [T], the tokens of the step.
             inputs: The attention inputs of each cache group.
             caches: The KV cache of each layer with attention.
             plans: The attention plan of each cache group.
+
+        Returns:
+            The hidden states after the last layer, [T, hidden].
         """
         taps = Taps(self.tapped)
         hidden = self.decoder.forward(token_ids, inputs, caches, plans, taps=taps)
@@ -130,21 +136,21 @@ class TappedModel:
     def forward_split_at_attention(
         self, token_ids: Tensor, inputs: Seq[AttentionInputs], caches: Seq[LayerCache]
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Run the decoder for a step, pause before each layer's attention, and keep the states of the step's tokens.
+        """Run the decoder for a step as a generator that pauses before each layer's attention.
 
-        The states of partial blocks are not copied, because captured pieces depend only on the number of tokens. The
-        caller must call `copy`.
+        The states that the draft head reads are stored, but the states of partial blocks are not copied, because
+        captured pieces depend only on the number of tokens. The caller must call `copy`.
 
         Args:
-            token_ids: The T tokens of the step, [T].
+            token_ids: [T], the tokens of the step.
             inputs: The attention inputs of each cache group.
             caches: The KV cache of each layer with attention.
 
         Yields:
-            The attention that the caller must launch. Its result must be sent to the generator.
+            The attention that the caller must launch. The caller sends its result to the generator.
 
         Returns:
-            The hidden states, [T, hidden].
+            The hidden states after the last layer, [T, hidden].
         """
         taps = Taps(self.tapped)
         hidden = yield from self.decoder.forward_split_at_attention(token_ids, inputs, caches, taps=taps)
@@ -152,13 +158,17 @@ class TappedModel:
         return hidden
 
     def static_buffers(self, tokens: int) -> StaticBuffers:
-        """Allocate the buffers through which captured pieces and attention exchange tensors, for `tokens` tokens."""
+        """Allocate the buffers through which captured pieces and attention exchange tensors.
+
+        Args:
+            tokens: The number of tokens of the largest step.
+        """
         return self.decoder.static_buffers(tokens)
 
     def copy(self, inputs: Seq[AttentionInputs]) -> None:
-        """Copy the states of the partial blocks whose keys and values the step copies.
+        """Copy the draft head's states of those partial blocks whose keys and values the step copies.
 
-        Must be called after the states of the step's tokens were written.
+        It must be called after the states of the step's tokens were written.
 
         Args:
             inputs: The step's attention inputs of each cache group.
@@ -168,16 +178,18 @@ class TappedModel:
             self.copy_parts(places, places, parts)
 
     def move(self, moves: Seq[Tensor]) -> None:
-        """Copy states between slots, in the same way as keys and values of accepted draft tree nodes.
+        """Copy the draft head's states between KV cache slots.
+
+        The keys and values of accepted draft tree nodes are copied in the same way.
 
         Args:
-            moves: The slots to copy from and to, [n, 2] per cache group.
+            moves: [n, 2] per cache group, the slots to copy from and to.
         """
         places = self.kept.as_cache
         move_slots_reference(places, places, moves[self.group])
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the decoder's final norm to hidden states, [n, hidden]."""
+        """Return hidden states, [n, hidden], after the decoder's final norm."""
         return self.decoder.states(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -185,7 +197,7 @@ class TappedModel:
         return self.decoder.logits(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the token with the highest logit of the decoder, int64 [n], for hidden states, [n, hidden]."""
+        """Return the decoder's token with the highest logit, int64 [n], for hidden states, [n, hidden]."""
         return self.decoder.argmax(hidden)
 
     def _keep(self, taps: Taps, hidden: Tensor, inputs: Seq[AttentionInputs]) -> None:

@@ -19,14 +19,16 @@ MIN_NODES = 8  # more than a row's drafts in a CUDA graph: kernels are compiled 
 
 
 class StepTrees(NamedTuple):
-    """The draft trees of a step: R trees of up to M nodes.
+    """The draft trees of a step, as arrays: R trees of up to M nodes.
+
+    A sampled row is a token of the step that has an output, such as a sampled token.
 
     Attributes:
-        firsts: [R], the index of the row of each sequence's last known token among the rows that get tokens.
+        firsts: [R], the row of each sequence's last known token: its index among the rows that get tokens.
         rows: [R], the index of the same row among all sampled rows.
         drafts: [R, M], the token of each node, padded with -1.
-        parents: [R, M], the index of each node's parent, or -1 for the last known token, padded with NO_PARENT.
-        slots: The KV cache slot of each node, [R, M] per cache group.
+        parents: [R, M], the index of each node's parent, or -1 for the last known token; padded with NO_PARENT.
+        slots: [R, M] per cache group, the KV cache slot of each node.
     """
 
     firsts: Longs
@@ -37,7 +39,11 @@ class StepTrees(NamedTuple):
 
     @classmethod
     def of(cls, host: HostBatch) -> StepTrees:
-        """Return the draft trees of a step, which must have at least one."""
+        """Return the draft trees of a step that has at least one.
+
+        Args:
+            host: The inputs of the step.
+        """
         assert host.tree is not None, "the step has no draft trees"
         ends = np.array([*accumulate(host.query_lens)])
         nodes = np.concatenate([[0], np.cumsum(host.tree.bits != 0)])
@@ -62,7 +68,7 @@ def _parents(bits: NDArray[np.int32], places: NDArray[np.int64]) -> NDArray[Any]
     """Return the index of each node's parent in its tree, or -1, [R, M].
 
     Args:
-        bits: [R, M], a bit set of the ancestors of each node and the node itself.
+        bits: [R, M], for each node, a bit set of the node and its ancestors.
         places: [M], the numbers 0, 1, … M - 1.
     """
     others = bits.view(np.uint32) & ~(np.uint32(1) << places.astype(np.uint32))
@@ -72,13 +78,13 @@ def _parents(bits: NDArray[np.int32], places: NDArray[np.int64]) -> NDArray[Any]
 def move_accepted_nodes(host: HostBatch, tokens: Tensor, caches: Sequence[Sequence[Tensor]]) -> Tensor:
     """Find the accepted nodes of a step's draft trees, and move their keys and values to consecutive slots.
 
-    The host does not wait. The work is queued on the device between this step and the next, so no other sequence uses
-    the slots yet.
+    The host does not wait for the step. The work is queued on the device before the next step, so no other sequence
+    uses the slots yet.
 
     Args:
         host: The inputs of the step.
         tokens: int64 [n], the tokens that the step sampled.
-        caches: The 4-dimensional tensors with data per KV cache slot, for each cache group.
+        caches: For each cache group, the 4-dimensional tensors that have data per KV cache slot.
 
     Returns:
         int64 [rows], the permutation that orders the hidden states of the step's sampled rows in the same way.

@@ -14,13 +14,13 @@ Ends = list[tuple[int, Sequence]]  # (remaining steps, sequence), most remaining
 
 
 def peak_blocks(ends: Iterable[tuple[int, Sequence]], tables: BlockTables) -> int:
-    """Return the peak number of KV cache blocks that some sequences hold together until all have ended.
+    """Return the maximum number of KV cache blocks that sequences will hold together until all have ended.
 
-    Each sequence grows by one token per step until its end, so the peak is in the last step of some sequence. A shared
-    block counts once. The result is exact without sliding windows, and an upper bound with them.
+    Each sequence grows by one token per step until its end, so the maximum is reached in the last step of one of the
+    sequences. A shared block counts once. The result is exact without sliding windows, and an upper bound with them.
 
     Args:
-        ends: Each sequence, after the number of its remaining steps.
+        ends: (number of remaining steps, sequence) for each sequence.
         tables: The block tables of the sequences.
     """
     ordered = sorted(ends, key=_steps, reverse=True)
@@ -38,14 +38,7 @@ def _steps(end: tuple[int, Sequence]) -> int:
 
 
 def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
-    """Return the total number of blocks in all tables without a window, in the last step of each sequence.
-
-    All tables without a window have equally many blocks, so one is counted and multiplied.
-
-    Args:
-        ordered: Each sequence, after the number of its remaining steps, in descending order of these steps.
-        tables: The block tables of the sequences.
-    """
+    # All tables without a window have equally many blocks, so one is counted and multiplied
     group, count = tables.sizes.windows.index(None), tables.sizes.unwindowed
     counted, growing = CountedBlocks(tables.pool), _Growing(tables.pool.block_size)
     held = []
@@ -57,13 +50,6 @@ def _whole(ordered: Ends, tables: BlockTables) -> list[int]:
 
 
 def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
-    """Return the total number of blocks in one table with a window, in the last step of each sequence.
-
-    Args:
-        ordered: Each sequence, after the number of its remaining steps, in descending order of these steps.
-        tables: The block tables of the sequences.
-        window: The window of the table in tokens.
-    """
     group, pool = tables.sizes.windows.index(window), tables.pool
     sliding = _Sliding(pool.block_size, tables.sizes.span(window))
     shared: set[int] = set()
@@ -82,11 +68,11 @@ def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
 class _Growing:
     """Sums the blocks of sequences that grow by one token per step.
 
-    Only the sum of full blocks and a histogram of the tokens in partial blocks are stored. They determine the sum after
-    any number of steps.
+    Stored are only the number of full blocks, and how many sequences have 0, 1, 2, … tokens in their last block. They
+    determine the sum after any number of steps.
 
     Args:
-        size: Tokens per block.
+        size: The number of tokens per block.
     """
 
     def __init__(self, size: int) -> None:
@@ -100,7 +86,6 @@ class _Growing:
         self._count += 1
 
     def blocks(self, steps: int) -> int:
-        """Return the total number of blocks of the added sequences after `steps` further steps."""
         blocks, rest = divmod(steps, self._size)
         parts = self._parts
         # Growing by `rest` tokens needs one more block, two if the partial block overflows, none if both are empty
@@ -111,11 +96,11 @@ class _Growing:
 class _Sliding:
     """Sums the blocks of sequences that grow by one token per step and hold at most `most` blocks each.
 
-    The steps passed to `blocks` must decrease from call to call.
+    The number of steps that is passed to `blocks` must decrease from call to call.
 
     Args:
-        size: Tokens per block.
-        most: The maximum number of blocks per sequence, because of a window.
+        size: The number of tokens per block.
+        most: The maximum number of blocks per sequence, because of a sliding window.
     """
 
     def __init__(self, size: int, most: int) -> None:
@@ -136,10 +121,11 @@ class _Sliding:
 
 
 class CountedBlocks:
-    """Counts the distinct blocks of block tables: remembers the shared blocks that were counted in earlier tables.
+    """Counts the distinct blocks of several block tables, by remembering which shared blocks earlier tables had.
 
-    A sequence that holds a block also holds the block's parents. So a table begins with shared blocks of earlier
-    tables, followed by other shared blocks, then by private blocks. Each border is found by bisection.
+    A sequence that holds a block also holds the blocks before it. So a table begins with shared blocks that earlier
+    tables have, too. They are followed by other shared blocks, then by blocks that no other table has. Both borders
+    are found by bisection.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -147,9 +133,13 @@ class CountedBlocks:
         self._blocks: set[int] = set()
 
     def before(self, table: list[int], most: int) -> int:
-        """Return how many of a table's first `most` blocks were in tables of earlier calls.
+        """Return how many of a table's first `most` blocks were in tables that were passed before.
 
-        The table's shared blocks count as seen in later calls.
+        The table's own shared blocks are remembered for later calls.
+
+        Args:
+            table: The block table of a sequence.
+            most: The number of leading blocks to count.
         """
         if not table or self._pool.users(table[0]) < 2:
             return 0

@@ -14,13 +14,15 @@ IDLE = 5
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCosts:
-    """Estimated times of host and device, in seconds, by which admission is delayed.
+    """Estimated times of host and device, in seconds, from which it is decided how long to delay admission.
+
+    All device times are 0 if the peaks of the device are unknown.
 
     Attributes:
         launch_s: Additional host time to launch a step with prompts.
         host_step_s: Host time per step.
         host_row_s: Host time per row and step.
-        weights_s: Device time to read the weights; 0 if the peaks of the device are unknown, as the following times.
+        weights_s: Device time to read the weights.
         token_s: Device time to compute a token.
         kv_token_s: Device time to read the keys and values of a token.
     """
@@ -36,14 +38,14 @@ class AdmissionCosts:
 class BatchedAdmission:
     """Decides when to admit waiting sequences, after admission has stopped because there was no room.
 
-    A sequence that ended leaves a batch slot empty, and its share of the fixed time of each step is wasted. Admission
-    wastes the time that the device waits while the host launches the prompts. Sequences are admitted when both wastes
-    are equal. If sequences end evenly, this minimises the total (economic order quantity, Harris, 1913). If prompts
-    keep the device busy, they are admitted at once.
+    A batch slot is empty from the end of its sequence to the next admission, and wastes its share of the fixed time of
+    each step. Admission wastes the time that the device waits while the host launches the prompts. Sequences are
+    admitted when the two wasted times are equal. If sequences end evenly, this minimises the total (economic order
+    quantity, Harris, 1913). If prompts keep the device busy, they are admitted at once.
     """
 
     def __init__(self, costs: AdmissionCosts | None) -> None:
-        """Create the state.
+        """Create the state of an engine that runs no sequences yet.
 
         Args:
             costs: The estimated times of host and device. None: admission is never delayed.
@@ -57,7 +59,7 @@ class BatchedAdmission:
         self._counted = self._prompt_tokens = 0  # first waiting sequences, and the tokens that they would run
 
     def stop(self, running: int) -> None:
-        """Record that admission stops, because no further sequence fits.
+        """Record that admission has stopped, because no further sequence fits.
 
         Args:
             running: The number of running sequences.
@@ -69,13 +71,13 @@ class BatchedAdmission:
     def should_wait(
         self, running: int, waiting: int, cached: int, budget: int, prompt_tokens: Callable[[int], int]
     ) -> bool:
-        """Return True if no sequence should be admitted in this step.
+        """Return True if no sequence should be admitted in the next step. It must be called once per launch.
 
         Args:
             running: The number of running sequences.
             waiting: The number of waiting sequences.
-            cached: The tokens in the KV cache that the running sequences read.
-            budget: The number of tokens that the step may still run.
+            cached: The number of tokens in the KV cache that the running sequences read.
+            budget: The number of tokens by which the step can still be extended.
             prompt_tokens: Returns the number of tokens that the first n waiting sequences would run.
         """
         costs = self._costs

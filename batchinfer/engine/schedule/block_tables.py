@@ -12,14 +12,14 @@ FREED = 0  # table entry for a freed block before a window. Operators never read
 
 
 class BlockTables:
-    """Allocates, shares and frees the blocks of sequences.
+    """Allocates, shares and frees the KV cache blocks of sequences.
 
-    A sequence has one block table per cache group. All its tables have the same length. The first
-    `sequence.freed[group]` entries of a table with a window are freed blocks.
+    A sequence has one block table per cache group, and all its tables have the same length. In a table with a sliding
+    window, the first `sequence.freed[group]` entries are blocks that were freed already.
 
     Args:
         pool: The block pool.
-        windows: The sliding window of each cache group in tokens. None: all tokens are kept.
+        windows: The sliding window of each cache group in tokens. None: the group keeps all tokens.
     """
 
     def __init__(self, pool: BlockPool, windows: tuple[int | None, ...]) -> None:
@@ -34,29 +34,34 @@ class BlockTables:
         return bool(self._windows)
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Return the number of blocks to allocate so that all tables have room for `tokens` tokens.
+        """Return how many blocks must be allocated so that all tables of a sequence have room for `tokens` tokens.
 
-        The result is negative if the tables have more blocks.
+        The result is negative if the tables have more blocks than needed.
         """
         return (self.sizes.blocks(tokens) - len(sequence.tables[0])) * len(sequence.tables)
 
     def extend(self, sequence: Sequence, missing: int) -> None:
-        """Allocate `missing` blocks for a sequence, divided equally among its tables."""
+        """Allocate `missing` blocks for a sequence and append them to its tables, the same number to each."""
         blocks, tables = self.pool.allocate(missing), sequence.tables
         for number, table in enumerate(tables):
             table += blocks[number :: len(tables)]
 
     def tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens that fit into the blocks of a sequence."""
+        """Return the number of tokens that fit into the allocated blocks of a sequence."""
         return len(sequence.tables[0]) * self.pool.block_size
 
     def room(self, sequence: Sequence) -> int:
-        """Return the length in tokens that a sequence could have if it got all available blocks."""
+        """Return the length, in tokens, that a sequence could reach if it got all free and cached blocks."""
         tables = sequence.tables
         return (len(tables[0]) + self.pool.available // len(tables)) * self.pool.block_size
 
     def free_outside_windows(self, sequence: Sequence, start: int) -> None:
-        """Free the blocks of a sequence that no token from position `start` on reads, because of sliding windows."""
+        """Free the blocks of a sequence that are outside the sliding windows of all tokens from `start` on.
+
+        Args:
+            sequence: The sequence.
+            start: The position of the first token that will still be computed.
+        """
         for group, window in self._windows:
             first, last = (
                 sequence.freed[group],
@@ -68,7 +73,11 @@ class BlockTables:
                 sequence.freed[group] = last
 
     def truncate(self, sequence: Sequence, tokens: int) -> bool:
-        """Free the blocks of a sequence after its first `tokens` tokens. Return True if there were any."""
+        """Free the blocks of a sequence after the blocks of its first `tokens` tokens.
+
+        Returns:
+            True if any blocks were freed.
+        """
         kept = self.sizes.blocks(tokens)
         if kept >= len(sequence.tables[0]):
             return False
@@ -87,13 +96,13 @@ class BlockTables:
         sequence.tables, sequence.freed = [], []
 
     def unshare(self, sequence: Sequence) -> None:
-        """Undo `share` for a sequence that does not fit: release its shared blocks and empty its tables."""
+        """Release the shared blocks of a waiting sequence that cannot be admitted. This undoes `share`."""
         for blocks in self.owned_blocks(sequence):
             self.pool.release(blocks)
         sequence.tables, sequence.freed = [], []
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Register the prompt blocks that a step completes, so that other sequences can share them.
+        """Register the contents of the prompt blocks that a step completes, so other sequences can share the blocks.
 
         The partial block at the end of the prompt is registered, too, because its tokens can be copied.
 
@@ -112,11 +121,11 @@ class BlockTables:
                     self.pool.register(table[index], digest, group)
 
     def cached_tokens(self, sequence: Sequence) -> int:
-        """Return the number of leading tokens of a waiting sequence that `share` would take from the prefix cache."""
+        """Return the number of leading tokens of a waiting sequence that `share` would find in the prefix cache."""
         return self._reusable(sequence.hashes[: sequence.reserved]) * self.pool.block_size
 
     def share(self, sequence: Sequence) -> None:
-        """Fill the empty tables of a waiting sequence with the blocks of its longest prefix in the cache."""
+        """Fill the empty tables of a waiting sequence with the cached blocks of its longest prefix."""
         digests = sequence.hashes[: sequence.reserved]
         blocks = self._reusable(digests)
         sequence.tables, sequence.freed = [], []
@@ -133,12 +142,12 @@ class BlockTables:
             sequence.freed.append(first)
 
     def owned_blocks(self, sequence: Sequence) -> Iterator[list[int]]:
-        """Yield the blocks of each table of a sequence, without entries of freed blocks."""
+        """Yield the blocks of each table of a sequence, without the entries of blocks that were freed."""
         for table, left in zip(sequence.tables, sequence.freed, strict=True):
             yield table[left:]
 
     def check(self, sequence: Sequence) -> None:
-        """Check the consistency of a sequence's tables.
+        """Check, in tests, that the tables of a sequence are consistent.
 
         Raises:
             AssertionError: If the tables differ in length, or a block that may still be read is missing.
@@ -156,8 +165,8 @@ class BlockTables:
     def _reusable(self, digests: list[bytes]) -> int:
         """Return the maximum number of leading blocks of a sequence that need not be computed.
 
-        Tables without a window need all these blocks in the cache, tables with a window only the blocks that the next
-        token reads.
+        In tables without a window, all these blocks must be cached. In tables with a window, only the blocks that the
+        next token reads must be.
 
         Args:
             digests: The contents of the sequence's leading blocks.
@@ -175,17 +184,13 @@ class BlockTables:
         return blocks
 
     def _gap(self, digests: list[bytes], blocks: int, group: int, window: int) -> int | None:
-        """Return the index of the last missing block that the token after `blocks` blocks reads, or None."""
         first = self.sizes.unseen(window, blocks * self.pool.block_size)
         indices = range(blocks - 1, first - 1, -1)
         return next((i for i in indices if self.pool.find(digests[i], group) is None), None)
 
     def _drop(self, sequence: Sequence, group: int, window: int, first: int, last: int) -> None:
-        """Free the entries [first, last) of a table with a window.
-
-        A block is not kept for a waiting sequence that can continue from a later block whose window does not include
-        the block.
-        """
+        # A block is not kept for a waiting sequence that can continue from a later block whose window does not include
+        # the block
         table, reach = sequence.tables[group], 1 + (window - 2) // self.pool.block_size
         digests = sequence.hashes[first + reach : last + reach]
         beyond = [digest if self.pool.find(digest, group) is not None else None for digest in digests]

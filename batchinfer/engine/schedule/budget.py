@@ -30,25 +30,24 @@ REPLAY_LAYER_S = 0.33e-3
 
 
 def further_host_s(steps: float, rows: int) -> float:
-    """Return the estimated host time in seconds for the further steps of a multi-step launch.
+    """Return the estimated host time in seconds for the second and later steps of a multi-step launch.
 
     Args:
-        steps: The number of steps after the first step.
+        steps: The number of steps after the first one.
         rows: The number of rows per step.
     """
     return steps * (HOST_REPEAT_S + rows * HOST_REPEAT_ROW_S)
 
 
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
-    """Return the maximum number of tokens per step, at which linear layers are bound by arithmetic with a margin.
+    """Choose the maximum number of tokens per step, so that full steps are bound by arithmetic in linear layers.
 
-    A weight of b bytes is read once per step and used for two operations per token. Reading takes 1 / 128 of the
-    computing time at 128 * b / 2 * peak operations / bandwidth tokens, and at more tokens with experts. The result is
-    rounded up to a power of two between 512 and 8192. It is at least 2 * `max_num_seqs`, which leaves room for prefill
-    in a full batch.
+    In a step of this size, matrix products take at least 128 times the time of reading the weights. The result is
+    rounded up to a power of two and limited to the range from 512 to 8192. If 2 * `max_num_seqs` is larger, it is the
+    result, which leaves room for prefill in a full batch.
 
     Args:
-        cost: The costs of the model.
+        cost: The costs of the model. With experts, more tokens are needed, because each token uses only some weights.
         peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
         max_num_seqs: The maximum number of running sequences.
         default: The result if `peaks` is None.
@@ -63,12 +62,12 @@ def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default
 
 
 def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -> AdmissionCosts:
-    """Return the estimated times from which a GPU's scheduler decides when to admit sequences.
+    """Return the estimated times from which the scheduler of a GPU engine decides when to admit sequences.
 
     Args:
         cost: The costs of the model.
         peaks: The peak FLOP/s and bandwidth of the device. None: device times are 0.
-        pieces: True if steps with prompts are captured as piecewise CUDA graphs.
+        pieces: True if steps with prompts are captured as piecewise CUDA graphs, which are faster to launch.
     """
     host_costs = AdmissionCosts(
         launch_s=(REPLAY_LAYER_S if pieces else LAUNCH_LAYER_S) * cost.layers,
@@ -86,16 +85,16 @@ def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -
 
 
 def _token_s(cost: ModelCost, peaks: Peaks) -> float:
-    """Return the estimated device time to compute a token without attention, in seconds."""
     operations = (peaks.coded_ops_per_s if cost.quantized else None) or peaks.flops_per_s
     return 2 * cost.active_parameters / operations
 
 
 def captured_tokens(cost: ModelCost, peaks: Peaks | None, most: int = MOST) -> int:
-    """Return the size in tokens of the largest step with prompts that is captured as CUDA graphs.
+    """Return the number of tokens of the largest step with prompts that is captured as CUDA graphs.
 
-    The device takes at least twice the time for a larger step that the host needs to launch it without graphs. The
-    factor of two is a margin, because the host launches a step during the previous step, which may be short.
+    A larger step takes the device at least twice the time that the host needs to launch it without graphs, so a graph
+    would gain nothing. The factor of two is a margin, because the host launches a step during the previous step, which
+    may be short.
 
     Args:
         cost: The costs of the model.
@@ -106,13 +105,15 @@ def captured_tokens(cost: ModelCost, peaks: Peaks | None, most: int = MOST) -> i
 
 
 def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
-    """Return 1 if copying a token's keys and values from another block is faster than computing them, else None.
-
-    The result is the minimum number of tokens to copy. Both times are proportional to the number of tokens.
+    """Return the minimum number of tokens for which copying keys and values from another block is worthwhile.
 
     Args:
         cost: The costs of the model.
         peaks: The peak FLOP/s and bandwidth of the device. None: the result is 1.
+
+    Returns:
+        1 if copying a token's keys and values is faster than computing them, else None: nothing is copied. Both times
+        are proportional to the number of tokens.
     """
     if peaks is None:
         return 1
@@ -127,8 +128,8 @@ def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = Tru
     Args:
         config: The settings of the engine.
         cost: The costs of the model.
-        captured: True if a GPU's steps can be captured as CUDA graphs. If not, all steps cost the host the same, so
-            delaying admission gains nothing.
+        captured: True if a GPU engine captures steps as CUDA graphs. If False, admission is not delayed: without
+            graphs, steps with and without prompts take the host the same time.
     """
     device = config.load.device
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device]

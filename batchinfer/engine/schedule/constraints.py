@@ -24,15 +24,15 @@ class Constraint(Protocol):
 
     @property
     def needs_end(self) -> bool:
-        """True if the answer would be incomplete if it ended now."""
+        """True if the answer would be incomplete, and an error, if it ended now."""
 
     @property
     def over(self) -> bool:
-        """True if all tokens are allowed from now on. The constraint must not be queried again."""
+        """True if all tokens are allowed from now on. The caller must drop the constraint then."""
 
     @property
     def failure(self) -> RowError | None:
-        """The reason why the constraint cannot be followed further, if there is one."""
+        """Why the constraint cannot be followed further, or None if it can."""
 
     def take(self, token: int) -> None:
         """Advance the state by the next token of the answer.
@@ -42,25 +42,31 @@ class Constraint(Protocol):
         """
 
     def allows(self, token: int) -> bool:
-        """Return True if a token is known to be allowed next, after all forced tokens were taken.
+        """Return True if a token is certainly allowed next. It must be called after all forced tokens were taken.
 
-        Every tokenization of a forced text is accepted, while a mask allows only one. The result is also False if only
-        a mask can tell.
+        Any tokenization of a forced text is accepted here, although a mask would allow only one. False means that the
+        token is forbidden or that only a mask can tell.
+
+        Args:
+            token: The token.
         """
 
     def fork(self) -> Constraint:
         """Return an independent copy of the state, to try further tokens."""
 
     def jump_forward(self) -> Seq[int]:
-        """Return the next tokens of the answer that the constraint determines. The state does not change."""
+        """Return the tokens that must come next because the constraint leaves no choice. The state does not change.
+
+        The result is empty if the next token is not determined.
+        """
 
 
 class Constraints(Protocol):
-    """Creates the constraints of answers, and computes the token masks of a batch."""
+    """Creates the constraints of answers, and computes the token masks of several answers at once."""
 
     @property
     def work(self) -> ConstraintWork:
-        """The time spent on constraints so far. The returned object is updated as time is spent."""
+        """The time spent on constraints so far. The object changes when further time is spent."""
 
     def start(self, params: SamplingParams) -> Constraint:
         """Return the constraint of an answer before its first token.
@@ -73,10 +79,10 @@ class Constraints(Protocol):
         """
 
     def fill(self, constraints: Seq[Any], bits: NDArray[np.int32]) -> None:
-        """Write the token masks of n rows.
+        """Write the token masks of n answers.
 
         Args:
-            constraints: The constraint of each row. A failed constraint allows no token.
+            constraints: The constraint of each answer. A failed constraint allows no token.
             bits: int32 [n, words], overwritten. Bit t % 32 of word t // 32 is set if token t may come next.
         """
 
@@ -86,7 +92,7 @@ ConstraintsFor = Callable[[Collection[int], int], Constraints]
 
 
 class ConstraintMasks:
-    """The states of constraints for which step plans need token masks, by a number that plans refer to."""
+    """The states of constraints whose token masks are needed in steps. Step plans refer to a mask by its number."""
 
     def __init__(self, constraints: Constraints) -> None:
         self.constraints = constraints
@@ -94,24 +100,24 @@ class ConstraintMasks:
         self._numbered = 0
 
     def put(self, constraint: Constraint) -> int:
-        """Add the state of a constraint and return the number of its mask."""
+        """Store the state of a constraint, and return the number by which step plans refer to its mask."""
         self._numbered += 1
         self._held[self._numbered] = constraint
         return self._numbered
 
     def drop(self, number: int) -> None:
-        """Remove the constraint with a mask number, which no later step plan refers to."""
+        """Delete the constraint with a mask number. No later step plan may refer to the number."""
         del self._held[number]
 
     def allowed(self, masks: Seq[int], tokens: Seq[int]) -> list[bool]:
-        """Return for each mask whether its token is known to be allowed next.
+        """Check single tokens against masks without computing the whole masks.
 
         Args:
-            masks: The numbers of the masks.
+            masks: The numbers of n masks.
             tokens: One token per mask.
 
         Returns:
-            False also for a token for which only the mask itself can tell.
+            [n], True if the mask certainly allows the token. False: it forbids the token, or only `fill` can tell.
         """
         began = time.perf_counter()
         held = self._held
@@ -120,7 +126,7 @@ class ConstraintMasks:
         return found
 
     def fill(self, masks: Seq[int], bits: NDArray[np.int32]) -> None:
-        """Write the token masks with some numbers.
+        """Write whole token masks.
 
         Args:
             masks: The numbers of n masks.

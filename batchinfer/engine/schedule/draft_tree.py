@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 
 class DraftTree(NamedTuple):
-    """Proposed tokens after a sequence, with alternatives. Siblings are different tokens.
+    """Tokens that are proposed to follow a sequence, with alternatives. The children of a node have different tokens.
 
     Attributes:
         tokens: The token of each node. Parents come before their children.
         parents: The index of each node's parent, or -1 for the sequence's last token. Empty for a chain, in which each
             token follows the token before it.
         chances: The probability that each node and its ancestors are accepted, in descending order. Empty if unknown.
-        kinds: The key by which the acceptance of each node is counted. Empty if it is not counted.
+        kinds: The kind of each node, by which acceptance is counted. Empty if it is not counted.
     """
 
     tokens: Seq[int]
@@ -36,9 +36,9 @@ def prune(tree: DraftTree, keeps: Callable[[int, int], bool]) -> DraftTree:
     """Return a draft tree without the nodes for which `keeps` returns False, and without their descendants.
 
     Args:
-        tree: The tree. Its `chances` and `kinds` are dropped.
-        keeps: Returns True to keep a node, from the indices of the node and of its parent. It is called in the order of
-            the nodes, only for nodes whose parent is kept.
+        tree: The tree. The result has no `chances` and `kinds`.
+        keeps: Called with the index of a node and the index of its parent; returns True to keep the node. It is called
+            in the order of the nodes, only for nodes whose parent is kept.
     """
     new_index = {-1: -1}  # of the kept nodes
     parents = list[int]()
@@ -53,7 +53,7 @@ def prune(tree: DraftTree, keeps: Callable[[int, int], bool]) -> DraftTree:
 
 
 def compact_parents(parents: Seq[int]) -> list[int]:
-    """Return the list of parents, or an empty list if each node's parent is the node before it.
+    """Return `parents`, or an empty list if they describe a chain: each node's parent is the node before it.
 
     Args:
         parents: The index of each node's parent in a draft tree, or -1 for the sequence's last token.
@@ -62,7 +62,7 @@ def compact_parents(parents: Seq[int]) -> list[int]:
 
 
 def ancestor_bits(parents: Seq[int]) -> list[int]:
-    """Return for each node of a draft tree a bit set of its ancestors and itself: bit i is node i.
+    """Return for each node of a draft tree a bit set of the node and its ancestors. Bit i is set for node i.
 
     Args:
         parents: The index of each node's parent, or -1 for the sequence's last token.
@@ -74,16 +74,20 @@ def ancestor_bits(parents: Seq[int]) -> list[int]:
 
 
 def parents_from_bits(bits: Seq[int]) -> list[int]:
-    """Return the index of each node's parent in a draft tree, or -1: the inverse of `ancestor_bits`."""
+    """Return the index of each node's parent in a draft tree, or -1 for a child of the sequence's last token.
+
+    Args:
+        bits: For each node, a bit set of the node and its ancestors, as `ancestor_bits` returns it.
+    """
     return [(own & ~(1 << at)).bit_length() - 1 for at, own in enumerate(bits)]
 
 
 def node_path(parents: Seq[int], node: int) -> list[int]:
-    """Return the indices of a node's ancestors in a draft tree, from the root on, and of the node itself.
+    """Return the path to a node of a draft tree: the indices of its ancestors, outermost first, and of the node.
 
     Args:
         parents: The index of each node's parent, or -1 for the sequence's last token.
-        node: The index of the node. -1: the path is empty.
+        node: The index of the node. -1: the sequence's last token, whose path is empty.
     """
     found = list[int]()
     while node >= 0:
@@ -98,7 +102,7 @@ def find_child(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> in
     Args:
         tokens: The token of each node.
         parents: The index of each node's parent, or an empty list for a chain.
-        node: The index of the node. -1: the sequence's last token.
+        node: The index of the node, or -1 for the sequence's last token.
         token: The token of the child.
     """
     if not parents:

@@ -10,20 +10,20 @@ REPEATS = 4  # repetitions of a cycle that make a loop
 class LoopDetector:
     """Detects that an answer repeats itself.
 
-    A loop is a range of at least n tokens at the end of the answer that repeats a cycle of at most n / 4 tokens. The
-    newest n / 2 tokens are searched for a cycle once per n / 2 tokens. After a cycle is found, each token is compared
-    with the token one cycle before. No loop is missed: every loop contains a full search range, and two different
-    cycles of this length cannot both fill it (theorem of Fine and Wilf).
+    A loop is a range of at least n tokens at the end of the answer that repeats a cycle of at most n / 4 tokens. Every
+    n / 2 tokens, the newest n / 2 tokens are searched for a cycle. After a cycle is found, each further token is
+    compared with the token one cycle before. No loop is missed: every loop contains a full search range, and two
+    different cycles of this length cannot both fill it (theorem of Fine and Wilf).
     """
 
     __slots__ = ("_begin", "_cycle", "_least", "_longest", "_next_search", "_since")
 
     def __init__(self, least: int, begin: int) -> None:
-        """Create a detector.
+        """Create a detector for one answer.
 
         Args:
-            least: The minimum number of tokens of a loop: n.
-            begin: The number of prompt tokens before the answer in the sequence's tokens.
+            least: The minimum number of tokens of a loop.
+            begin: The number of prompt tokens, which come before the answer in the sequence's tokens.
         """
         self._least, self._begin = max(least, REPEATS), begin
         self._longest = self._least // REPEATS  # maximum length of a cycle, in tokens
@@ -32,11 +32,13 @@ class LoopDetector:
         self._next_search = begin + 2 * self._longest
 
     def closes(self, tokens: array[int], end: int) -> bool:
-        """Return True if the newest token of an answer completes a loop. Must be called for every token, in order.
+        """Return True if the newest token of an answer completes a loop: a text that repeats a short cycle of tokens.
+
+        It must be called for every token of the answer, in order.
 
         Args:
-            tokens: The tokens of the sequence: prompt and answer.
-            end: The number of tokens up to the newest token, which has the index `end` - 1.
+            tokens: The tokens of the sequence: prompt and answer, and possibly further tokens.
+            end: The number of tokens up to and including the newest token of the answer.
         """
         cycle = self._cycle
         if cycle:
@@ -48,7 +50,6 @@ class LoopDetector:
         return False
 
     def _search(self, tokens: array[int], end: int) -> bool:
-        """Search the newest tokens for a cycle and its beginning. Return True if the cycle fills a loop already."""
         searched = 2 * self._longest
         self._next_search = end + searched
         since = end - searched
@@ -63,9 +64,9 @@ class LoopDetector:
 
 
 def shortest_cycle(tokens: array[int]) -> int:
-    """Return the length of the shortest cycle that `tokens` repeat at least twice from start to end, or 0.
+    """Return the length of the shortest cycle whose repetition gives `tokens`, or 0 if there is none.
 
-    The last repetition may be incomplete.
+    The cycle must occur at least twice. The last repetition may be incomplete.
     """
     data, size = tokens.tobytes(), tokens.itemsize
     head = data[: len(tokens) // 2 * size]

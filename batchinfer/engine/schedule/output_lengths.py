@@ -17,12 +17,13 @@ _GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 are sprea
 
 
 class OutputLengths:
-    """Estimates the final length of each running sequence from the answers that have ended.
+    """Estimates the final length of each running sequence from the lengths of answers that have ended.
 
-    Answers rarely reach `max_tokens`, so reserving blocks for it would leave much of the KV cache unused. The
-    distribution of answer lengths, relative to max_tokens, is estimated with a Kaplan-Meier estimator (1958), which
-    also counts running sequences. Each sequence gets its own quantile of the remaining distribution. Quantiles are
-    spread evenly, so a batch as a whole ends like a real one. The estimate of a sequence is stable from step to step.
+    Answers rarely reach `max_tokens`, so reserving blocks for `max_tokens` would leave much of the KV cache unused.
+    The distribution of answer lengths, relative to `max_tokens`, is estimated with a Kaplan-Meier estimator (1958),
+    which also counts running sequences. Each sequence gets its own quantile of the remaining distribution. Quantiles
+    are spread evenly, so the estimated ends of a batch are distributed like real ones. The estimate of a sequence is
+    stable from step to step.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class OutputLengths:
         self._dead = [0] * (BINS + 1)
 
     def record(self, sequence: Sequence) -> None:
-        """Count the output length of a sequence that has ended, unless its length was known in advance."""
+        """Count the output length of a sequence that has ended. A length that was known in advance is not counted."""
         if sequence.exact:
             return
         self._recent.append(_bin(sequence))
@@ -56,7 +57,8 @@ class OutputLengths:
     def expected_length(self, sequence: Sequence) -> int:
         """Return the expected final length of a running sequence in tokens, prompt included.
 
-        A preempted sequence is assumed to be among the longest, because its estimate was too low once.
+        If the sequence was preempted, its earlier estimate may have been too low, so it is assumed to be among the
+        longest.
         """
         if sequence.exact:
             return sequence.max_length
@@ -75,14 +77,7 @@ def _bin(sequence: Sequence) -> int:
 
 
 def _deaths(ended: list[int], reached: list[int]) -> list[int]:
-    """Return the probability that an answer ends before each bin of lengths, in units of 2^-20.
-
-    The hazard of a bin that few answers have reached is moved towards the mean hazard.
-
-    Args:
-        ended: The number of answers that ended in each bin.
-        reached: The number of answers that reached each bin.
-    """
+    # The hazard of a bin that few answers have reached is moved towards the mean hazard
     ends, exposed = sum(ended), sum(reached)
     dead, alive = [0], CERTAIN
     for count, rows in zip(ended, reached, strict=True):

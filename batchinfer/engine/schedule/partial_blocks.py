@@ -14,13 +14,13 @@ from batchinfer.engine.schedule.sequence import Sequence
 
 @dataclass(slots=True, eq=False)
 class PartialBlock:
-    """The first tokens of a block, which several sequences have in common.
+    """The first tokens of a KV cache block that several sequences have in common, so they can be copied.
 
     Attributes:
         content: The content hash of the block to copy from.
         index: The index of the block in the block table of each sequence.
         tokens: The number of common tokens in the block.
-        arrivals: The numbers, in the order of arrival, of the waiting sequences that will copy the tokens.
+        arrivals: The waiting sequences that will copy the tokens, by their numbers in the order of arrival.
     """
 
     content: bytes
@@ -35,10 +35,10 @@ class Copy(NamedTuple):
     Attributes:
         sequence: The sequence that needs the copy.
         group: The index of the cache group.
-        source: The block to read.
-        target: The block to write.
-        first: The first slot to copy, within both blocks.
-        end: The slot after the last one to copy.
+        source: The number of the block to read.
+        target: The number of the block to write.
+        first: The first slot to copy, counted within the block.
+        end: The slot after the last one to copy, counted within the block.
     """
 
     sequence: Sequence
@@ -50,22 +50,23 @@ class Copy(NamedTuple):
 
 
 class SortedPrompts:
-    """Sequences sorted by prompt, separately per content root: sequences with different roots share no blocks.
+    """Sequences sorted by prompt, to find the sequence with the longest common prefix.
 
-    The longest common prefix of a sequence with any other sequence is the one with a neighbour in this order.
+    One of the two neighbours in the order has the longest common prefix with a sequence. Sequences with different
+    content roots share no blocks and are kept in separate lists.
     """
 
     def __init__(self) -> None:
         self._sorted: dict[bytes, list[Sequence]] = {}  # by content root
 
     def insert(self, sequence: Sequence) -> None:
-        """Add a sequence at its place in the order."""
+        """Insert a sequence into the order."""
         alike = self._sorted.setdefault(sequence.content_root, [])
         # After equal prompts: usually the oldest is removed first, and removal searches from the front
         alike.insert(bisect_right(alike, _text(sequence), key=_text), sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, which must be included."""
+        """Remove a sequence that was inserted before."""
         alike = self._sorted[sequence.content_root]
         at = bisect_left(alike, _text(sequence), key=_text)
         while alike[at] is not sequence:  # prompts may be equal
@@ -75,9 +76,9 @@ class SortedPrompts:
             del self._sorted[sequence.content_root]
 
     def neighbours(self, sequence: Sequence) -> Iterator[Sequence]:
-        """Yield the sequences directly before and after the place of a sequence in the order.
+        """Yield the sequences directly before and after the position of a sequence in the order.
 
-        The sequence itself need not be included. If it is, it may be yielded.
+        The sequence itself need not have been inserted. If it was, it may be yielded, too.
         """
         alike = self._sorted.get(sequence.content_root, [])
         at = bisect_left(alike, _text(sequence), key=_text)
@@ -85,15 +86,15 @@ class SortedPrompts:
 
 
 def _text(sequence: Sequence) -> bytes:
-    """Return the sort key of a prompt: a longer common prefix in bytes means a longer common prefix in tokens."""
+    # A longer common prefix in bytes means a longer common prefix in tokens
     return sequence.request.prompt.tobytes()
 
 
 class PartialBlocks:
-    """Finds blocks whose first tokens waiting sequences can copy, and keeps the blocks until they are copied.
+    """Finds blocks whose first tokens waiting sequences can copy, and keeps the blocks until the tokens are copied.
 
-    After its last full block in common with another sequence, a sequence may have further tokens in common with it: a
-    partial block. Sequences with the same common tokens copy them from the same block.
+    A sequence may have all tokens of some blocks in common with another sequence, and some tokens of the next block.
+    These tokens are called a partial block. Sequences with the same common tokens copy them from the same block.
 
     Args:
         tables: The block tables of all sequences.
@@ -117,7 +118,7 @@ class PartialBlocks:
         self._copied: dict[int, list[tuple[int, int, int]]] = {}
 
     def insert(self, sequence: Sequence) -> None:
-        """Add a waiting sequence, and choose the partial block that it copies from an earlier sequence."""
+        """Add a waiting sequence, and choose which partial block it copies from an earlier sequence, if any."""
         if self._least is not None:
             wanted = self._best(sequence)
             if wanted is not None:
@@ -130,7 +131,8 @@ class PartialBlocks:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended or was dropped.
 
-        The newest sequence is kept until the next one is inserted, because the next one may share tokens with it.
+        The newest sequence is kept until the next one is inserted, because the next one may have tokens in common with
+        it.
         """
         if self._least is None:
             return
@@ -141,14 +143,14 @@ class PartialBlocks:
             self._prompts.remove(sequence)
 
     def wanted(self, sequence: Sequence) -> PartialBlock | None:
-        """Return the partial block that a sequence copies or has copied, or None."""
+        """Return the partial block that a sequence will copy or has copied, or None."""
         return self._wanted.get(sequence)
 
     def reserve(self, block: PartialBlock | None, arrival: int) -> None:
-        """Keep the block of a partial block in the cache for a waiting sequence.
+        """Keep a block in the cache until a waiting sequence has copied its first tokens.
 
         Args:
-            block: The partial block. None: nothing is reserved.
+            block: The partial block that the sequence copies. None: nothing is reserved.
             arrival: The number of the sequence in the order of arrival.
         """
         if block is not None:
@@ -156,16 +158,21 @@ class PartialBlocks:
             self._pool.reserve([block.content], arrival, partial=True)
 
     def unreserve(self, block: PartialBlock | None, arrival: int) -> None:
-        """Undo a call of `reserve` with the same arguments, after the sequence was admitted or dropped."""
+        """Remove a reservation that was made by `reserve` with the same arguments.
+
+        Args:
+            block: The partial block. None: nothing is removed.
+            arrival: The number of the sequence, which was admitted or dropped, in the order of arrival.
+        """
         if block is not None:
             block.arrivals.remove(arrival)
             self._pool.unreserve([block.content], arrival, partial=True)
 
     def after(self, sequence: Sequence, tokens: int) -> PartialBlock | None:
-        """Return the partial block at the end of a sequence's first `tokens` tokens.
+        """Return the partial block that the last of a sequence's first `tokens` tokens belong to.
 
         Returns:
-            None if the tokens end with a full block, or if the partial block has too few tokens to copy.
+            The partial block. None if the tokens end with a full block, or if the block has too few tokens to copy.
         """
         size = self._pool.block_size
         index, rest = divmod(tokens, size)
@@ -174,7 +181,7 @@ class PartialBlocks:
         return PartialBlock(sequence.content(index, size), index, rest)
 
     def match(self, sequence: Sequence, blocks: int) -> int:
-        """Return the number of tokens that a sequence can copy now after its first full blocks.
+        """Return the number of tokens that a waiting sequence can copy now, after the full blocks that it shares.
 
         Args:
             sequence: The waiting sequence.
@@ -186,9 +193,9 @@ class PartialBlocks:
         return wanted.tokens
 
     def acquire(self, sequence: Sequence) -> list[int]:
-        """Pin the blocks from which a sequence copies tokens after its shared full blocks.
+        """Pin the blocks from which a sequence copies the tokens after its shared full blocks.
 
-        The blocks are pinned until `record_launch` or `release`.
+        Until `record_launch` or `release` is called, the blocks are neither freed nor evicted.
 
         Returns:
             One block per cache group, or an empty list if the sequence has nothing to copy.
@@ -202,14 +209,15 @@ class PartialBlocks:
         return blocks
 
     def release(self) -> None:
-        """Unpin the blocks that the newest call of `acquire` returned. It must have returned blocks."""
+        """Unpin the blocks that the newest call of `acquire` returned, because the sequence was not admitted."""
         self._pinned = self._pinned[: len(self._pinned) - len(self._newly_pinned)]
         self._pool.unpin(self._newly_pinned)
 
     def record_admission(self, sequence: Sequence) -> None:
         """Record that a sequence was admitted and holds blocks now.
 
-        If the partial block that other sequences wait to copy, too, was evicted, they will copy it from this sequence.
+        Other sequences may wait to copy the same partial block. If the block to copy from was evicted, they will copy
+        from this sequence.
         """
         if self._least is None:
             return
@@ -224,10 +232,10 @@ class PartialBlocks:
             self._holders.remove(sequence)
 
     def copies(self, sequence: Sequence, sources: list[int]) -> Iterator[Copy]:
-        """Yield the copies of a sequence's partial block, to the first block that the sequence does not share.
+        """Yield the copies of keys and values for a sequence's partial block.
 
-        Slots that are themselves written by a copy of the same step are read from the origin of that copy. So copies
-        can run in any order.
+        The target is the first block that the sequence does not share. If a source slot is itself written by another
+        copy of the step, the copy reads the origin of that slot instead. So the copies can run in any order.
 
         Args:
             sequence: The admitted sequence.
@@ -242,12 +250,11 @@ class PartialBlocks:
                 yield Copy(sequence, group, origin, target, first, end)
 
     def record_launch(self) -> None:
-        """Unpin all blocks, because a step was launched: later steps run after its copies."""
+        """Unpin all blocks, because the step with the copies was launched. Later steps run after the copies."""
         self._pool.unpin(self._pinned)
         self._pinned, self._copied = [], {}
 
     def _ranges(self, source: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the origins of the first `tokens` slots of a block, each as block, first slot and end."""
         done = 0
         for origin, first, end in self._copied.get(source, ()):
             if first < tokens:
@@ -273,17 +280,13 @@ class PartialBlocks:
         return theirs  # both copy it from the same block
 
     def _redirect(self, block: PartialBlock, sequence: Sequence) -> None:
-        """Let all sequences that wait to copy a partial block copy it from a block of `sequence`."""
         before, block.content = block.content, sequence.content(block.index, self._pool.block_size)
         for arrival in block.arrivals:
             self._pool.unreserve([before], arrival, partial=True)
             self._pool.reserve([block.content], arrival, partial=True)
 
     def _sources(self, wanted: PartialBlock, sequence: Sequence) -> list[int] | None:
-        """Return the blocks from which a sequence can copy the partial block `wanted`, one per cache group, or None.
-
-        They are blocks with the expected content, or blocks of a running sequence that begin with the same tokens.
-        """
+        # These are blocks with the content of `wanted`, else blocks of a running sequence that begin with its tokens
         groups = range(self._tables.sizes.tables)
         found = [block for group in groups if (block := self._pool.find(wanted.content, group)) is not None]
         if len(found) == len(groups):
@@ -293,7 +296,6 @@ class PartialBlocks:
         return None if holder is None else [table[wanted.index] for table in holder.tables]
 
     def _has_content(self, holder: Sequence, wanted: PartialBlock, sequence: Sequence) -> bool:
-        """Return True if the blocks of `holder` contain the tokens of `wanted`, the partial block of `sequence`."""
         tokens = wanted.index * self._pool.block_size + wanted.tokens
         if holder is sequence or tokens > holder.computed or max(holder.freed) > wanted.index:
             return False

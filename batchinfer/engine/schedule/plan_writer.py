@@ -33,14 +33,14 @@ _NONE = np.empty(0, np.int32)
 
 
 class PlanWriter:
-    """Converts the steps of an engine to plans. A runner must read all plans in order: each is a difference.
+    """Converts the scheduled steps of an engine to plans, which a runner executes.
 
-    A sequence has a row of the runner's block tables while each step runs it. It keeps the row when other sequences are
-    added or removed.
+    A plan only contains what differs from the previous plan, so a runner must read all plans in order. Each running
+    sequence has a row in the runner's block tables. It keeps the row when other sequences are added or removed.
 
     Args:
         eos_token_ids: The end-of-sequence tokens of the model.
-        wants: The parts of plans that the runner reads.
+        wants: The optional parts of plans that the runner needs.
     """
 
     def __init__(self, eos_token_ids: frozenset[int] = frozenset(), wants: PlanWants = COMPUTES) -> None:
@@ -59,14 +59,15 @@ class PlanWriter:
         prompt_chunks: Seq[Chunk] = (),
         output_chunks: Seq[Chunk] = (),
     ) -> StepPlan:
-        """Return the plan of a scheduled step. Must be called once per step, in order.
+        """Return the plan of a scheduled step. It must be called once per step, in order.
 
         Args:
             step: The step.
             sampling: The sequences that get tokens, in the order of their chunks.
-            shared_blocks: How often a block table names a block that the table of an earlier sequence named.
+            shared_blocks: The number of entries in the block tables that repeat an entry of an earlier sequence's
+                table.
             prompt_chunks: The chunks for which log-probabilities of prompt tokens are computed.
-            output_chunks: The chunks with hidden states or scores of continuations as output.
+            output_chunks: The chunks whose output is hidden states or scores of continuations.
         """
         chunks = step.chunks
         chunk_sequences, starts, lengths = zip(*chunks, strict=True)
@@ -126,7 +127,6 @@ class PlanWriter:
         return ends if every else ends[sampling_chunks(chunks)]
 
     def _arranged(self, sequences: list[Sequence]) -> Ints:
-        """Return the row of each of S sequences in the block tables, [S]. New sequences get free rows."""
         before = indices_of(sequences, self._sequences)
         places = np.array(before, np.int64)
         come = np.flatnonzero(places < 0)
@@ -149,12 +149,12 @@ class PlanWriter:
 
 
 class _Verified(NamedTuple):
-    """The sampled rows of a step with drafts: the last known token of each sequence, and each of its drafts.
+    """The sampled rows of a step with drafts: for each sequence, its last known token and each of its drafts.
 
     Attributes:
         rows: The indices of the sampled rows among the step's tokens.
         sequences: The sequence of each row.
-        ahead: The number of the sequence's drafts up to each row, 0 for its last known token.
+        ahead: For each row, the number of the sequence's drafts up to the row; 0 for the last known token.
         counts: The number of rows per sequence.
     """
 
@@ -165,12 +165,6 @@ class _Verified(NamedTuple):
 
     @classmethod
     def of(cls, sampling: list[Sequence], ends: Ints | None) -> _Verified:
-        """Return the sampled rows of a step.
-
-        Args:
-            sampling: The sequences that get tokens.
-            ends: The index of each sequence's last token among the step's tokens.
-        """
         assert ends is not None, "a chunk with drafts has several tokens"
         drafts = np.array([sequence.drafts for sequence in sampling], np.int32)
         counts = drafts + np.int32(1)
@@ -201,7 +195,6 @@ class _GroupTables:
         self._sent: list[int] = []  # the number of sent entries of each table
 
     def arrange(self, before: list[int]) -> None:
-        """Reorder the tables, from the index of each new sequence in the previous plan, or -1."""
         self._tables = list(map([*self._tables, _NO_TABLE].__getitem__, before))
         self._sent = list(map([*self._sent, 0].__getitem__, before))
 
@@ -230,14 +223,12 @@ def _each(numbers: list[int]) -> Ints | None:
 
 
 def _tokens(chunks: list[Chunk], single: bool) -> Ints:
-    """Return the T token ids of all chunks, [T]. `single` is True if each chunk has one token."""
     if single:
         return np.array([sequence.tokens[start] for sequence, start, _ in chunks], np.int32)
     return np.concatenate([np.frombuffer(s.tokens, np.int32)[start : start + n] for s, start, n in chunks])
 
 
 def _tree_bits(chunks: list[Chunk]) -> Ints | None:
-    """Return the ancestors of the step's T tokens in draft trees as bit sets, [T], or None if there is no tree."""
     if not any(s.draft_parents for s, _, _ in chunks):
         return None
     each = [ancestor_bits(s.draft_parents) for s, _, _ in chunks]

@@ -13,19 +13,20 @@ from batchinfer.engine.schedule.step_plan import Ints, OutputRows, ScoredTokens
 
 
 def output_chunks_of(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks with scores of continuations or hidden states as output.
+    """Return the chunks whose output is hidden states or scores of continuations.
 
     Args:
-        chunks: At least one chunk, after which no token is sampled. All or none of an engine's sequences score
-            continuations.
+        chunks: Chunks of a step after which no token is sampled, at least one. Either all sequences of an engine score
+            continuations, or none does.
     """
     return scored_chunks(chunks) if chunks[0].sequence.scored is not None else pooled_chunks(chunks)
 
 
 def pooled_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks with hidden states as output.
+    """Return the chunks whose output is hidden states.
 
-    Depending on the sequence's pooling, these are the last chunk of its prompt, the first chunk, or all chunks (mean).
+    The pooling of a sequence decides which of its chunks these are: the chunk with the last prompt token (last), the
+    chunk with the first one (cls), or all chunks (mean).
     """
     return [chunk for chunk in chunks if _asks(chunk)]
 
@@ -38,14 +39,18 @@ def _asks(chunk: Chunk) -> bool:
 
 
 def add_states(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk], base: OutputRows) -> OutputRows:
-    """Return a step's outputs with the hidden states of chunks added.
+    """Add hidden states to the outputs of a step.
 
-    Depending on the pooling, the state of a chunk's first token, its last token, or the sum over its tokens is added.
+    The pooling decides which state of a chunk is added: of its first token (cls), of its last token (last), or the sum
+    over all its tokens (mean).
 
     Args:
         chunks: All chunks of the step.
-        output_chunks: The chunks with hidden states as output, all with the same pooling.
+        output_chunks: The chunks whose output is hidden states, all with the same pooling.
         base: The outputs of the step without hidden states.
+
+    Returns:
+        The outputs of the step with hidden states.
     """
     pooling, classified = output_chunks[0].sequence.pooling, output_chunks[0].sequence.classified
     spans = _spans(chunks, output_chunks)
@@ -73,7 +78,6 @@ def add_states(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk], base: Ou
 
 
 def _spans(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return the range of each output chunk, [first, end), among the step's tokens."""
     wanted, found, offset = {chunk.sequence for chunk in output_chunks}, list[tuple[int, int]](), 0
     for sequence, _, length in chunks:
         if sequence in wanted:
@@ -83,5 +87,4 @@ def _spans(chunks: Sequence[Chunk], output_chunks: Sequence[Chunk]) -> list[tupl
 
 
 def _moved(scored: ScoredTokens, places: Ints) -> ScoredTokens:
-    """Return the scored tokens with row i renumbered as places[i]."""
     return scored._replace(rows=places[scored.rows])

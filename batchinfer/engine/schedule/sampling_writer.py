@@ -16,16 +16,16 @@ _NONE = np.empty(0, np.int32)
 
 
 def indices_of(wanted: list[Sequence], among: list[Sequence]) -> list[int]:
-    """Return the index of each wanted sequence in the list `among`, or -1 if the list does not contain it."""
+    """Return the index of each sequence of `wanted` in the list `among`, or -1 if the list does not contain it."""
     indices = dict(zip(among, range(len(among)), strict=True))
     # Without a Python loop: rows end in nearly every step of a full batch
     return list(map(indices.get, wanted, repeat(-1)))
 
 
 class SamplingWriter:
-    """Writes the sampling plan of each step.
+    """Creates the sampling plan of each step: which rows get tokens, and with which parameters.
 
-    Parameters that do not change are computed once while the steps run the same sequences.
+    Parameters that do not change from step to step are computed again only when the sequences of the step change.
     """
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
@@ -42,14 +42,14 @@ class SamplingWriter:
     ) -> SamplingPlan:
         """Return the sampling plan of a step.
 
-        A sampled row is a token of the step after which a token is sampled: the last known token of a sequence, and
-        each of its drafts.
+        A sampled row is a token of the step after which a token is sampled: the last known token of a sequence, or one
+        of its drafts.
 
         Args:
             sequences: The sequence of each sampled row.
             before: The sequence of each sampled row of the previous step.
-            ahead: The number of the sequence's drafts up to each row, 0 for its last known token. None: there are no
-                drafts.
+            ahead: For each row, the number of the sequence's drafts up to the row; 0 for the last known token. None:
+                the step has no drafts.
         """
         if sequences != self._sequences:
             self._plain = all(s.plain_greedy and s.mask is None for s in sequences)
@@ -97,8 +97,6 @@ class SamplingWriter:
 
 
 class _Rows:
-    """The rows of a step that get tokens. Drafts, or a path of a draft tree, may be before a row."""
-
     def __init__(self, sequences: list[Sequence], ahead: list[int] | None) -> None:
         self.sequences = sequences
         self._ahead = ahead
@@ -109,7 +107,6 @@ class _Rows:
             self.answered = [s.output_length - s.drafts + _depth(s, n) for s, n in each]
 
     def masks(self, masked: list[int]) -> list[int]:
-        """Return the number of the mask of each row in `masked`."""
         found: list[int] = []
         for i in masked:
             sequence, ahead = self.sequences[i], 0 if self._ahead is None else self._ahead[i]
@@ -119,7 +116,6 @@ class _Rows:
         return found
 
     def text(self, i: int) -> Ints:
-        """Return the token ids before row i: the prompt, the answer so far, and the drafts on the row's path."""
         sequence, ahead = self.sequences[i], 0 if self._ahead is None else self._ahead[i]
         tokens = np.frombuffer(sequence.tokens, np.int32)
         if not ahead or not sequence.draft_parents:
@@ -130,7 +126,6 @@ class _Rows:
 
 
 def _depth(sequence: Sequence, ahead: int) -> int:
-    """Return the number of drafts on the path to a sequence's draft number `ahead`, which is counted from 1."""
     parents = sequence.draft_parents
     return len(node_path(parents, ahead - 1)) if parents else ahead
 
@@ -158,7 +153,6 @@ def _penalised(
 
 
 def _table(banned: list[list[int]]) -> Ints:
-    """Return the banned tokens of n rows as int32 [n, most], padded with -1."""
     table = np.full((len(banned), max(map(len, banned))), -1, np.int32)
     for row, ids in enumerate(banned):
         table[row, : len(ids)] = ids
@@ -166,10 +160,10 @@ def _table(banned: list[list[int]]) -> Ints:
 
 
 def awaited_from(waiting: list[Sequence], before: list[Sequence]) -> Ints:
-    """Return the index of each sequence among the sampled rows of the previous step.
+    """Return where the previous step samples the last token of each sequence: an index among its sampled rows.
 
     Args:
-        waiting: The sequences whose last token the previous step samples.
+        waiting: The sequences whose last token is sampled by the previous step.
         before: The sequence of each sampled row of the previous step.
     """
     places = indices_of(waiting, before)
@@ -193,7 +187,7 @@ def banned_tokens(sequence: Sequence, eos: frozenset[int], text: Ints, answered:
     Args:
         sequence: The sequence.
         eos: The end-of-sequence tokens of the model.
-        text: The token ids of the prompt and the answer so far.
+        text: The token ids of the prompt and of the answer so far.
         answered: The number of answer tokens in `text`.
     """
     params, bad, start = sequence.request.params, sequence.bad, sequence.prompt_length
@@ -204,7 +198,9 @@ def banned_tokens(sequence: Sequence, eos: frozenset[int], text: Ints, answered:
 
 
 def is_end_banned(params: SamplingParams, answered: int) -> bool:
-    """Return True if an answer must not end yet because of min_tokens. It is always False with a constraint.
+    """Return True if an answer must not end yet because it has fewer tokens than min_tokens.
+
+    With a constraint, the result is always False, because the constraint decides when the answer may end.
 
     Args:
         params: The sampling parameters of the answer.

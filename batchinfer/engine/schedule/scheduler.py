@@ -31,12 +31,12 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: Maximum number of running sequences.
         max_num_batched_tokens: Maximum number of tokens per step.
-        prefix_caching: True to share the blocks of common prefixes.
-        admission_costs: The estimated times by which admission is delayed. None: a sequence is admitted as soon as it
-            fits.
+        prefix_caching: True if sequences share the blocks of common prefixes.
+        admission_costs: The estimated times from which the delay of admission is computed. None: a sequence is
+            admitted as soon as it fits.
         least_copied: Minimum number of tokens to copy from a partial block. None: nothing is copied.
-        whole_prompts: True to run each prompt in a single step, without sharing, as encoders need.
-        most_adapters: Maximum number of different adapters of running sequences. None: no limit.
+        whole_prompts: True if each prompt must run in a single step and share no blocks, as encoders need.
+        most_adapters: Maximum number of different LoRA adapters of running sequences. None: no limit.
     """
 
     max_num_seqs: int
@@ -55,7 +55,7 @@ class SchedulerConfig:
 
 
 class Chunk(NamedTuple):
-    """The tokens [start, start + length) of a sequence, which run in a step."""
+    """The tokens of a sequence that run in a step: `length` tokens from position `start` on."""
 
     sequence: Sequence
     start: int
@@ -68,12 +68,15 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """True if a token is sampled after the chunk: it ends with the last token of a sequence that may continue."""
+        """True if a token is sampled after the chunk.
+
+        The chunk ends with the last token of its sequence, and the sequence is shorter than its maximum length.
+        """
         return sampling_chunks([self])[0]
 
     @property
     def recomputed(self) -> int:
-        """The number of the chunk's tokens that had been computed before a preemption."""
+        """The number of the chunk's tokens that were computed before a preemption and run again."""
         start, before = self.start, self.sequence.computed_before_preemption
         return min(start + self.length, before) - start if start < before else 0
 
@@ -85,15 +88,16 @@ class Chunk(NamedTuple):
 
     @property
     def fresh(self) -> Chunk:
-        """The part of the chunk that runs for the first time. Its length may be 0."""
+        """The part of the chunk that runs for the first time, not again after a preemption. Its length may be 0."""
         again = self.recomputed
         return Chunk(self.sequence, self.start + again, self.length - again)
 
 
 def sampling_chunks(chunks: list[Chunk]) -> list[bool]:
-    """Return True for each chunk after which a token is sampled.
+    """Return for each chunk True if a token is sampled after it.
 
-    The chunk must end with the last token of its sequence, and the sequence must be shorter than its maximum length.
+    This is the case if the chunk ends with the last token of its sequence, and the sequence is shorter than its
+    maximum length.
     """
     # Performance-critical: runs over all rows of every step
     return [start + length == len(s.tokens) < s.max_length for s, start, length in chunks]
@@ -105,11 +109,11 @@ class Step:
 
     Attributes:
         chunks: The tokens that the step runs, at most one chunk per sequence.
-        admitted: The sequences that were waiting before this step.
+        admitted: The sequences that were admitted with this step.
         cached_tokens: The number of prompt tokens that admitted sequences found in the prefix cache.
         preemptions: The number of sequences that were preempted to make room.
-        copies: Copies of partial blocks, which run in each layer after the keys and values of the chunks are stored and
-            before attention.
+        copies: Copies of partial blocks. In each layer, they run after the keys and values of the chunks are stored
+            and before attention.
         copied_tokens: The number of tokens that are copied, per layer.
         drafts: The number of draft tokens in the chunks.
         repeats: The number of decode steps that are launched together.
@@ -129,15 +133,16 @@ class Scheduler:
     """Schedules the steps of an engine with continuous batching.
 
     A step runs the running sequences, oldest first, then admits waiting sequences in order of arrival. A sequence is
-    admitted if all running sequences are expected to end without a preemption. While it waits, it reserves the prefix
-    blocks that it can share. Prompt blocks can be shared within the step that computes them, because each layer writes
-    all keys and values before attention reads any. Tokens of a common partial block are copied.
+    admitted if all running sequences, this one included, are expected to end without a preemption. While a sequence
+    waits, it reserves the prefix blocks that it can share. Prompt blocks can be shared within the step that computes
+    them, because each layer writes all keys and values before attention reads any. If two prompts have only the first
+    tokens of a block in common, these tokens are copied.
 
     Args:
         config: The limits.
         pool: The blocks of the KV cache.
-        lengths: Estimates the output lengths of running sequences.
-        windows: The sliding window of each cache group in tokens. None: all tokens are kept.
+        lengths: Estimates the output lengths of running sequences. None: a new estimator.
+        windows: The sliding window of each cache group in tokens. None: the group keeps all tokens.
     """
 
     def __init__(
@@ -169,11 +174,11 @@ class Scheduler:
         self._launched_steps = 1  # decode steps in the newest launch
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence.
+        """Add a new sequence to the end of the queue.
 
         Raises:
-            ValueError: If the sequence does not fit into the whole KV cache, or if its prompt must run in one step and
-                is longer than a step.
+            ValueError: If the sequence needs more blocks than the whole KV cache has. Also if its prompt must run in
+                one step and is longer than a step.
         """
         if self.config.whole_prompts and sequence.prompt_length > self._most_tokens:
             raise ValueError(
@@ -193,7 +198,6 @@ class Scheduler:
             )
 
     def _expect_next(self, sequence: Sequence) -> None:
-        """Reserve the blocks that the next request will share with `sequence`, until the next request arrives."""
         size, before, partial = self.pool.block_size, self._next_prefix, self._next_partial
         arrival = self._added
         shared = min(sequence.request.shares_next, sequence.prompt_length)
@@ -206,13 +210,17 @@ class Scheduler:
         self.partial.unreserve(partial, arrival)
 
     def limit_tokens(self, most: int | None) -> None:
-        """Lower the maximum number of tokens per step to `most`. None restores the limit of the configuration."""
+        """Lower the maximum number of tokens per step, because steps of the configured maximum do not fit into memory.
+
+        Args:
+            most: The maximum number of tokens. None: the configured maximum is restored.
+        """
         tokens = self._most_tokens if most is None else min(most, self._most_tokens)
         if tokens != self.config.max_num_batched_tokens:
             self.config = replace(self.config, max_num_batched_tokens=tokens)
 
     def schedule(self, drafted: bool = False) -> Step:
-        """Return the next step. It has no chunks if nothing can run.
+        """Choose the chunks of the next step. The step has no chunks if nothing can run.
 
         Args:
             drafted: True if any running sequence has draft tokens.
@@ -230,18 +238,18 @@ class Scheduler:
         return step
 
     def reserve_steps(self, step: Step, most: int) -> list[int] | None:
-        """Extend the newest step to several decode steps, and allocate the blocks for their tokens.
+        """Extend the newest step to several decode steps that are launched together, and allocate their blocks.
 
-        All steps together run at most `max_num_batched_tokens` tokens: the number of blocks for sliding windows depends
-        on this.
+        All steps together run at most `max_num_batched_tokens` tokens, because the number of blocks for sliding
+        windows depends on this limit.
 
         Args:
             step: The newest scheduled step, in which each sequence decodes one token.
             most: Maximum number of steps.
 
         Returns:
-            The number of steps in which each sequence runs a token. None, without any change, if there are too few
-            blocks or no sequence can run more than one step.
+            For each sequence, the number of steps in which it runs a token. None if there are too few blocks, or if no
+            sequence can run more than one step. In this case nothing is changed.
         """
         size, most = self.pool.block_size, min(most, self.config.max_num_batched_tokens // len(step.chunks))
         lefts = [s.max_length - 1 - start for s, start, _ in step.chunks]
@@ -256,7 +264,7 @@ class Scheduler:
         return runs
 
     def record_launch(self, step: Step) -> None:
-        """Record that the newest step was launched: the tokens of its chunks count as computed."""
+        """Record that the newest step was launched. The tokens of its chunks count as computed from now on."""
         self.partial.record_launch()
         self._launched_steps = self._batching.steps = step.repeats
         for sequence, start, length in step.chunks:
@@ -268,7 +276,7 @@ class Scheduler:
         self.release(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended from the running sequences. It keeps its blocks until `release`."""
+        """Remove a sequence that has ended from the running batch. It holds its blocks until `release` is called."""
         del self.running[sequence]
         self.finishing[sequence] = None
         sequence.status = SequenceStatus.FINISHING
@@ -276,7 +284,7 @@ class Scheduler:
         self._lengths.record(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence after `stop`, because no step in flight reads them."""
+        """Free the blocks of a sequence that `stop` removed. No step in flight may read them any longer."""
         del self.finishing[sequence]
         sequence.status = SequenceStatus.FINISHED
         self.partial.remove(sequence)
@@ -289,7 +297,7 @@ class Scheduler:
 
         Args:
             sequence: The sequence.
-            end: The number of leading positions to keep, which must include the prompt.
+            end: The number of leading positions to keep. It includes at least the prompt.
         """
         sequence.computed_before_preemption = min(sequence.computed_before_preemption, end)
         sequence.computed = end
@@ -297,7 +305,7 @@ class Scheduler:
             self._retry_in = 0
 
     def has_room(self) -> bool:
-        """Return True if the next step can run all running sequences without a preemption."""
+        """Return True if blocks are available to run all running sequences in the next step without a preemption."""
         budget = self.config.max_num_batched_tokens
         # n tokens need at most n // block_size + 1 new blocks
         most = (len(self.running) + budget // self.pool.block_size) * self.tables.sizes.tables
@@ -315,11 +323,13 @@ class Scheduler:
 
     @property
     def cached_tokens(self) -> int:
-        """The number of tokens that fit into the used blocks, averaged over cache groups."""
+        """The number of tokens for which the used blocks have room, averaged over cache groups."""
         return self.pool.used * self.pool.block_size // self.tables.sizes.tables
 
     def shared_blocks(self, chunks: list[Chunk]) -> int:
-        """Return how often a chunk reads a block that an earlier chunk also reads, in a table without a window.
+        """Return the number of block reads that can be saved, because an earlier chunk reads the same block.
+
+        It is counted in one table without a sliding window.
 
         Args:
             chunks: Chunks of different sequences. Each sequence must hold blocks.
@@ -337,7 +347,7 @@ class Scheduler:
         return sum(counted.before(s.tables[group], sizes.blocks(start + n)) for s, start, n in chunks)
 
     def forget_waiting(self) -> None:
-        """Drop the waiting sequences and their reservations."""
+        """Drop all waiting sequences and their reservations."""
         while self.waiting:
             sequence = self.waiting.popleft()
             self._unreserve(sequence)
@@ -347,10 +357,10 @@ class Scheduler:
         self._next_prefix, self._next_partial = [], None
 
     def check_integrity(self) -> None:
-        """Check that the blocks, reservations and states of all sequences are consistent.
+        """Check, in tests, that the blocks, reservations and states of all sequences are consistent.
 
         Raises:
-            AssertionError: If they are not.
+            AssertionError: If blocks, reservations or states are inconsistent.
         """
         reservations = {s.arrival: s.hashes[: s.reserved] for s in self.waiting}
         reservations[self._added] = self._next_prefix
@@ -382,17 +392,13 @@ class Scheduler:
         )
 
     def _free_outside_windows(self) -> None:
-        """Free the blocks before the sliding windows of running sequences.
-
-        Blocks that are needed after a rollback of drafts in flight are kept.
-        """
+        # Blocks that are needed after a rollback of drafts in flight are kept
         if self.tables.have_windows:
             for sequence in self.running:
                 start = sequence.computed - (sequence.drafts + 1 if sequence.status is _AWAITING else 0)
                 self.tables.free_outside_windows(sequence, start)
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        """Add chunks of running sequences to a step, and return the number of tokens that remain of the budget."""
         # Performance-critical: runs over all rows of every step
         size, chunks, new_tuple, preempted = self.pool.block_size, step.chunks, tuple.__new__, False
         waiting, awaiting = SequenceStatus.WAITING, _AWAITING
@@ -416,11 +422,6 @@ class Scheduler:
         return budget
 
     def _run_drafts(self, step: Step, budget: int) -> int:
-        """Extend the chunks of a step by drafts, within the token budget and the available blocks.
-
-        Returns:
-            The number of tokens that remain of the budget.
-        """
         for index, (sequence, start, length) in enumerate(step.chunks):
             if not sequence.drafts:
                 continue
@@ -441,7 +442,7 @@ class Scheduler:
         Args:
             sequence: The sequence.
             tokens: The number of tokens.
-            step: The step, which counts preemptions.
+            step: The step, in which preemptions are counted.
 
         Returns:
             False if `sequence` itself was preempted.
@@ -484,7 +485,6 @@ class Scheduler:
         self.partial.unreserve(self.partial.wanted(sequence), sequence.arrival)
 
     def _sharable_blocks(self, sequence: Sequence) -> int:
-        """Return the maximum number of prompt blocks that a sequence could share; 0 without prefix caching."""
         if not self.config.prefix_caching:
             return 0
         return sequence.prompt_blocks(sequence.most_cached, self.pool.block_size)
@@ -495,7 +495,6 @@ class Scheduler:
         self._max_blocks -= self._blocks_bound(sequence)
 
     def _blocks_bound(self, sequence: Sequence) -> int:
-        """Return the maximum number of blocks of a sequence in a batch, without its share of `_step_blocks`."""
         return self.tables.sizes.among_others(sequence.max_length)
 
     def _register(self, sequence: Sequence, start: int, end: int) -> None:
@@ -503,11 +502,6 @@ class Scheduler:
             self.tables.register(sequence, start, end)
 
     def _admit(self, step: Step, budget: int) -> int:
-        """Admit waiting sequences to a step, within the token budget and the memory.
-
-        Returns:
-            The number of tokens that remain of the budget.
-        """
         self._retry_in -= self._launched_steps
         if self._retry_in > 0 or self._should_delay_admission(budget):
             return budget
@@ -539,7 +533,6 @@ class Scheduler:
         return budget
 
     def _has_adapter(self, sequence: Sequence) -> bool:
-        """Return True if a sequence can run now within the limit of different adapters."""
         name, most = sequence.request.params.adapter, self.config.most_adapters
         names = {running.request.params.adapter for running in self.running} - {""}
         return not name or name in names or most is None or len(names) < most
@@ -569,13 +562,6 @@ class Scheduler:
         return None
 
     def _copy(self, sequence: Sequence, sources: list[int], step: Step) -> None:
-        """Add the copies of a sequence's partial block to a step.
-
-        Args:
-            sequence: The sequence, which was just admitted.
-            sources: The block to read in each cache group; empty if nothing is copied.
-            step: The step.
-        """
         self.partial.record_admission(sequence)
         wanted = self.partial.wanted(sequence)
         if not sources or wanted is None:
@@ -585,7 +571,6 @@ class Scheduler:
         self.tables.free_outside_windows(sequence, sequence.computed)  # the copied tokens move the windows
 
     def _should_delay_admission(self, budget: int) -> bool:
-        """Return True if waiting sequences should be admitted later, when more of them fit."""
         if self.pool.available - self._available_when_stopped >= self.pool.total // IDLE:
             return False
         return self._batching.should_wait(
@@ -597,17 +582,15 @@ class Scheduler:
         )
 
     def _stop_admitting(self) -> None:
-        """Record that no sequence can be admitted until running sequences have ended."""
         self._batching.stop(len(self.running))
         self._available_when_stopped = self.pool.available
 
     def _unshared(self, sequence: Sequence) -> int:
-        """Return the number of a waiting sequence's tokens that are neither in the prefix cache nor copied."""
         found = self.tables.cached_tokens(sequence)
         return len(sequence.tokens) - found - self.partial.match(sequence, found // self.pool.block_size)
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
-        """Return True if a sequence can be admitted.
+        """Return True if a sequence can be admitted now.
 
         Its first chunk must fit into available blocks, and all sequences must be expected to end without a preemption.
         """
@@ -625,7 +608,6 @@ class Scheduler:
         return peak_blocks(ends, self.tables) + self._prefill_blocks(sequence) <= self.pool.total - head_room
 
     def _prefill_blocks(self, sequence: Sequence) -> int:
-        """Return the maximum number of additional blocks for prompt chunks, in tables with windows."""
         if not self.tables.have_windows:
             return 0
         unread = [(len(s.tokens), s.remaining) for s in self.running if s.remaining > 1]
@@ -637,14 +619,10 @@ class Scheduler:
         return self.tables.missing(sequence, min(len(sequence.tokens), sequence.computed + budget))
 
     def _steps_left(self, sequence: Sequence) -> int:
-        """Return the expected number of steps after the step that completes the sequence's prompt.
-
-        The last token of a sequence never runs.
-        """
+        # The last token of a sequence never runs
         return max(0, self._lengths.expected_length(sequence) - len(sequence.tokens) - 1)
 
     def _prefill_steps(self, sequence: Sequence, budget: int) -> int:
-        """Return the number of steps for the rest of the prompt, after a step that runs `budget` of its tokens."""
         left = sequence.remaining - budget
         return -(-left // max(1, self.config.max_num_batched_tokens - len(self.running))) if left > 0 else 0
 

@@ -32,13 +32,13 @@ class RequestScores:
 
     Attributes:
         request: The request.
-        tokens: The number of tokens that run: of the context and of the trie.
-        positions: The number of positions whose logits score tokens.
+        tokens: The number of tokens that must be computed: the context and the nodes of the trie.
+        positions: The number of positions whose logits give log-probabilities.
         unfinished: The number of branches that have not ended.
-        logprobs: [n], the log-probability of each token of all continuations, concatenated; NaN before it is computed.
-        greedy: [n], True for each token with the highest logit.
+        logprobs: [n], the log-probability of each token of all continuations, concatenated; NaN until it is computed.
+        greedy: [n], True for each token that has the highest logit.
         cached_tokens: The number of context tokens that the first branch found in the prefix cache.
-        error: The first error of any branch.
+        error: The first error of any branch, or None.
     """
 
     request: Request
@@ -53,18 +53,18 @@ class RequestScores:
     def store(
         self, slots: NDArray[np.int64], logprobs: NDArray[np.float32], greedy: NDArray[np.bool_]
     ) -> None:
-        """Store the log-probabilities of some tokens. Values of tokens that run again are overwritten.
+        """Store the log-probabilities of m tokens. Earlier values of the same tokens are overwritten.
 
         Args:
-            slots: The indices of m tokens among the tokens of all continuations, [m].
-            logprobs: The log-probability of each token, [m].
-            greedy: True for each token with the highest logit, [m].
+            slots: [m], the index of each token among the tokens of all continuations.
+            logprobs: [m], the log-probability of each token.
+            greedy: [m], True for each token that has the highest logit.
         """
         self.logprobs[slots], self.greedy[slots] = logprobs, greedy
 
     @property
     def output(self) -> Scores | None:
-        """The scores of the request, or None if a branch failed or a log-probability is not finite."""
+        """The scores of all continuations, or None if a branch failed or a log-probability is not finite."""
         whole = self.error is None and bool(np.isfinite(self.logprobs).all())
         return Scores(self.logprobs, self.greedy, self.request.params.scored) if whole else None
 
@@ -74,7 +74,7 @@ class ScoredBranch:
     """A path through the trie of a request's continuations, which a sequence runs and scores.
 
     Attributes:
-        branch: The tokens of the path, and the tokens that are scored after each position.
+        branch: The tokens of the path, and for each position the tokens whose log-probabilities are computed there.
         scores: The scores of the request, which all its branches fill.
         is_first: True for the first branch of the request.
     """
@@ -84,16 +84,16 @@ class ScoredBranch:
     is_first: bool
 
     def store(self, start: int, end: int, found: TokenScores, offset: int) -> int:
-        """Store the scores that a step computed after the positions [start, end) of the branch.
+        """Store the scores that a step computed at the positions [start, end) of the branch.
 
         Args:
             start: The first position.
             end: The position after the last one.
-            found: The scores of all chunks of the step.
+            found: The scores of all chunks of the step, concatenated.
             offset: The index of the branch's first score in `found`.
 
         Returns:
-            The number of stored scores.
+            The number of scores that belong to the branch.
         """
         slots = self.branch.slots[self.branch.asked(start, end)]
         own = slice(offset, offset + len(slots))
@@ -101,10 +101,10 @@ class ScoredBranch:
         return len(slots)
 
     def finish(self, error: RowError | None, cached_tokens: int) -> bool:
-        """Record the end of the branch.
+        """Record that the branch has ended.
 
         Args:
-            error: The error of the branch, if it failed.
+            error: The error of the branch, or None if it succeeded.
             cached_tokens: The number of tokens that the branch found in the prefix cache.
 
         Returns:
@@ -118,12 +118,12 @@ class ScoredBranch:
 
 
 class PromptScores:
-    """The log-probabilities of a prompt's tokens except the first token, filled as the prompt runs."""
+    """The log-probabilities of all tokens of a prompt except the first one, filled as the prompt runs."""
 
     __slots__ = ("_found", "branch", "likeliest", "scored")
 
     def __init__(self, prompt: TokenIds, likeliest: int) -> None:
-        """Create the object before any log-probability is known.
+        """Create an object without any log-probabilities.
 
         Args:
             prompt: The token ids of the prompt.
@@ -142,22 +142,22 @@ class PromptScores:
     def needs(self, start: int, end: int) -> bool:
         """Return True if a step that runs the positions [start, end) must compute log-probabilities of the prompt.
 
-        It need not if all log-probabilities are stored already and the prompt runs again.
+        If the prompt runs again after all log-probabilities were stored, it need not.
         """
         asked = self.branch.asked(start, end)
         return asked.stop > asked.start and not self.complete
 
     def store(self, start: int, end: int, found: TokenScores, offset: int) -> int:
-        """Store the log-probabilities that a step computed after the positions [start, end) of the prompt.
+        """Store the log-probabilities that a step computed at the positions [start, end) of the prompt.
 
         Args:
             start: The first position.
             end: The position after the last one.
-            found: The log-probabilities of all chunks of the step.
+            found: The log-probabilities of all chunks of the step, concatenated.
             offset: The index of the prompt's first log-probability in `found`.
 
         Returns:
-            The number of stored log-probabilities.
+            The number of log-probabilities that belong to the prompt.
         """
         own = self.branch.asked(start, end)
         count: int = own.stop - own.start
@@ -177,19 +177,25 @@ class PromptScores:
 
     @property
     def output(self) -> PromptLogprobs | None:
-        """The log-probabilities of the prompt, which must be complete, or None if logits were not finite."""
+        """The log-probabilities of the prompt, or None if logits were not finite. All must have been stored."""
         assert self.complete, "the prompt has not run completely"
         found = self._arrays()
         return None if np.isnan(found.chosen).any() else PromptLogprobs(self.branch.tokens, found)
 
 
 def scored_branches(request: Request) -> list[tuple[Request, ScoredBranch]]:
-    """Return the branches of a scoring request, each after the request that an engine runs for the branch.
+    """Return the branches of a request that scores continuations.
 
     A branch is a path through the trie of the request's continuations.
 
+    Args:
+        request: The request.
+
+    Returns:
+        For each branch: the request that an engine runs for the branch, and the branch.
+
     Raises:
-        ValueError: If the lengths of the continuations do not fit the prompt.
+        ValueError: A continuation is empty, or no token comes before the continuations.
     """
     parts = Continuations.of(request.prompt, request.params.scored)
     branches = parts.branches()

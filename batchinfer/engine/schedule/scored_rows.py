@@ -15,7 +15,9 @@ _NONE = np.empty(0, np.int32)
 
 
 def scored_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks of scored continuations whose logits are needed: not only tokens of the context.
+    """Return the chunks whose logits are needed to score continuations.
+
+    Chunks that only run tokens of the context, before the continuations, are left out.
 
     Args:
         chunks: Chunks of sequences that score continuations.
@@ -24,7 +26,7 @@ def scored_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def scored_rows(chunks: Sequence[Chunk]) -> OutputRows:
-    """Return the outputs of a step that scores continuations, and samples no token.
+    """Return the outputs of a step that scores continuations and samples no token.
 
     Args:
         chunks: All chunks of the step.
@@ -36,7 +38,13 @@ def scored_rows(chunks: Sequence[Chunk]) -> OutputRows:
 
 
 def prompt_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks with prompt tokens whose log-probabilities are requested and not computed yet."""
+    """Return the chunks in which log-probabilities of prompt tokens must be computed.
+
+    The request asks for them, and they have not been computed before.
+
+    Args:
+        chunks: Chunks of a step.
+    """
     reading = ((chunk, chunk.sequence.prompt_scores) for chunk in chunks)
     return [c for c, scores in reading if scores is not None and scores.needs(c.start, c.end)]
 
@@ -44,13 +52,16 @@ def prompt_chunks(chunks: Sequence[Chunk]) -> list[Chunk]:
 def add_prompt_scores(
     chunks: Sequence[Chunk], read: Sequence[Chunk], sampled: Ints | None, base: OutputRows
 ) -> OutputRows:
-    """Return a step's outputs with the log-probabilities of prompts added.
+    """Add log-probabilities of prompt tokens to the outputs of a step.
 
     Args:
         chunks: All chunks of the step.
-        read: The chunks of the prompts whose log-probabilities are added.
+        read: The chunks in which log-probabilities of prompt tokens must be computed.
         sampled: The indices of the step's tokens after which a token is sampled. None: all tokens.
-        base: The outputs of the step without log-probabilities of prompts.
+        base: The outputs of the step without log-probabilities of prompt tokens.
+
+    Returns:
+        The outputs of the step with log-probabilities of prompt tokens.
     """
     asking = {chunk.sequence: chunk.sequence.prompt_scores for chunk in read}
     branches = [None if (own := asking.get(c.sequence)) is None else own.branch for c in chunks]
@@ -65,11 +76,15 @@ def add_prompt_scores(
 
 
 def _asked(chunks: Sequence[Chunk], branches: Sequence[Branch | None]) -> tuple[Ints, Ints]:
-    """Return the indices of the step's tokens whose logits score a token, and the scored tokens: two arrays [n].
+    """Return which log-probabilities a step must compute.
 
     Args:
         chunks: All chunks of the step.
-        branches: The tokens to score after each position of a chunk's sequence. None: the chunk scores no token.
+        branches: For each chunk, the tokens to score at each position of its sequence. None: the chunk scores no
+            token.
+
+    Returns:
+        Two arrays [n]: the index of the step's token whose logits are used, and the token to score.
     """
     rows, targets, offset = [_NONE], [_NONE], 0
     for (_, start, length), branch in zip(chunks, branches, strict=True):

@@ -31,8 +31,8 @@ class SequenceStatus(Enum):
     """The state of a sequence between its arrival and its end.
 
     Attributes:
-        WAITING: Queued, for the first time or after a preemption. It has no blocks.
-        RUNNING: It can be scheduled.
+        WAITING: It is in the queue, for the first time or after a preemption, and has no blocks.
+        RUNNING: It can be scheduled in the next step.
         AWAITING_TOKENS: It is not scheduled until the tokens of the step in flight are known.
         FINISHING: It has ended, but a step in flight still reads its blocks.
         FINISHED: It has ended, and its blocks are free.
@@ -50,7 +50,7 @@ _AWAITING = SequenceStatus.AWAITING_TOKENS
 
 @dataclass(slots=True, eq=False)
 class CollectedLogprobs:
-    """The log-probabilities of a sequence's output tokens, and of the most likely tokens at each position."""
+    """Collects the log-probabilities of a sequence's output tokens, and of the most likely tokens at each position."""
 
     _chosen: array[float] = field(default_factory=lambda: array("f"))
     _top: array[float] = field(default_factory=lambda: array("f"))
@@ -60,10 +60,10 @@ class CollectedLogprobs:
         return len(self._chosen)
 
     def append(self, found: TokenLogprobs, at: int) -> None:
-        """Append the log-probabilities of one token, as a copy.
+        """Append a copy of the log-probabilities of one token.
 
         Args:
-            found: Log-probabilities of several tokens.
+            found: The log-probabilities of several tokens.
             at: The index of the token in `found`.
         """
         self._chosen.append(found.chosen[at])
@@ -83,18 +83,18 @@ class CollectedLogprobs:
 
 @dataclass(slots=True)
 class Masking:
-    """Records whether the mask of a constraint changed the tokens of a sequence.
+    """Records whether the token mask of a constraint changed the tokens of a sequence.
 
     Attributes:
         followed: True if the last token would have been the same without the mask.
-        ever_steered: True if the mask ever excluded the most likely token.
+        ever_steered: True if the mask excluded the most likely token of any position.
     """
 
     followed: bool = True
     ever_steered: bool = False
 
     def note(self, barred: bool) -> None:
-        """Record the newest token.
+        """Record whether the mask changed the newest token.
 
         Args:
             barred: True if the mask excluded the most likely token.
@@ -106,50 +106,52 @@ class Masking:
 class Sequence:
     """The state of a request in an engine. Fields are grouped by the class that writes them.
 
+    Optional fields are None if the request does not ask for them.
+
     Attributes:
         request: The request.
         prompt_length: The number of prompt tokens.
-        max_length: The maximum length of prompt and output together, in tokens.
-        stop_stream: Searches the output for stop strings, if the request has any.
+        max_length: The maximum number of tokens, prompt and output together.
+        stop_stream: Searches the output for stop strings.
         stop_token_ids: The tokens that end the answer.
         plain_greedy: True if each token is the argmax of the logits, except for a mask.
-        steady: True if sampling does not depend on earlier tokens and only tokens are returned.
-        pooling: How hidden states are pooled to the vector that is returned instead of tokens, if any.
-        scored: The continuations that the sequence scores instead of generating tokens, if any.
-        content_root: A digest of everything except token ids that determines the keys and values of its tokens.
-        rope_offset: The row of the rotary tables for its first position.
-        classified: True if its vector is the output of the classification head.
+        steady: True if sampling does not depend on earlier tokens, and nothing but tokens is returned.
+        pooling: How hidden states are pooled to the vector that is returned instead of tokens.
+        scored: The continuations that the sequence scores instead of generating tokens.
+        content_root: A digest of everything, except token ids, on which the keys and values depend.
+        rope_offset: The row of the rotary tables for the first position.
+        classified: True if the returned vector is the output of the classification head.
         second_segment: The position of the first token of type 1, or 0 if all tokens have type 0.
         tokens: The prompt, then the output, then drafts.
-        logprobs: The log-probabilities of the output tokens, if requested.
-        prompt_scores: The log-probabilities of the prompt tokens, if requested.
+        logprobs: The log-probabilities of the output tokens.
+        prompt_scores: The log-probabilities of the prompt tokens.
         loops: Detects repetitions. None: repetitions do not end the answer.
-        bad: The token sequences that the answer must not contain, if any.
-        watched: True if each token needs more checks than `stop_token_ids` and the length.
-        queued_s: When the request was queued, in seconds since the engine's start, as all times.
-        scheduled_s: When its first step began.
-        first_token_s: When the step ended that sampled its first token.
-        constraint: The state of its constraint, if any.
-        mask: The number of its constraint's mask in step plans.
-        needs_sync: True if it must not be scheduled again before its newest tokens are known.
-        placeholders: The number of last tokens whose values only the device knows.
-        pooled: The sum of its hidden states so far, or the last one, for its vector.
-        drafts: The number of last tokens that are drafts, which the next step verifies.
+        bad: The token sequences that the answer must not contain.
+        watched: True if a new token needs more checks than for stop tokens and for the maximum length.
+        queued_s: When the request was queued. All times are in seconds since the engine's start.
+        scheduled_s: When the first step of the sequence began.
+        first_token_s: When the step ended that sampled the first token.
+        constraint: The state of the constraint.
+        mask: The number by which step plans refer to the constraint's token mask.
+        needs_sync: True if the sequence must not be scheduled again before its newest tokens are known.
+        placeholders: The number of tokens at the end of `tokens` whose values only the device knows.
+        pooled: The hidden state for the returned vector: the sum so far, or the state of the last token.
+        drafts: The number of tokens at the end of `tokens` that are drafts, which the next step verifies.
         draft_parents: The index of each draft's parent among the drafts, or -1; empty for a chain.
-        drafting: True if, because of drafts, it waits for the tokens of its next step.
-        draft_masks: The number of the mask after each draft, with a constraint.
+        drafting: True if the sequence waits for the tokens of its next step, because it has drafts or will get some.
+        draft_masks: With a constraint, the number of the token mask after each draft.
         jump_forward_tokens: The number of output tokens that a constraint forced, so they were not sampled.
-        status: The state, which the Engine also changes between RUNNING and AWAITING_TOKENS.
-        arrival: Its number in the order of arrival, unchanged by a preemption.
+        status: The state. The Engine also changes it between RUNNING and AWAITING_TOKENS.
+        arrival: The number in the order of arrival, which a preemption does not change.
         computed: The number of leading tokens whose keys and values are in the cache.
         computed_before_preemption: The maximum of `computed` before a preemption; these tokens are recomputed.
-        reserved: The number of leading blocks that are reserved for it while it waits.
-        cached_tokens: The number of prompt tokens taken from the prefix cache.
-        preemptions: How often it was preempted.
-        tables: The block table of each cache group: blocks in the order of the tokens. Empty while it waits.
-        freed: The number of leading entries of each block table that are freed. Empty while it waits.
-        masking: Whether its constraint's mask changed its tokens.
-        hashes: A cache of the content hashes of the prompt's first full blocks.
+        reserved: The number of leading blocks whose contents are reserved while the sequence waits.
+        cached_tokens: The number of prompt tokens that were found in the prefix cache.
+        preemptions: The number of times that the sequence was preempted.
+        tables: The block table of each cache group: blocks in the order of the tokens. Empty while the sequence waits.
+        freed: The number of leading entries of each block table that are freed. Empty while the sequence waits.
+        masking: Whether the constraint's mask changed the tokens.
+        hashes: A cache of the content hashes of the first full prompt blocks.
     """
 
     # Fixed at creation
@@ -220,11 +222,11 @@ class Sequence:
 
         Args:
             request: The request.
-            roots: The position limit and content roots of the model.
-            stop_stream: Searches the output for stop strings, if the request has any.
+            roots: The maximum length of a sequence. It also creates content roots.
+            stop_stream: Searches the output for stop strings. None: the request has none.
             now: The current time in seconds since the engine's start.
             eos_token_ids: The end-of-sequence tokens of the model.
-            scored: The path through the trie of continuations that the sequence scores, if any.
+            scored: The path through the trie of continuations that the sequence scores. None: it scores none.
         """
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = CollectedLogprobs() if params.asks_logprobs else None
@@ -265,17 +267,20 @@ class Sequence:
 
     @property
     def looks_back(self) -> bool:
-        """True if the tokens that are banned next depend on earlier tokens, which must therefore be known."""
+        """True if bad words make the next banned tokens depend on earlier tokens, which the host must know then."""
         return self.bad is not None and self.bad.looks_back
 
     @property
     def begins_request(self) -> bool:
-        """True for the first sequence of a request. A request with several continuations runs several sequences."""
+        """True for the first sequence of a request. A request that scores continuations may run several sequences."""
         return self.scored is None or self.scored.is_first
 
     @property
     def most_cached(self) -> int:
-        """The maximum number of leading tokens taken from the prefix cache. Later tokens must run to give output."""
+        """The maximum number of leading tokens that may be taken from the prefix cache.
+
+        Later tokens must run, because their logits or hidden states are needed.
+        """
         last = len(self.tokens) - 1
         if self.pooling not in (None, "last"):  # needs hidden states of earlier tokens, which are not cached
             return 0
@@ -285,23 +290,23 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that must run before the next token can be sampled, without drafts."""
+        """The number of tokens, without drafts, that must run before the next token can be sampled."""
         return len(self.tokens) - self.drafts - self.computed
 
     @property
     def output_length(self) -> int:
-        """The number of tokens after the prompt, drafts and tokens that only the device knows included."""
+        """The number of tokens after the prompt. Drafts and tokens that only the device knows are included."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def known_length(self) -> int:
-        """The number of leading tokens that the host knows and that are not drafts."""
+        """The number of leading tokens whose values the host knows, without drafts."""
         return len(self.tokens) - self.placeholders - self.drafts
 
     def append_token(self, token: int) -> None:
-        """Add the next token: replace the first placeholder, or append the token if there are no placeholders.
+        """Add the next token. It replaces the first placeholder, or is appended if there are no placeholders.
 
-        A placeholder is a token whose value only the device knows.
+        A placeholder is a token whose value only the device knew so far.
         """
         if self.placeholders:
             self.tokens[-self.placeholders] = token
@@ -310,14 +315,14 @@ class Sequence:
             self.tokens.append(token)
 
     def append_unwatched(self, token: int, now: float) -> FinishReason | None:
-        """Add the next token of a sequence whose tokens need no further checks and that has no drafts.
+        """Add the next token to a sequence that has no drafts and whose tokens are not `watched`.
 
         Args:
             token: The token. It replaces the first placeholder, if there is any.
             now: The current time in seconds since the engine's start.
 
         Returns:
-            The reason if the sequence ends, else None.
+            Why the sequence ends with this token, or None if it continues.
         """
         tokens, placeholders = self.tokens, self.placeholders
         if placeholders:
@@ -336,14 +341,14 @@ class Sequence:
     def append_run(self, tokens: list[int], now: float) -> bool:
         """Replace the first placeholders by the tokens of a multi-step launch.
 
-        The tokens of the sequence must need no further checks.
+        The tokens of the sequence must not be `watched`.
 
         Args:
             tokens: The tokens of consecutive steps.
             now: The current time in seconds since the engine's start.
 
         Returns:
-            False, without any change, if a token is missing or may end the answer.
+            False if a token is missing or may end the answer. In this case nothing is changed.
         """
         if NO_TOKEN in tokens or not self.stop_token_ids.isdisjoint(tokens):
             return False
@@ -355,11 +360,11 @@ class Sequence:
         return True
 
     def pool(self, start: int, states: States) -> None:
-        """Add the hidden states of a chunk to the vector of the sequence.
+        """Add the hidden states of a chunk to the pooled hidden state of the sequence.
 
         Args:
-            start: The position of the chunk's first token. 0 starts a mean again, as after a preemption.
-            states: [1, hidden], the state of one token or the sum over the chunk's tokens.
+            start: The position of the chunk's first token. At 0, pooling starts again, as after a preemption.
+            states: [1, hidden], the state of one token, or the sum over the chunk's tokens.
         """
         if self.pooled is None or start == 0 or self.pooling != "mean":
             self.pooled = states.copy()
@@ -370,9 +375,9 @@ class Sequence:
 
     @property
     def vector(self) -> Vector | None:
-        """The pooled hidden state of the prompt, or the logits of the classification head, float32.
+        """The pooled hidden state of the prompt, or the logits of the classification head, as float32.
 
-        None if it is not computed or not finite.
+        It is None until it is computed, and if a value is not finite.
         """
         if self.pooled is None:
             return None
@@ -381,14 +386,14 @@ class Sequence:
         return Vector(values) if np.isfinite(values).all() else None
 
     def mark_tokens_known(self) -> None:
-        """Make the sequence schedulable again if it waited for tokens and the host knows all its tokens now."""
+        """End the state AWAITING_TOKENS if the host knows all tokens now, so the sequence can be scheduled again."""
         if self.status is _AWAITING and not self.placeholders:
             self.status = SequenceStatus.RUNNING
 
     def ends_with(self, token: int) -> FinishReason | None:
-        """Return the reason if the newest known token ends the sequence, else None.
+        """Return why the newest known token ends the sequence, or None if the sequence continues.
 
-        Must be called once per token if repetitions can end the sequence.
+        It must be called once per token if repetitions can end the sequence.
 
         Args:
             token: The newest token, which the sequence contains already.
@@ -403,13 +408,19 @@ class Sequence:
         return length - self.prompt_length >= self.request.params.min_tokens
 
     def drop_first_placeholder(self) -> None:
-        """Remove the first placeholder of an unknown token, if any, because the step sampled no token."""
+        """Remove the first placeholder, because the step sampled no token. Without placeholders, nothing is done."""
         if self.placeholders:
             del self.tokens[-self.placeholders]
             self.placeholders -= 1
 
     def drop_placeholders(self, count: int | None = None) -> None:
-        """Remove the last `count` placeholders of unknown tokens, or all if `count` is None, after the answer's end."""
+        """Remove placeholders from the end, because the answer has ended before them.
+
+        A placeholder is a token whose value only the device knows.
+
+        Args:
+            count: The number of placeholders to remove. None: all.
+        """
         count = self.placeholders if count is None else count
         if count:
             del self.tokens[-count:]
@@ -420,8 +431,8 @@ class Sequence:
 
         Args:
             tokens: The draft tokens.
-            parents: The index of each draft's parent if they are a tree, or -1 for the last token before them. Empty
-                for a chain.
+            parents: For a draft tree, the index of each draft's parent, or -1 for the sequence's last token. Empty for
+                a chain.
         """
         assert not self.placeholders, "its last tokens are not known"
         assert self.status is not _AWAITING, "a step in flight runs it"
@@ -432,18 +443,18 @@ class Sequence:
         self.draft_parents = compact_parents([*parents])
 
     def drop_drafts(self, keep: int = 0) -> None:
-        """Remove all drafts except the first `keep`."""
+        """Remove all drafts except the first `keep` drafts."""
         if self.drafts > keep:
             del self.tokens[keep - self.drafts :]
             self.drafts = keep
             self.draft_parents = compact_parents(self.draft_parents[:keep])
 
     def block_hash(self, index: int, block_size: int) -> bytes:
-        """Return the content hash of a full prompt block: a digest of all tokens up to its end.
+        """Return the content hash of a full prompt block: a digest of all tokens up to the end of the block.
 
         Args:
             index: The index of the block.
-            block_size: Tokens per block.
+            block_size: The number of tokens per block.
         """
         while len(self.hashes) <= index:
             start = len(self.hashes) * block_size
@@ -457,7 +468,7 @@ class Sequence:
 
         Args:
             index: The index of the block.
-            block_size: Tokens per block.
+            block_size: The number of tokens per block.
         """
         start = index * block_size
         if start + block_size <= self.prompt_length:
@@ -466,11 +477,21 @@ class Sequence:
         return blake2b(parent + self.tokens[start : self.prompt_length].tobytes(), digest_size=16).digest()
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
-        """Return the content hashes of the first `count` blocks of `block_size` tokens, all full of prompt tokens."""
+        """Return the content hashes of the first `count` blocks. These blocks must be full of prompt tokens.
+
+        Args:
+            count: The number of blocks.
+            block_size: The number of tokens per block.
+        """
         if count:
             self.block_hash(count - 1, block_size)
         return self.hashes[:count]
 
     def prompt_blocks(self, tokens: int, block_size: int) -> int:
-        """Return the number of full blocks of `block_size` tokens in the first `tokens` tokens of the prompt."""
+        """Return the number of blocks that are full of prompt tokens, within the first `tokens` tokens.
+
+        Args:
+            tokens: The number of leading tokens to consider.
+            block_size: The number of tokens per block.
+        """
         return min(tokens, self.prompt_length) // block_size

@@ -23,12 +23,12 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class PlanWants(NamedTuple):
-    """The parts of a step plan that a runner reads, in addition to the chunks.
+    """The optional parts of a step plan that a runner needs.
 
     Attributes:
-        inputs: True for tokens, block tables and sampling parameters.
-        requests: True for the request key and the number of answer tokens per chunk.
-        shared_blocks: True for the number of blocks that several sequences of a step read.
+        inputs: True for tokens, block tables and sampling parameters. A simulation does not need them.
+        requests: True for the work key and the number of answer tokens of each chunk's request.
+        shared_blocks: True for the number of block reads that sequences of a step share.
         repeats: True if the runner can run several decode steps for one plan.
     """
 
@@ -43,11 +43,11 @@ COUNTS = PlanWants(inputs=False, requests=True, shared_blocks=True)  # for a run
 
 
 class TableChanges(NamedTuple):
-    """The changed entries of a cache group's block tables since the previous plan.
+    """The entries of a cache group's block tables that changed since the previous plan.
 
     Attributes:
-        spans: [m, 3], the changed ranges: row of the sequence, first entry, number of entries. A range from entry 0 on
-            replaces the whole row.
+        spans: [m, 3], the changed ranges: row of the sequence, first entry, number of entries. A range that begins
+            with entry 0 replaces the whole row.
         blocks: The new entries of all ranges, concatenated.
         width: The number of blocks of the step's longest sequence.
     """
@@ -58,11 +58,11 @@ class TableChanges(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """Input tokens that only the device knows, because the previous step samples them.
+    """Which input tokens of a step are not known to the host, because the previous step samples them.
 
     Attributes:
         places: The indices of these tokens among the step's tokens. None: all tokens.
-        sampled: The indices of these tokens among the tokens that the previous step samples. None: all, in order.
+        sampled: Their indices among the tokens that the previous step samples. None: all of them, in order.
     """
 
     places: Ints | None
@@ -74,16 +74,17 @@ class DrawnRows:
     """The parameters of random sampling for n rows.
 
     Attributes:
-        positions: int32 [n], the number of answer tokens before each row's token. It selects the random numbers.
-        fixed: temperature [n] float32, top_k [n] int32, top_p and min_p [n] float64, and keys of the random numbers
-            [n, 4] int32. None: the same as in the last plan that had them.
+        positions: int32 [n], the number of answer tokens before the token that each row samples. The random numbers
+            depend on it.
+        fixed: Five arrays: temperature [n] float32, top_k [n] int32, top_p [n] float64, min_p [n] float64, and the
+            keys of the random numbers [n, 4] int32. None: the same as in the last plan that had them.
     """
 
     positions: Ints
     fixed: tuple[NDArray[Any], ...] | None
 
     def part(self, first: int, end: int) -> DrawnRows:
-        """Return the parameters of a micro-batch: of the rows with the indices [first, end)."""
+        """Return the parameters of the rows [first, end), which form a micro-batch."""
         assert self.fixed is not None
         return DrawnRows(self.positions[first:end], tuple(values[first:end] for values in self.fixed))
 
@@ -103,17 +104,17 @@ def _drawn(positions: bytes, fixed: tuple[bytes, ...] | None) -> DrawnRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PenalisedRows:
-    """The n rows of a step with penalties or banned tokens.
+    """The n rows of a step that have penalties or banned tokens.
 
     Attributes:
         rows: [n], the index of each row among the sampled rows.
         tokens: The tokens of prompt and answer of all n rows, concatenated.
         lengths: [n], the number of tokens per row in `tokens`; 0 for a row without penalties.
-        prompt_lens: [n], the number of prompt tokens among them.
+        prompt_lens: [n], how many of these tokens are prompt tokens.
         strengths: [3, n], the repetition, presence and frequency penalties.
         banned: [n, most], the banned tokens of each row, padded with -1.
         awaited: The indices of the elements of `tokens` that the previous step samples.
-        sampled: The indices of these tokens among the tokens that the previous step samples.
+        sampled: For each element of `awaited`, its index among the tokens that the previous step samples.
     """
 
     rows: Ints
@@ -127,11 +128,14 @@ class PenalisedRows:
 
     @property
     def starts(self) -> Longs:
-        """The index of each row's first token in the concatenated tokens of all n rows, [n]."""
+        """The index of each row's first token in the concatenated tokens, [n]."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def part(self, first: int, end: int) -> PenalisedRows | None:
-        """Return the entries of the sampled rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the sampled rows [first, end), renumbered from 0, as a micro-batch needs them.
+
+        The result is None if there are none.
+        """
         inside = np.flatnonzero((self.rows >= first) & (self.rows < end))
         if not len(inside):
             return None
@@ -174,12 +178,12 @@ def _penalised(*data: bytes) -> PenalisedRows:
 
 
 class ScoredTokens(NamedTuple):
-    """The n given tokens whose log-probabilities a step computes.
+    """The n given tokens whose log-probabilities a step computes, such as tokens of prompts or continuations.
 
     Attributes:
-        rows: [n], the index of the sampled row whose logits give the log-probability of each token, ascending.
+        rows: [n], the sampled row whose logits give the log-probability of each token, ascending.
         tokens: [n], the token ids.
-        likeliest: The number of most likely tokens whose log-probabilities are also computed, for each given token.
+        likeliest: The number of most likely tokens per given token whose log-probabilities are computed, too.
     """
 
     rows: Ints
@@ -187,7 +191,10 @@ class ScoredTokens(NamedTuple):
     likeliest: int = 0
 
     def part(self, first: int, end: int) -> ScoredTokens | None:
-        """Return the entries of the sampled rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the sampled rows [first, end), renumbered from 0, as a micro-batch needs them.
+
+        The result is None if there are none.
+        """
         low, high = np.searchsorted(self.rows, (first, end))
         return (
             None
@@ -197,12 +204,12 @@ class ScoredTokens(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """The log-probabilities of n given tokens on the host, in the order of `ScoredTokens`.
+    """The log-probabilities of n given tokens on the host, in the order in which the step plan lists the tokens.
 
     Attributes:
-        logprobs: [n], NaN if logits are not finite.
-        greedy: [n], True if the token has the highest logit.
-        top: [n, likeliest], the log-probabilities of the most likely tokens, descending.
+        logprobs: [n], the log-probability of each given token; NaN if logits are not finite.
+        greedy: [n], True if the given token has the highest logit.
+        top: [n, likeliest], the log-probabilities of the most likely tokens at the same position, descending.
         top_ids: [n, likeliest], the ids of the most likely tokens.
     """
 
@@ -213,10 +220,11 @@ class TokenScores(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable[Iterable[NDArray[Any]]]) -> TokenScores:
-        """Concatenate the scores of micro-batches.
+        """Concatenate the scores that the micro-batches of a step computed.
 
         Args:
-            parts: The fields of this class for each micro-batch: logprobs, greedy, top and top_ids.
+            parts: For each micro-batch: logprobs, greedy, top and top_ids, as the fields of this class. Without
+                micro-batches, the result is empty.
         """
         each = [tuple(part) for part in parts]
         return cls(*map(np.concatenate, zip(*each, strict=True))) if each else NO_SCORES
@@ -231,27 +239,28 @@ NO_SCORES = TokenScores(
 class SamplingPlan:
     """The outputs of a step's sampled rows, and how their tokens are chosen.
 
-    A sampled row is a token of the step after which there is an output. Lists of rows contain indices among the rows
-    that get tokens; `states` and `scored` contain indices among all sampled rows.
+    A sampled row is a token of the step that has an output. Rows are given as indices among the sampled rows that get
+    tokens. Only `states` and `scored` contain indices among all sampled rows.
 
     Attributes:
-        argmax: True if each token is the argmax of the logits that its mask allows.
-        masked: The rows with a mask of a constraint.
+        argmax: True if each token is the argmax of the logits, among the tokens that the row's mask allows.
+        masked: The rows that have a token mask of a constraint.
         masks: The number of the mask of each row in `masked`.
-        followed: True for each row in `masked` whose previous token would have been the same without the mask.
-        asking: The rows with log-probabilities as output.
-        likeliest: The number of most likely tokens with log-probabilities, for each row in `asking`.
-        among_allowed: True for each row in `asking` with probabilities relative to the tokens that its mask allows.
+        followed: For each row in `masked`, True if its previous token would have been the same without the mask.
+        asking: The rows whose output includes log-probabilities.
+        likeliest: For each row in `asking`, the number of most likely tokens with log-probabilities.
+        among_allowed: For each row in `asking`, True if its probabilities are relative to the tokens that its mask
+            allows.
         penalised: The rows with penalties or banned tokens.
         drawn: The parameters of random sampling. None: all rows are greedy.
-        states: The rows with hidden states as output.
+        states: The rows whose output is hidden states.
         state_chunks: For each row in `states`, the index of its chunk among the chunks with hidden states, ascending.
         summed: True if the hidden states of a chunk are summed.
         chooses: False if no row gets a token.
         classified: True if the classification head is applied to the hidden states or their means.
         scored: The given tokens whose log-probabilities are computed.
-        biased: The biases of the rows' logits.
-        allowed: The only tokens that rows may get.
+        biased: The biases that are added to logits.
+        allowed: The tokens that rows with `allowed_token_ids` may get.
         chosen: The indices of the sampled rows that get tokens, ascending. None: all.
     """
 
@@ -275,7 +284,7 @@ class SamplingPlan:
     chosen: Ints | None = None
 
     def choosing(self, rows: int) -> int:
-        """Return how many of a step's sampled rows get tokens, if any row does.
+        """Return how many of a step's sampled rows get tokens, provided that any row does.
 
         Args:
             rows: The number of sampled rows of the step.
@@ -284,12 +293,12 @@ class SamplingPlan:
 
     @property
     def edited(self) -> bool:
-        """True if masks, penalties, biases or allowed tokens change logits before tokens are chosen."""
+        """True if logits are changed before tokens are chosen: by masks, penalties, biases or allowed tokens."""
         changed = (self.penalised, self.biased, self.allowed)
         return bool(self.masked) or any(part is not None for part in changed)
 
     def later(self, ahead: Ints) -> SamplingPlan:
-        """Return the sampling plan of a later decode step of the same n rows.
+        """Return the sampling plan of a later decode step of the same launch, with the same n rows.
 
         Args:
             ahead: [n], the number of tokens by which each row is longer than in this step.
@@ -300,7 +309,7 @@ class SamplingPlan:
         )
 
     def part(self, first: int, end: int) -> SamplingPlan:
-        """Return the sampling plan of a micro-batch: the sampled rows [first, end), renumbered from 0."""
+        """Return the sampling plan of a micro-batch with the sampled rows [first, end), renumbered from 0."""
         scored = None if self.scored is None else self.scored.part(first, end)
         states = [at for at, row in enumerate(self.states) if first <= row < end]
         stated = [self.states[at] - first for at in states]
@@ -367,12 +376,12 @@ def _sampling(
 
 
 class OutputRows(NamedTuple):
-    """The part of a step plan about outputs: tokens, hidden states and log-probabilities.
+    """The part of a step plan that says which outputs the step has: tokens, hidden states and log-probabilities.
 
     Attributes:
-        sampled: The indices of the step's tokens after which there is an output, ascending. None: all tokens.
-        counts: The number of these tokens per chunk that has any. None: one each.
-        sampling: The outputs, and how tokens are chosen.
+        sampled: The indices of the step's tokens that have an output (the sampled rows), ascending. None: all tokens.
+        counts: For each chunk with sampled rows, their number. None: one each.
+        sampling: The outputs of the sampled rows, and how tokens are chosen.
     """
 
     sampled: Ints | None
@@ -382,10 +391,11 @@ class OutputRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """The plan of a step: the chunks of S sequences with T tokens in all, concatenated.
+    """The plan of a step that runs chunks of S sequences, with T tokens in all, concatenated.
 
-    A plan is a difference to the previous plan. A chunk is the range of a sequence's tokens that the step runs. None in
-    `rope_offsets`, `second_segments` and `adapters` means: unchanged if `rows` is None, else no sequence has any.
+    A chunk is the range of a sequence's tokens that the step runs. A plan only contains what differs from the previous
+    plan. None in `rope_offsets`, `second_segments` and `adapters` means: unchanged if `rows` is None, else no sequence
+    has any.
 
     Attributes:
         starts: [S], the position of each chunk's first token in its sequence.
@@ -393,19 +403,20 @@ class StepPlan:
         rows: [S], the row of each sequence's block table. None: the sequences of the previous plan in the same order.
         rope_offsets: [S], the row of the rotary tables for position 0 of each sequence.
         second_segments: [S], the first position with token type 1, or 0 if all tokens of a sequence have type 0.
-        adapters: [S], the fingerprint of each sequence's adapter, "" for none.
+        adapters: [S], the fingerprint of each sequence's LoRA adapter, "" for none.
         tokens: [T], the token ids.
         tables: The changes of block tables per cache group.
         copies: [n, 6], copies of partial blocks, which run in each layer before attention: index of the chunk, cache
             group, source block, target block, first slot, end. None: nothing is copied.
-        sampled: The sampled rows: indices of the tokens after which there is an output, ascending. None: all tokens.
-        sampled_counts: The number of sampled rows per chunk that has any. None: one each.
-        awaited: The tokens that only the device knows, because the previous step samples them.
+        sampled: The indices of the tokens that have an output (the sampled rows), ascending. None: all tokens.
+        sampled_counts: For each chunk with sampled rows, their number. None: one each.
+        awaited: The tokens that only the device knows, because the previous step samples them. None: no token.
         sampling: The outputs of the sampled rows, and how their tokens are chosen.
-        requests: The request key and the number of answer tokens per chunk, if the runner reads them.
-        tree_bits: [T], the ancestor bits of draft tree nodes, which are at the end of their chunk; 0 for other tokens.
-            None: there is no draft tree.
-        shared_blocks: How often a block table names a block that another table named before, if the runner reads it.
+        requests: (work key, number of answer tokens) of each chunk's request, if the runner needs them.
+        tree_bits: [T], for each token that is a node of a draft tree, a bit set of the node and its ancestors; 0 for
+            other tokens. The nodes are at the end of their chunk. None: there is no draft tree.
+        shared_blocks: The number of block table entries that repeat an entry of an earlier table, if the runner needs
+            it.
         repeats: [S], the number of decode steps to run per sequence, this step included. Block tables have the blocks
             of all these steps. None: one each.
     """
@@ -430,17 +441,17 @@ class StepPlan:
 
     @property
     def steps(self) -> int:
-        """The number of decode steps that a runner launches for this plan; 1 except with multi-step decoding."""
+        """The number of decode steps that a runner launches for this plan; 1 without multi-step decoding."""
         return 1 if self.repeats is None else int(self.repeats.max())
 
     @property
     def chunk_lengths(self) -> Ints:
-        """The number of tokens that the step runs of each of the S sequences, [S]."""
+        """The number of tokens of each chunk, [S]."""
         return np.ones(len(self.starts), np.int32) if self.lengths is None else self.lengths
 
     @property
     def sampled_rows(self) -> int:
-        """The number of the step's tokens after which there is an output, such as a sampled token."""
+        """The number of the step's tokens that have an output, such as a sampled token."""
         return len(self.tokens) if self.sampled is None else len(self.sampled)
 
     def __reduce__(self) -> Pickled:
@@ -494,10 +505,10 @@ def _ints(data: bytes | None) -> Ints | None:
 
 
 class RankStep(NamedTuple):
-    """A step for the ranks of a sharded model, on which several engines alternate.
+    """A step that the leading rank sends to the other ranks of a sharded model.
 
     Attributes:
-        turn: The index of the engine whose step it is.
+        turn: The index, among the engines that alternate, of the engine whose step it is.
         plan: The plan of the step.
     """
 

@@ -26,12 +26,12 @@ def step_shape(
     Args:
         chunks: The tokens that the step runs, as (sequence, position of the first token, number of tokens).
         sampled: The number of positions after which tokens are sampled.
-        shared: How often a block table without a window names a block that the table of an earlier chunk named. Such a
-            block is read once.
+        shared: The number of blocks that need not be read, because an earlier chunk reads the same block. It is
+            counted in one block table without a sliding window.
         layout: The layout of the KV cache.
         copied: The number of tokens whose keys and values are copied from other blocks.
         causal: False for encoders, whose tokens also attend to later tokens.
-        adapters: The adapter of each chunk, "" for none. Empty: no chunk has an adapter.
+        adapters: The fingerprint of each chunk's LoRA adapter, "" for none. Empty: no chunk has an adapter.
     """
     _, starts, lengths = zip(*chunks, strict=True) if chunks else ((), (), ())
     pairs = kv_tokens = 0
@@ -47,13 +47,16 @@ def step_shape(
 def decode_shape(
     starts: NDArray[np.int64], shared: int, layout: CacheLayout, adapters: Sequence[str] = ()
 ) -> StepShape:
-    """Return the same as `step_shape` for a decode step, in which each of n sequences runs and samples one token.
+    """Return the result of `step_shape` for a decode step, in less time.
+
+    Each of n sequences runs one token and samples one token.
 
     Args:
-        starts: [n], the position of each sequence's token.
-        shared: How often a block table without a window names a block that the table of an earlier sequence named.
+        starts: [n], the position of the token that each sequence runs.
+        shared: The number of blocks that need not be read, because an earlier sequence reads the same block. It is
+            counted in one block table without a sliding window.
         layout: The layout of the KV cache.
-        adapters: The adapter of each sequence, "" for none. Empty: no sequence has an adapter.
+        adapters: The fingerprint of each sequence's LoRA adapter, "" for none. Empty: no sequence has an adapter.
     """
     pairs, kv_tokens, rows = 0, 0, len(starts)
     for window, layers in Counter(layout.windows).items():
@@ -65,7 +68,9 @@ def decode_shape(
 
 
 def _attended(starts: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[int, int]:
-    """Return the number of (query, key) pairs and of cached tokens that one layer reads, if no blocks are shared.
+    """Return the number of (query, key) pairs of one layer, and the number of cached tokens that the layer reads.
+
+    Blocks that sequences share are counted for each sequence.
 
     Args:
         starts: The position of each chunk's first token.

@@ -14,9 +14,9 @@ Pickled = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class BadTokens:
-    """Token sequences that an answer must not contain.
+    """Token sequences that an answer must not contain (bad words).
 
-    The last token of a sequence is banned if the answer ends with the sequence's other tokens.
+    If an answer ends with all tokens of a sequence except the last one, the last one is banned as the next token.
     """
 
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
@@ -30,11 +30,11 @@ class BadTokens:
 
     @property
     def looks_back(self) -> bool:
-        """True if the tokens that are banned next depend on earlier tokens of the answer."""
+        """True if it depends on the answer's last tokens which tokens are banned next."""
         return bool(self._by_last_token)
 
     def banned_after(self, tokens: Ints, start: int, end: int) -> list[int]:
-        """Return the tokens that must not follow an answer.
+        """Return the tokens that must not come next in an answer.
 
         Args:
             tokens: The token ids of the prompt and the answer.
@@ -52,15 +52,18 @@ class BadTokens:
 
 @lru_cache(maxsize=64)
 def bad_tokens(sequences: tuple[tuple[int, ...], ...]) -> BadTokens:
-    """Return the `BadTokens` of some token sequences, from a cache: the rows of a job usually share them."""
+    """Return the `BadTokens` of some token sequences.
+
+    Results are cached, because the rows of a job usually have the same bad words.
+    """
     return BadTokens(sequences)
 
 
 class BiasedTokens(NamedTuple):
-    """Biases that are added to the logits of n tokens of a step's rows.
+    """Biases that are added to the logits of n tokens, in the rows of a step that have biases.
 
     Attributes:
-        rows: [n], the index of each token's row among the rows that get tokens, ascending.
+        rows: [n], the row of each token, as an index among the rows that get tokens, ascending.
         tokens: [n], the token ids, distinct within a row.
         biases: [n], the values to add.
     """
@@ -71,10 +74,10 @@ class BiasedTokens(NamedTuple):
 
     @classmethod
     def of(cls, entries: list[tuple[int, tuple[tuple[int, float], ...]]]) -> BiasedTokens:
-        """Convert biases to arrays.
+        """Create the arrays from a list of rows.
 
         Args:
-            entries: The index of each row with biases, ascending, and the row's pairs of token id and bias.
+            entries: For each row with biases: its index, ascending, and its pairs of (token id, bias).
         """
         rows = np.repeat([row for row, _ in entries], [len(own) for _, own in entries])
         pairs = [pair for _, own in entries for pair in own]
@@ -82,7 +85,10 @@ class BiasedTokens(NamedTuple):
         return cls(rows.astype(np.int32), tokens.astype(np.int32), biases.astype(np.float32))
 
     def part(self, first: int, end: int) -> BiasedTokens | None:
-        """Return the entries of the rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the rows [first, end), renumbered from 0, as a micro-batch needs them.
+
+        The result is None if there are none.
+        """
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)
         return BiasedTokens(rows, self.tokens[inside], self.biases[inside]) if len(rows) else None
@@ -92,10 +98,10 @@ class BiasedTokens(NamedTuple):
 
 
 class AllowedTokens(NamedTuple):
-    """The only tokens that rows with `allowed_token_ids` may get. Other rows have no entries.
+    """The tokens that rows with `allowed_token_ids` may get. Rows without entries may get all tokens.
 
     Attributes:
-        rows: [n], the index of each token's row among the rows that get tokens, ascending.
+        rows: [n], the row of each token, as an index among the rows that get tokens, ascending.
         tokens: [n], the token ids, distinct within a row.
     """
 
@@ -104,16 +110,19 @@ class AllowedTokens(NamedTuple):
 
     @classmethod
     def of(cls, entries: list[tuple[int, tuple[int, ...]]]) -> AllowedTokens:
-        """Convert allowed tokens to arrays.
+        """Create the arrays from a list of rows.
 
         Args:
-            entries: The index of each row with `allowed_token_ids`, ascending, and the row's allowed token ids.
+            entries: For each row with `allowed_token_ids`: its index, ascending, and its allowed token ids.
         """
         rows = np.repeat([row for row, _ in entries], [len(own) for _, own in entries])
         return cls(rows.astype(np.int32), np.array([token for _, own in entries for token in own], np.int32))
 
     def part(self, first: int, end: int) -> AllowedTokens | None:
-        """Return the entries of the rows [first, end), renumbered from 0, or None if there are none."""
+        """Return the entries of the rows [first, end), renumbered from 0, as a micro-batch needs them.
+
+        The result is None if there are none.
+        """
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)
         return AllowedTokens(rows, self.tokens[inside]) if len(rows) else None

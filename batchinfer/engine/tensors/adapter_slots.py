@@ -14,17 +14,17 @@ NO_ADAPTER = 0  # the number of rows without an adapter, and of an adapter that 
 
 @dataclass(slots=True)
 class AdapterSlots:
-    """The slots of LoRA adapters on the device, with least-recently-used replacement.
+    """The slots of LoRA adapters on the device. If there are too few, the least recently used adapter is replaced.
 
     A slot is device memory for the weights of one adapter. Slots are numbered from 1. Steps must run on the device in
-    the order in which they are passed to `of`.
+    the order of the calls of `of`.
 
     Attributes:
-        numbers: The number of each adapter, from 1, by its fingerprint. 0 for "" and for an adapter that is merged into
-            the model's weights.
-        slots: The number of slots. None: there is a slot for each adapter, with the adapter's number.
-        put: Copies the adapter with a number to a slot.
-        moved: The number of adapters that were copied so far.
+        numbers: The number of each adapter, from 1, by its fingerprint. 0 for "" and for an adapter that is merged
+            into the model's weights.
+        slots: The number of slots. None: each adapter has a slot with the number of the adapter.
+        put: Copies an adapter to a slot; called with the numbers of the adapter and of the slot.
+        moved: The number of copies of adapters to slots so far.
     """
 
     numbers: Mapping[str, int] = field(default_factory=dict)
@@ -35,11 +35,11 @@ class AdapterSlots:
 
     @property
     def any_name(self) -> str:
-        """The fingerprint of any adapter that is not merged into the model's weights, or ""."""
+        """The fingerprint of one adapter that is not merged into the model's weights, or "" if there is none."""
         return next((name for name, number in self.numbers.items() if number), "")
 
     def of(self, names: tuple[str, ...]) -> Longs | None:
-        """Return the slot of each row's adapter, and copy adapters to the device where needed.
+        """Return the slot of each row's adapter, after copying adapters to the device where needed.
 
         Args:
             names: The fingerprint of each row's adapter, "" for none.
@@ -73,12 +73,6 @@ class AdapterSlots:
         return np.array([kept.get(number, NO_ADAPTER) for number in needed.tolist()], np.int64)[back]
 
     def _free(self, kept: Mapping[int, int], slots: int) -> int:
-        """Return an empty slot, or the slot of the least recently used adapter that the step does not need.
-
-        Args:
-            kept: The adapters that the step needs, as number and slot.
-            slots: The number of slots.
-        """
         if len(self._taken) + len(kept) < slots:
             empty: set[int] = {*range(1, slots + 1)} - {*self._taken.values(), *kept.values()}
             return min(empty)

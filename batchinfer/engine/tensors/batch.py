@@ -21,24 +21,24 @@ from batchinfer_kernels.step_tables import StepTables
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The arrays of a step on the host: the T tokens of S sequences, concatenated.
+    """The inputs of a step as arrays on the host: the T tokens of S sequences, concatenated.
 
     Attributes:
-        token_ids: [T].
-        positions: [T], rows of the rotary tables.
-        slots: The KV cache slot of each token, [T] per cache group.
-        tables: The block tables per cache group.
-        keeps_all: True for each cache group without a sliding window.
-        sampled_rows: [n], indices of the tokens after which the step has an output, such as a sampled token.
-        sampling: How the tokens and outputs of the n sampled rows are computed.
+        token_ids: [T], the token ids.
+        positions: [T], the row of the rotary tables for each token.
+        slots: [T] per cache group, the KV cache slot of each token.
+        tables: The block tables of the sequences, per cache group.
+        keeps_all: For each cache group, True if it has no sliding window.
+        sampled_rows: [n], the indices of the tokens that have an output, such as a sampled token.
+        sampling: The outputs of the n sampled rows, and how tokens are chosen.
         query_lens: [S], the number of tokens that each sequence runs.
         context_lens: [S], the length of each sequence in the KV cache, the tokens of this step included.
         copies: [m, 6], copies of partial blocks: index of the sequence, cache group, source block, target block, first
             slot, end. None: nothing is copied.
-        awaited: The tokens that only the device knows, because the previous step samples them.
+        awaited: The tokens that only the device knows, because the previous step samples them. None: no token.
         follows: True if the previous step ran the same sequences in the same order.
-        token_types: [T]. None: all are 0.
-        adapters: [T], the adapter slots of the tokens, 0 for none. None: no token has an adapter.
+        token_types: [T], the token types. None: all are 0.
+        adapters: [T], the adapter slot of each token, 0 for none. None: no token has an adapter.
         tree: The keys that each token attends to. None: there are no draft trees.
     """
 
@@ -60,22 +60,22 @@ class HostBatch:
 
     @property
     def is_decode(self) -> bool:
-        """True if each sequence runs one token and has an output after it, without copies and draft trees."""
+        """True if each sequence runs one token that has an output, and there are neither copies nor draft trees."""
         tokens = len(self.token_ids)
         single = len(self.sampled_rows) == tokens == len(self.query_lens)
         return single and self.copies is None and self.tree is None
 
     @property
     def table_rows(self) -> Longs:
-        """The row of each sequence in the array of block tables, [S].
+        """The row of each sequence in the arrays of block tables, [S].
 
-        The array object is the same in steps that run the same sequences.
+        Steps that run the same sequences have the same array object, so it can be compared by identity.
         """
         return self.tables[0].rows
 
     @property
     def parts(self) -> list[Longs]:
-        """The copies of partial blocks of each cache group, or an empty list if nothing is copied.
+        """The copies of partial blocks, as an array per cache group; an empty list if nothing is copied.
 
         Each array is [n, 4]: source block, target block, first slot, end.
         """
@@ -93,15 +93,15 @@ class HostBatch:
         token_types: Tensor | None = None,
         adapters: Tensor | None = None,
     ) -> list[AttentionInputs]:
-        """Return the attention inputs of each cache group, from device copies of this object's arrays.
+        """Return the attention inputs of each cache group, made of device tensors with this object's arrays.
 
         Args:
-            tables: The block tables of S sequences, [S, max blocks] per cache group.
-            positions: The positions of T tokens, [T].
-            slots: The KV cache slots, [T] per cache group.
-            parts: The copies of partial blocks, [n, 4] per cache group. Empty without copies.
-            token_types: The token types, [T].
-            adapters: The adapter slots of the tokens, [T].
+            tables: [S, max blocks] per cache group, the block tables of the S sequences.
+            positions: [T], the positions of the T tokens.
+            slots: [T] per cache group, the KV cache slots.
+            parts: [n, 4] per cache group, the copies of partial blocks. Empty without copies.
+            token_types: [T], the token types. None: all are 0.
+            adapters: [T], the adapter slots of the tokens. None: no token has an adapter.
         """
         assert (token_types is None) == (self.token_types is None), "token types are missing"
         assert (adapters is None) == (self.adapters is None), "adapters are missing"
@@ -125,12 +125,12 @@ class HostBatch:
         ]
 
     def later(self, ahead: Ints, block_size: int) -> HostBatch:
-        """Return a later decode step of the same S sequences. The previous step samples its input tokens.
+        """Return the inputs of a later decode step of the same launch. The device knows the step's input tokens.
 
         Args:
             ahead: [S], the number of tokens by which each sequence is longer than in this step. Its block table must
                 have the blocks of these tokens already.
-            block_size: Tokens per block.
+            block_size: The number of tokens per block.
         """
         contexts = np.array(self.context_lens) + ahead
         at, inside = np.divmod(contexts - 1, block_size)
@@ -145,9 +145,9 @@ class HostBatch:
         )
 
     def part(self, first: int, end: int) -> HostBatch:
-        """Return the micro-batch of the step's tokens with the indices [first, end).
+        """Return the micro-batch that runs the step's tokens with the indices [first, end).
 
-        The copies of a sequence's partial block belong to the micro-batch with the sequence's first token.
+        The copies of a sequence's partial block belong to the micro-batch that runs the sequence's first token.
         """
         ends = list(accumulate(self.query_lens))
         low, high = bisect_right(ends, first), bisect_left(ends, end) + 1
@@ -182,12 +182,6 @@ class HostBatch:
         return own if own is not None and own.any() else None
 
     def _copies_of(self, chunks: list[int], low: int) -> Ints | None:
-        """Return the copies of some sequences, or None if they have none.
-
-        Args:
-            chunks: The indices of the sequences in this step.
-            low: Subtracted from the index of each sequence.
-        """
         if self.copies is None:
             return None
         own = self.copies[np.isin(self.copies[:, 0], chunks)]
@@ -206,13 +200,13 @@ def _awaited_in(awaited: Awaited | None, first: int, end: int, tokens: int) -> A
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The device tensors that the model reads in one step.
+    """The inputs of a step as tensors on the device.
 
     Attributes:
-        token_ids: int64 [T].
+        token_ids: int64 [T], the token ids.
         inputs: The attention inputs per cache group.
-        sampled_rows: int64 [n], indices of the tokens after which the step has an output, such as a sampled token.
-        sampling: How the tokens and outputs of the n sampled rows are computed.
+        sampled_rows: int64 [n], the indices of the tokens that have an output, such as a sampled token.
+        sampling: The outputs of the n sampled rows, and how tokens are chosen.
     """
 
     token_ids: Tensor
@@ -222,11 +216,11 @@ class Batch:
 
 
 class RanStep(NamedTuple):
-    """The hidden states of a step. They are valid until the next step is launched.
+    """The hidden states that a step computed. They are valid until the next step is launched.
 
     Attributes:
-        hidden: The hidden states of the step's T tokens, then of padding, [at least T, hidden].
-        sampled: The hidden states after which the step has an output, such as a sampled token, [n, hidden].
+        hidden: [at least T, hidden], the states of the step's T tokens, then of padding tokens.
+        sampled: [n, hidden], the states of the tokens that have an output, such as a sampled token.
         padded: The number of padding tokens that were computed.
     """
 

@@ -16,10 +16,10 @@ from batchinfer.models.spec.spec import Caches, CacheSpec
 
 @contextmanager
 def out_of_memory_errors() -> Iterator[None]:
-    """Return a context that converts any error about exhausted device memory to torch.OutOfMemoryError.
+    """Return a context that converts all errors about exhausted device memory to torch.OutOfMemoryError.
 
-    The driver, Triton and CUDA libraries raise errors of their own. If a CUDA graph is being captured, the error about
-    memory may only be the cause of another error.
+    The driver, Triton and CUDA libraries raise other types of errors. If a CUDA graph is being captured, the error
+    about memory may only be the cause of another error.
     """
     try:
         yield
@@ -32,7 +32,11 @@ def out_of_memory_errors() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error, or an error in its chain of causes and contexts, is about exhausted memory."""
+    """Return True if an error, or an error that caused it, is about exhausted memory.
+
+    Args:
+        error: The error. All its causes and contexts are checked, too.
+    """
     return any(map(_says_so, _chain(error)))
 
 
@@ -48,13 +52,13 @@ def _says_so(error: BaseException) -> bool:
 
 
 def block_bytes(ops: Ops, caches: Caches, layout: CacheLayout, itemsize: int) -> int:
-    """Return the bytes of one KV cache block.
+    """Return the number of bytes of one KV cache block.
 
     Args:
         ops: The operators, which may round up sizes.
         caches: The cache of each layer, or None for layers without attention.
         layout: The layout of the KV cache.
-        itemsize: The bytes per value of the model's dtype.
+        itemsize: The number of bytes per value of the model's dtype.
     """
     return ops.block_bytes(_of_a_block(caches, layout), layout.block_size, itemsize)
 
@@ -67,10 +71,10 @@ def allocate_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[LayerCache]:
-    """Allocate the KV cache and return the cache of each layer with attention.
+    """Allocate the KV cache, and return the cache of each layer with attention.
 
-    Layers that read the keys and values of another layer get the same cache object. Cache groups share the tensors and
-    use different blocks of them.
+    A layer that shares the keys and values of another layer gets the same cache object. All cache groups have the same
+    tensors but use different blocks of them.
 
     Args:
         ops: The operators, which allocate zero-filled tensors.
@@ -92,6 +96,5 @@ def allocate_caches(
 
 
 def _of_a_block(caches: Caches, layout: CacheLayout) -> list[CacheSpec]:
-    """Return the caches of the layers that share a block: the layers of the largest cache group."""
     largest = max(layout.groups, key=lambda group: len(group.layers))
     return [cache for layer in largest.layers if (cache := caches[layer]) is not None]

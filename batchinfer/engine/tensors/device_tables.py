@@ -17,10 +17,10 @@ from batchinfer_kernels.step_tables import StepTables
 
 
 class DeviceTables:
-    """A device copy of the block tables of all running sequences, updated before each step.
+    """A copy, on the device, of the block tables of all running sequences. Changed entries are sent before each step.
 
-    The tables of a step's sequences are gathered from the copy on the device, so the work of the host does not grow
-    with the lengths of contexts.
+    The tables of a step are gathered on the device, so the work of the host does not grow with the lengths of
+    contexts.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class DeviceTables:
         self.changes = 0  # incremented by each update
 
     def refresh(self, rows: TableRows, device: torch.device) -> None:
-        """Copy the table entries to the device that were written since the last call.
+        """Send the entries of block tables to the device that were written since the last call.
 
         Args:
             rows: The block tables on the host. Their entries are marked as sent.
@@ -51,11 +51,11 @@ class DeviceTables:
         rows.sent()
 
     def of(self, tables: Seq[StepTables], rows: Tensor) -> list[Tensor]:
-        """Gather the block tables of a step on the device.
+        """Return the block tables of a step's sequences, gathered on the device.
 
         Args:
             tables: The block tables of the step's sequences on the host, per cache group.
-            rows: int64 [n] on the device, the table row of each sequence, and any row for each padding row.
+            rows: int64 [n] on the device, the table row of each sequence. Padding rows may have any table row.
 
         Returns:
             int32 [n, blocks of the longest sequence] per cache group.
@@ -64,7 +64,7 @@ class DeviceTables:
         return [kept[:, : own.width].index_select(0, rows) for kept, own in each]
 
     def write(self, views: Seq[Tensor], tables: Seq[StepTables], rows: Tensor) -> None:
-        """Copy the block tables of a step into the first columns of other device tensors.
+        """Copy the block tables of a step's sequences into the first columns of given device tensors.
 
         Args:
             views: The tensors to write, [n, at least the blocks of the longest sequence] per cache group.
@@ -77,7 +77,7 @@ class DeviceTables:
 
 @dataclass(slots=True, eq=False)
 class _Laid:
-    """The block tables that the tensors of the graphs currently contain.
+    """The block tables that the tensors of the graphs contain at present.
 
     Attributes:
         size: The size of the graph for which they were written.
@@ -93,9 +93,9 @@ class _Laid:
 
 
 class GraphTables:
-    """The tensors from which CUDA graphs read block tables.
+    """The device tensors from which CUDA graphs read block tables.
 
-    All graph sizes share the tensors, which are filled before each replay.
+    Graphs of all sizes have the same tensors, which are filled before each replay.
     """
 
     def __init__(self, groups: int, entries: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class GraphTables:
 
         Args:
             groups: The number of cache groups.
-            entries: The number of table entries of the largest graph size: rows times blocks per row.
+            entries: The number of table entries of the largest graph: number of rows times blocks per row.
             device: The device of the tensors.
         """
         self._flat = [torch.zeros(entries, dtype=torch.int32, device=device) for _ in range(groups)]
@@ -115,19 +115,22 @@ class GraphTables:
         return self._flat[0].device
 
     def views(self, size: GraphSize) -> list[Tensor]:
-        """Return the tensors that graphs of a size read: [rows, blocks] per cache group, views of shared memory."""
+        """Return the tensors that graphs of a size read, [rows, blocks] per cache group.
+
+        They are views of memory that all sizes share.
+        """
         rows, blocks = size.rows, size.blocks(size.longest)
         return [flat[: rows * blocks].view(rows, blocks) for flat in self._flat]
 
     def fill(self, size: GraphSize, tables: Seq[StepTables], kept: DeviceTables) -> list[Tensor]:
         """Write the block tables of a step into the tensors that graphs of a size read.
 
-        Padding rows get table row 0. Nothing is written if the tables have not changed since the last call.
+        Padding rows get table row 0. Nothing is written if the tensors contain these block tables already.
 
         Args:
             size: The size of the graph.
             tables: The block tables of the step's sequences on the host, per cache group.
-            kept: The block tables on the device, with all entries of the step.
+            kept: The block tables on the device, with all entries that the step needs.
 
         Returns:
             The tensors, [rows, blocks] per cache group.

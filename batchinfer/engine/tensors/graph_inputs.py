@@ -21,12 +21,12 @@ class GraphSize:
     """The size of a CUDA graph of a decode step.
 
     Attributes:
-        rows: The tokens of the step, padding included. There is a block table for each row: a padding row is a sequence
-            without a context.
-        longest: The longest context in tokens.
-        block_size: Tokens per KV cache block.
-        padding_slot: The KV cache slot that receives the keys and values of padding rows.
-        adapted: True if rows may have adapters.
+        rows: The number of tokens of the step, padding included. Each has a block table: a padding token counts as a
+            sequence without a context.
+        longest: The maximum context length in tokens.
+        block_size: The number of tokens per KV cache block.
+        padding_slot: The KV cache slot that receives the keys and values of padding tokens.
+        adapted: True if rows may have LoRA adapters.
         queries: The maximum number of tokens per sequence; more than 1 for steps that verify drafts.
     """
 
@@ -38,12 +38,12 @@ class GraphSize:
     queries: int = 1
 
     def blocks(self, tokens: int) -> int:
-        """Return the number of KV cache blocks of a sequence of `tokens` tokens."""
+        """Return the number of KV cache blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
 
     @property
     def table_entries(self) -> int:
-        """The number of block table entries of all rows, padding included."""
+        """The total number of block table entries of all rows, padding included."""
         return self.rows * self.blocks(self.longest)
 
 
@@ -53,7 +53,8 @@ class GraphInputs:
 
     Attributes:
         size: The size of the graph.
-        lines: Tensors of [size.rows] each: token ids, positions, slots per cache group, and adapters if `size.adapted`.
+        lines: Tensors of [size.rows] each: token ids, positions, slots per cache group, and adapter slots if
+            `size.adapted`.
     """
 
     size: GraphSize
@@ -61,7 +62,7 @@ class GraphInputs:
 
     @classmethod
     def of(cls, batch: HostBatch, size: GraphSize, device: torch.device) -> GraphInputs:
-        """Allocate device tensors for a graph size and copy the inputs of the step `batch` into them."""
+        """Allocate device tensors for graphs of a size, and copy the inputs of the step `batch` into them."""
         return cls(size, Upload(_lines(batch, size), device))
 
     @property
@@ -77,8 +78,8 @@ class GraphInputs:
         """Return the attention inputs of each cache group.
 
         Args:
-            batch: The step whose inputs the device tensors contain.
-            tables: The padded block tables of each cache group, [rows, blocks].
+            batch: The step whose inputs were copied to the device tensors.
+            tables: [rows, blocks] per cache group, the padded block tables.
         """
         _, positions, *slots = self.lines.tensors
         adapters = slots.pop() if self.size.adapted else None
@@ -111,7 +112,13 @@ def _lines(batch: HostBatch, size: GraphSize) -> list[NDArray[Any]]:
 
 
 def pad_array(values: NDArray[Any], shape: tuple[int, ...], filling: int = 0) -> NDArray[Any]:
-    """Return an array padded with `filling` at the end of each axis to `shape`, or unchanged if it has that shape."""
+    """Return an array that is padded at the end of each axis. An array that has the shape already is returned itself.
+
+    Args:
+        values: The array.
+        shape: The shape of the result.
+        filling: The value of the padding.
+    """
     if values.shape == shape:
         return values
     padded = np.full(shape, filling, values.dtype)  # np.pad takes ten times as long

@@ -28,20 +28,22 @@ CAPTURE_AT_USE = 3
 
 
 def kept_rows(max_num_seqs: int) -> int:
-    """Return the maximum number of hidden states to keep for draft heads, for two steps with drafts.
+    """Return the maximum number of hidden states that are stored for draft heads: the states of two steps with drafts.
 
     Args:
-        max_num_seqs: Maximum running sequences of the engine.
+        max_num_seqs: Maximum number of running sequences of the engine.
     """
     return KEPT_STEPS * (max_num_seqs + max(MIN_SAMPLED_ROWS, max_num_seqs))
 
 
 def batch_sizes(most: int, parts: int = PARTS) -> list[int]:
-    """Return the batch sizes for CUDA graphs, ascending: 1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … `most`.
+    """Return the batch sizes for which CUDA graphs are captured, ascending.
+
+    With the default for `parts`, they are 1, 2, 4, 8, 16, 24, … 256, 272, … 512, 544, … `most`.
 
     Args:
         most: The largest batch size.
-        parts: The number of sizes per power of two, for large sizes.
+        parts: The number of sizes between a power of two and the next one, for large sizes.
     """
     sizes, size = [], 1
     while size < most:
@@ -56,8 +58,8 @@ class GraphSteps:
     """The maximum sizes of decode steps that are replayed as one CUDA graph.
 
     Attributes:
-        rows: The tokens, one per sequence, of the largest step without drafts.
-        drafted: The tokens of the largest step with drafts, or 0 if steps with drafts have no graphs.
+        rows: The number of tokens, one per sequence, of the largest step without drafts.
+        drafted: The number of tokens of the largest step with drafts, or 0 if steps with drafts have no graphs.
     """
 
     rows: int
@@ -65,14 +67,15 @@ class GraphSteps:
 
     @property
     def most_drafts(self) -> int | None:
-        """The maximum number of drafts per sequence in a step with a graph, or None if no such step has a graph."""
+        """The maximum number of drafts per sequence in a captured step, or None if steps with drafts have no graphs."""
         return DRAFT_QUERIES[-1] - 1 if self.drafted else None
 
     def padded(self, tokens: int, drafts: bool) -> int:
         """Return the number of tokens that a step computes, padding included.
 
         Args:
-            tokens: The step's tokens without padding. A step that is too large for a graph is not padded.
+            tokens: The number of tokens of the step without padding. A step that is too large for a graph is not
+                padded.
             drafts: True if the step verifies drafts.
         """
         most = self.drafted if drafts else self.rows
@@ -83,10 +86,10 @@ class GraphSteps:
 
 
 def context_bound(longest: int, most: int) -> int:
-    """Return the context length for which a step's attention is captured: 1,024, 4,096, 16,384, … tokens.
+    """Return the context length for which the attention of a step is captured: 1,024, 4,096, 16,384, … tokens.
 
     Args:
-        longest: The longest context of the step in tokens, which the result must reach.
+        longest: The longest context of the step in tokens. The result is at least this length.
         most: The maximum result.
     """
     bound = MIN_CONTEXT_BOUND

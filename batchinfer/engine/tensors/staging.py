@@ -17,9 +17,9 @@ _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "
 
 
 class Upload:
-    """Tensors that are filled from numpy arrays in one asynchronous transfer from pinned memory.
+    """Device tensors that are filled from numpy arrays, in one asynchronous transfer from pinned memory.
 
-    The caller may modify its arrays as soon as a call returns, also if the device is a CPU.
+    The caller may modify its arrays as soon as a call returns, even if the device is a CPU.
 
     Args:
         arrays: The arrays to copy: int32, int64, float32 or float64.
@@ -35,7 +35,7 @@ class Upload:
         ]
 
     def refill(self, arrays: Arrays) -> None:
-        """Overwrite the tensors with the values of other arrays, after all work queued so far.
+        """Overwrite the device tensors with the values of other arrays, after all work that is queued so far.
 
         Raises:
             ValueError: If shapes or dtypes differ from the first arrays.
@@ -75,7 +75,7 @@ def _viewed(flat: Tensor, place: int, array: NDArray[Any]) -> Tensor:
 
 
 class Download:
-    """Copies device tensors to the host asynchronously. The copies are queued at creation."""
+    """Copies device tensors to the host asynchronously. Creating the object queues the copies."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -85,7 +85,7 @@ class Download:
             self._event.record()
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Wait for the copies, but not for work queued after them, and return an array per tensor."""
+        """Wait for the copies, but not for work that was queued after them, and return an array per tensor."""
         if self._event is not None:
             self._event.synchronize()
         return [tensor.numpy() for tensor in self._host]

@@ -16,15 +16,16 @@ from batchinfer_kernels.draft_tree import TreeMask
 
 @dataclass(slots=True)
 class StepState:
-    """Converts step plans to complete inputs of a step.
+    """Converts step plans to the complete inputs of steps.
 
-    A plan omits parts that are the same as in the previous plan, so this object keeps the sequences, block tables and
-    sampling arguments of the newest plan.
+    A plan omits what has not changed since the previous plan. So this object stores the sequences, block tables and
+    sampling parameters of the newest plan.
 
     Attributes:
-        first_block: The number in the KV cache of the block that plans call 0. Earlier blocks belong to other engines.
+        first_block: The number of the first KV cache block that the engine uses. Plans count blocks from 0, so it is
+            added. The blocks before it belong to other engines.
         tables: The block tables of the running sequences.
-        adapters: Assigns adapters to slots on the device.
+        adapters: Assigns LoRA adapters to slots on the device.
     """
 
     first_block: int = 0
@@ -41,7 +42,7 @@ class StepState:
         self.tables = TableRows(self.first_block)
 
     def batch(self, plan: StepPlan, layout: CacheLayout) -> HostBatch:
-        """Return the complete inputs of a step as arrays on the host. Must be called once per plan, in order.
+        """Return the complete inputs of a step as arrays on the host. It must be called once per plan, in order.
 
         Args:
             plan: The plan of the step.
@@ -87,13 +88,11 @@ class StepState:
         )
 
     def _placed(self, copies: Ints | None) -> Ints | None:
-        """Return the copies of partial blocks, with block numbers of plans replaced by block numbers of the cache."""
         if copies is None or not self.first_block:
             return copies
         return copies + np.array([0, 0, self.first_block, self.first_block, 0, 0], np.int32)
 
     def _with_draws(self, sampling: SamplingPlan) -> SamplingPlan:
-        """Return a sampling plan with its fixed sampling arguments, which plans omit if they are unchanged."""
         drawn = sampling.drawn
         if drawn is None:
             return sampling
@@ -111,8 +110,8 @@ def _tree(positions: Longs, bits: Ints) -> TreeMask:
     A node attends to all keys up to the last token before its tree, to its ancestors and to itself.
 
     Args:
-        positions: The position of each of the T tokens in its sequence, [T].
-        bits: The ancestor bits of tree nodes, [T]; 0 for other tokens.
+        positions: [T], the position of each of the T tokens in its sequence.
+        bits: [T], for each node, a bit set of the node and its ancestors; 0 for other tokens.
     """
     nodes = bits != 0
     before = np.where(nodes, -1, positions)
@@ -122,10 +121,4 @@ def _tree(positions: Longs, bits: Ints) -> TreeMask:
 
 
 def _types(positions: Longs, second: Ints) -> Longs:
-    """Return the type of each of T tokens, 0 or 1.
-
-    Args:
-        positions: The position of each token in its sequence, [T].
-        second: The first position with type 1 in the token's sequence, [T]. 0: all tokens have type 0.
-    """
     return ((second > 0) & (positions >= second)).astype(np.int64)

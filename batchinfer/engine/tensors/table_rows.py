@@ -17,7 +17,8 @@ class TableRows:
     """The block tables of the running sequences on the host: an array per cache group, with a row per sequence.
 
     Args:
-        first_block: The number in the KV cache of the block that plans call 0. It is added to all entries.
+        first_block: The number of the first KV cache block that the engine uses. Plans count blocks from 0, so it is
+            added to all entries.
     """
 
     def __init__(self, first_block: int = 0) -> None:
@@ -25,13 +26,13 @@ class TableRows:
         self._groups: list[_GroupRows] = []
 
     def take(self, changes: Seq[TableChanges], rows: Longs) -> list[StepTables]:
-        """Apply the changes of a plan, and return the block tables of the plan's sequences per cache group.
+        """Apply the changes of a step plan, and return the block tables of the plan's sequences per cache group.
 
-        The result is valid until the next call. Entries of blocks before a sliding window may be outdated.
+        The result is valid until the next call. Entries of blocks that are before a sliding window may be outdated.
 
         Args:
             changes: The changed entries per cache group.
-            rows: The row of each of the plan's S sequences, [S].
+            rows: [S], the row of each of the plan's S sequences.
         """
         self._groups += [_GroupRows(self._first_block) for _ in range(len(self._groups), len(changes))]
         return [kept.take(own, rows) for kept, own in zip(self._groups, changes, strict=True)]
@@ -40,12 +41,13 @@ class TableRows:
         """Return the entries that were written since the last call of `sent`, per cache group.
 
         Returns:
-            The indices of the entries in the flattened array of the group, and their values, both [n].
+            Two arrays [n] per group: the indices of the entries in the flattened array of block tables, and their
+            values.
         """
         return [kept.unsent() for kept in self._groups]
 
     def sent(self) -> None:
-        """Mark all entries as sent to the device."""
+        """Mark all entries as sent to the device, so that `unsent` does not return them again."""
         for kept in self._groups:
             kept.written = []
 
@@ -83,7 +85,6 @@ class _GroupRows:
         self.written.append((row_of, columns, blocks))
 
     def _make_room(self, rows: int, blocks: int) -> None:
-        """Grow the array if it is too small: to at least twice its rows, and to twice `blocks` columns."""
         old_rows, old_blocks = self.kept.shape
         if rows <= old_rows and blocks <= old_blocks:
             return
