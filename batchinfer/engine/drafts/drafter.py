@@ -74,8 +74,8 @@ class CostedDrafter:
         looks_ahead: True if the host prepares a step while the previous step runs. The next drafts of a row are then
             known too late for the following step. The row misses that step, unless the step is delayed.
         clock: Returns the time in seconds.
-        model: The draft model, or None. A row with a good proposal from `sources` is not queried for. For other rows,
-            the model is queried if the expected gain exceeds the time it takes.
+        model: The draft model, or None. It proposes tokens for rows without a good proposal from `sources`, if the
+            expected gain exceeds the time that it takes.
         most_drafts: Maximum number of drafts per row and step. None: 24.
     """
 

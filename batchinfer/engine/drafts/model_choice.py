@@ -38,9 +38,9 @@ class ModelChoice:
 
     @property
     def prior(self) -> Proposal:
-        """An empty proposal with the match length that the draft model's proposals count as.
+        """An empty proposal, by which the acceptance rate of the draft model's tokens is looked up.
 
-        It serves to look up the acceptance rate of the draft model's tokens before it has proposed any.
+        Its match length is the length that proposals of the draft model count as.
         """
         return Proposal((), _PRIOR_MATCH)
 

@@ -146,10 +146,11 @@ class DecodeGraphs:
         self.capture_s = 0.0  # time of all captures in seconds, failed ones included
 
     def end_warm_up(self) -> None:
-        """Record that the warm-up before a job is over, in which a kind of step is captured when it first occurs.
+        """End the warm-up of the job, so that graphs are captured less readily.
 
-        Afterwards, a kind of step (a padded size with its attention plan) is captured when it occurs for the third
-        time. A capture takes the time of many steps, and some kinds never occur again.
+        During the warm-up, a kind of step (a padded size with its attention plan) is captured when it first occurs.
+        Afterwards, it is captured when it occurs for the third time. A capture takes the time of many steps, and some
+        kinds never occur again.
         """
         self._first = CAPTURE_AT_USE
 

@@ -73,10 +73,11 @@ class BlockPool:
 
     Blocks are numbered from 0. A block is in one of three states: used (block tables refer to it), cached (no table
     refers to it, but a waiting sequence reserves its content) or free. A content is a digest of the tokens of a block
-    and of all tokens before. A waiting sequence reserves the contents of the blocks that it can share. If it will copy
-    the first tokens of a block, it reserves the content of that block, too, as a partial block. If no block is free,
-    cached blocks are evicted. The block with the latest next use is evicted first; among equal ones, a block is
-    evicted before its prefix.
+    and of all tokens before.
+
+    A waiting sequence reserves the contents of the blocks that it can share. If it will copy the first tokens of a
+    block, it reserves the content of that block, too, as a partial block. If no block is free, cached blocks are
+    evicted. The block that is needed last is evicted first, and a block is evicted before its prefix.
 
     Each cache group may have a block with the same content: keys and values of the same tokens in other layers. A
     reservation applies to the blocks of all groups.

@@ -37,7 +37,7 @@ class ProposerMemory(Protocol):
         """
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the number of bytes, besides weights, that do not depend on the number of KV cache blocks.
+        """Return the number of bytes that are needed independent of the number of KV cache blocks, without weights.
 
         Args:
             block_size: The number of tokens per block.

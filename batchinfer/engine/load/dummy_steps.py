@@ -124,7 +124,7 @@ class DummySteps:
 
     @property
     def costly(self) -> SamplingParams:
-        """The sampling parameters of a row of the job that take the most memory."""
+        """Sampling parameters that take the most memory, with the log-probabilities that rows of the job request."""
         return replace(COSTLY, logprobs=self.logprobs, adapter=self.adapter)
 
     @property

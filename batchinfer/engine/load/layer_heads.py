@@ -53,7 +53,7 @@ class LoadedLayer(LoadedHeads):
         return self.stored.weight_bytes(self.arithmetic.dtype.itemsize)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the number of bytes that the head needs per block of the KV cache.
+        """Return the number of bytes that the draft head needs per block of the KV cache.
 
         They hold the head's own keys and values, and the hidden states of the target model that the head reads.
 
@@ -65,7 +65,7 @@ class LoadedLayer(LoadedHeads):
         return own + block_size * spec.hidden * itemsize
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the number of bytes of the KV cache blocks that only the head has.
+        """Return the number of bytes of the KV cache blocks that only the draft head has.
 
         Proposed tokens are written to them if the blocks of their sequence are full.
 
@@ -76,7 +76,7 @@ class LoadedLayer(LoadedHeads):
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a copy of the target model's runner whose model also stores the hidden states that the head reads.
+        """Return a copy of the target model's runner whose model also stores hidden states for the draft head.
 
         Args:
             own: The runner of the target model.
@@ -99,7 +99,7 @@ class LoadedLayer(LoadedHeads):
         return replace(own, model=watched)
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, DraftModelRunner]:
-        """Allocate the head's KV cache, and return the runner of the target model and the runner of the head.
+        """Allocate the KV cache of the draft head, and return the runners of the target model and of the head.
 
         Args:
             model: The target model with its KV cache.

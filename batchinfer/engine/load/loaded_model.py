@@ -144,7 +144,7 @@ class LoadedHeads(ABC):
         """The number of bytes of the draft heads' weights."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the number of bytes that the heads need per block of the target model's KV cache; 0 by default.
+        """Return the number of bytes that the draft heads need per block of the target model's KV cache; 0 by default.
 
         Args:
             block_size: The number of tokens per block.
@@ -152,9 +152,9 @@ class LoadedHeads(ABC):
         return 0
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the number of bytes, besides weights, that do not depend on the number of KV cache blocks.
+        """Return the number of bytes that the draft heads need independent of the number of KV cache blocks.
 
-        It is 0 by default.
+        The weights are not included. The result is 0 by default.
 
         Args:
             block_size: The number of tokens per block.
@@ -163,7 +163,7 @@ class LoadedHeads(ABC):
         return 0
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a copy of the target model's runner whose model also stores the hidden states that the heads read.
+        """Return a copy of the target model's runner whose model also stores the hidden states that draft heads read.
 
         By default, the runner itself is returned, for heads that do not need the hidden states of all cached tokens.
 

@@ -93,7 +93,7 @@ class Drafting:
 
         Args:
             running: The running sequences.
-            waiting: False to mark no sequences.
+            waiting: True if sequences may skip a step. If False, no sequence is marked.
 
         Returns:
             True if any sequence has drafts.

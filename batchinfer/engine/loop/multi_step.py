@@ -38,7 +38,7 @@ class MultiStepDecoding:
         self._launches_without_drafts = 0  # remaining launches in which no row may be held
 
     def record_tokens(self, tokens: int, ended: int) -> None:
-        """Update the mean output length, from which the loss by tokens after the end of an answer is estimated.
+        """Update the mean output length, which decides how many tokens are computed in vain after the end of answers.
 
         Args:
             tokens: The number of tokens that a launch generated.
@@ -71,8 +71,8 @@ class MultiStepDecoding:
             cached: The number of tokens in the KV cache that each step reads.
 
         Returns:
-            The number of steps. It is 1 if the times of the device are unknown, or if several steps gain less than 5
-            %.
+            The number of steps. It is 1 if several steps gain less than 5 %, or if the times of the device are
+            unknown.
         """
         if not self._costs.weights_s:
             return 1

@@ -49,32 +49,31 @@ class PendingStep:
         return self._ran.collective_s
 
     def tokens(self) -> list[list[int]]:
-        """Return the newly sampled tokens of each chunk after which tokens are sampled, in order."""
+        """Return a list of sampled tokens for each sequence that gets tokens, in the order of the step's plan."""
         return self._ran.tokens()
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of newly sampled tokens, for chunks that request them.
+        """Return the log-probabilities of the sampled tokens, for sequences that request them.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled.
+        A key is the index of a sequence among all sequences that get tokens.
         """
         return self._ran.logprobs()
 
     def states(self) -> Mapping[int, States]:
-        """Return the hidden states of chunks that request them.
+        """Return the hidden states of sequences that request them.
 
-        A key is the index of a chunk among the chunks that request hidden states.
+        A key is the index of a sequence among the sequences that request hidden states of this step.
         """
         return self._ran.states()
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of given tokens (continuations or prompts) that the step's plan asks for."""
+        """Return the log-probabilities of given tokens (of continuations or prompts) that the step's plan asks for."""
         return self._ran.scores()
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return for each newly sampled token True if the token mask forbade the most likely token.
+        """Return for each sampled token True if the token mask forbade the most likely token.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
-        value.
+        A key is the index of a sequence among all sequences that get tokens. Only sequences with a mask have a value.
         """
         return self._ran.barred()
 

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 class DeviceRun:
     """A step that was launched on a GPU, and whose results are being copied to the host.
 
-    A row is a token of the step for which the step has an output, such as a sampled token.
+    A row is a token of the step that has an output, such as a sampled token.
 
     Attributes:
         download: The copy of tokens, log-probabilities, hidden states, masks and scores. None: the step has no
@@ -59,7 +59,7 @@ class DeviceRun:
         plan: The plan of the step.
         logprob_rows: For each micro-batch with log-probabilities: the index of its first row among all rows of the
             step that get tokens, and its log-probabilities.
-        masked_rows: For each micro-batch with masks: the same index, and its masked rows.
+        masked_rows: For each micro-batch with token masks: the same index, and its rows with masks.
         state_rows: The hidden states of each micro-batch that returns any.
         scored_batches: The number of micro-batches that compute log-probabilities of given tokens.
         collective_s: Always None: collectives are not timed on a GPU.
@@ -76,19 +76,16 @@ class DeviceRun:
     collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the step, and return the newly sampled tokens of each chunk, in order.
-
-        Chunks after which no token is sampled are left out.
-        """
+        """Wait for the step, and return a list of sampled tokens for each sequence that gets tokens, in order."""
         if self.download is None:
             return []
         tokens: list[int] = self.download.arrays()[0].tolist()
         return tokens_of_chunks(tokens, self.plan, rows_of_chunks(tokens, self.plan))
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Wait for the step, and return the log-probabilities of newly sampled tokens, for chunks that request them.
+        """Wait for the step, and return the log-probabilities of the sampled tokens, for sequences that request them.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled.
+        A key is the index of a sequence among all sequences that get tokens.
         """
         if self.download is None or not self.logprob_rows:
             return {}
@@ -99,11 +96,11 @@ class DeviceRun:
         return logprobs_of_chunks(found, self._rows())
 
     def states(self) -> Mapping[int, States]:
-        """Wait for the step, and return the hidden states of chunks that request them.
+        """Wait for the step, and return the hidden states of sequences that request them.
 
         Returns:
-            [n, hidden], or their sum, [1, hidden]. A key is the index of a chunk among the chunks that request hidden
-            states.
+            [n, hidden], or their sum, [1, hidden]. A key is the index of a sequence among the sequences that request
+            hidden states of this step.
         """
         if self.download is None or not self.state_rows:
             return {}
@@ -114,8 +111,7 @@ class DeviceRun:
     def barred(self) -> Mapping[int, Sequence[bool]]:
         """Wait for the step, and return for each sampled token True if the token mask forbade the most likely token.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
-        value.
+        A key is the index of a sequence among all sequences that get tokens. Only sequences with a mask have a value.
         """
         if self.download is None or not self.masked_rows:
             return {}
@@ -135,7 +131,7 @@ class DeviceRun:
     def scores(self) -> TokenScores:
         """Wait for the step, and return the log-probabilities of given tokens that the step's plan asks for.
 
-        Given tokens are tokens of prompts or of continuations.
+        Given tokens are tokens of continuations or prompts, in contrast to sampled tokens.
         """
         if self.download is None or not self.scored_batches:
             return TokenScores.joined([])
@@ -164,7 +160,7 @@ class RepeatedRun:
     collective_s: None = None
 
     def tokens(self) -> list[list[int]]:
-        """Wait for the steps, and return a list of new tokens per sequence, in the order of the steps."""
+        """Wait for the steps, and return a list of sampled tokens per sequence, in the order of the steps."""
         rows: list[list[int]] = self.download.arrays()[0].reshape(-1, len(self.repeats)).T.tolist()
         for place in np.flatnonzero(self.repeats < len(rows[0])).tolist():
             del rows[place][self.repeats[place] :]

@@ -117,13 +117,14 @@ class RunnerOutput:
     """The results of a finished step.
 
     Attributes:
-        next_tokens: The newly sampled tokens of each chunk after which tokens are sampled, in order.
+        next_tokens: A list of sampled tokens for each sequence that gets tokens, in the order of the step's plan.
         padded_tokens: The number of positions that were computed only because the step was padded.
-        next_logprobs: The log-probabilities of new tokens, by the index of the chunk in `next_tokens`.
-        next_barred: By the same index, for each new token: True if the token mask forbade the most likely token.
+        next_logprobs: The log-probabilities of sampled tokens, by the index of the sequence in `next_tokens`.
+        next_barred: By the same index, for each sampled token: True if the token mask forbade the most likely token.
         launch: How the step was launched on a GPU, or None on a CPU.
-        asked_states: The requested hidden states, by the index of the chunk among the chunks that request them.
-        token_scores: The log-probabilities of given tokens (continuations or prompts) that the step's plan asks for.
+        asked_states: The requested hidden states, by the index of the sequence among the sequences that request them.
+        token_scores: The log-probabilities of given tokens (of continuations or prompts) that the step's plan asks
+            for.
         collective_s: The seconds spent in collectives, or None if there are none or they are not timed.
     """
 
@@ -137,32 +138,31 @@ class RunnerOutput:
     collective_s: float | None = None
 
     def tokens(self) -> list[list[int]]:
-        """Return the newly sampled tokens of each chunk after which tokens are sampled, in order."""
+        """Return a list of sampled tokens for each sequence that gets tokens, in the order of the step's plan."""
         return self.next_tokens
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of newly sampled tokens, for chunks that request them.
+        """Return the log-probabilities of the sampled tokens, for sequences that request them.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled.
+        A key is the index of a sequence among all sequences that get tokens.
         """
         return self.next_logprobs
 
     def states(self) -> Mapping[int, States]:
-        """Return the hidden states of chunks that request them.
+        """Return the hidden states of sequences that request them.
 
-        A key is the index of a chunk among the chunks that request hidden states.
+        A key is the index of a sequence among the sequences that request hidden states of this step.
         """
         return self.asked_states
 
     def scores(self) -> TokenScores:
-        """Return the log-probabilities of given tokens (continuations or prompts) that the step's plan asks for."""
+        """Return the log-probabilities of given tokens (of continuations or prompts) that the step's plan asks for."""
         return self.token_scores
 
     def barred(self) -> Mapping[int, Seq[bool]]:
-        """Return for each newly sampled token True if the token mask forbade the most likely token.
+        """Return for each sampled token True if the token mask forbade the most likely token.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
-        value.
+        A key is the index of a sequence among all sequences that get tokens. Only sequences with a mask have a value.
         """
         return self.next_barred
 

@@ -27,10 +27,7 @@ class StepLaunch(NamedTuple):
 
 
 class Launched(Protocol):
-    """A step that was launched and may still be running. Its methods wait for the results.
-
-    Results are grouped by chunk: the tokens that the step runs for one sequence.
-    """
+    """A step that was launched and may still be running. Its methods wait for the results."""
 
     @property
     def padded_tokens(self) -> int:
@@ -45,35 +42,35 @@ class Launched(Protocol):
         """The seconds spent in collectives, or None if there are none or they are not timed."""
 
     def tokens(self) -> list[list[int]]:
-        """Return the newly sampled tokens of each chunk after which tokens are sampled, in order. A list may be empty.
+        """Return a list of sampled tokens for each sequence that gets tokens, in the order of the step's plan.
 
-        If the runner looks ahead, each sequence that does not wait for its newest tokens gets exactly one token. A
-        sequence with d drafts may get more than d + 1 tokens. The further tokens have no keys and values yet: the next
-        step computes them. NO_TOKEN is returned if logits are not finite.
+        A list may be empty. If the runner looks ahead, each sequence that does not wait for its newest tokens gets
+        exactly one token. A sequence with d drafts may get more than d + 1 tokens. The further tokens have no keys and
+        values yet: the next step computes them. NO_TOKEN is returned if logits are not finite.
         """
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Return the log-probabilities of newly sampled tokens, for chunks that request them.
+        """Return the log-probabilities of the sampled tokens, for sequences that request them.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled.
+        A key is the index of a sequence among all sequences that get tokens.
         """
 
     def states(self) -> Mapping[int, States]:
-        """Return the hidden states after the final norm, for chunks that request them.
+        """Return the hidden states after the final norm, for sequences that request them.
 
         Returns:
-            [n, hidden], or their sum, [1, hidden]. A key is the index of a chunk among the chunks that request hidden
-            states.
+            [n, hidden], or their sum, [1, hidden]. A key is the index of a sequence among the sequences that request
+            hidden states of this step.
         """
 
     def scores(self) -> TokenScores:
         """Return the log-probabilities of given tokens (continuations or prompts), in the order of the step's plan."""
 
     def barred(self) -> Mapping[int, Sequence[bool]]:
-        """Return for each newly sampled token True if the token mask forbade the most likely token.
+        """Return for each sampled token True if the token mask forbade the most likely token.
 
-        A key is the index of a chunk among all chunks after which tokens are sampled. Only chunks with a mask have a
-        value. A chunk may also be missing if its most likely token was accepted without computing its mask.
+        A key is the index of a sequence among all sequences that get tokens. Only sequences with a mask have a value.
+        A sequence may also be missing if its most likely token was accepted without computing its mask.
         """
 
 

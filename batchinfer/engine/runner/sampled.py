@@ -90,7 +90,9 @@ class Masked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStates:
-    """Hidden states after the final norm that chunks request, or their sum per chunk, on the device.
+    """Hidden states after the final norm, or their sums, for the chunks of a step that request them, on the device.
+
+    A chunk is the range of tokens that a step runs for one sequence.
 
     Attributes:
         chunks: [n], the index of each state's chunk among the chunks that request states, ascending.
@@ -136,9 +138,10 @@ class Sampled:
 def rows_of_chunks(tokens: list[int], plan: StepPlan) -> list[Sequence[int]] | None:
     """Verify the drafts of a step: return which sampled tokens become tokens of the sequences.
 
-    A row is a token of the step after which a token was sampled. In a chunk with drafts, the first row is the last
-    known token of the sequence, and each draft is a further row. Sampled tokens are accepted up to and including the
-    first one that differs from the next draft. In a draft tree, the accepted rows are a path.
+    A chunk is the range of tokens that a step runs for one sequence. A row is a token of the step after which a token
+    was sampled. In a chunk with drafts, the first row is the last known token of the sequence, and each draft is a
+    further row. Sampled tokens are accepted up to and including the first one that differs from the next draft. In a
+    draft tree, the accepted rows are a path.
 
     Args:
         tokens: The token that was sampled for each row of the step.
@@ -183,7 +186,10 @@ def _path(tokens: list[int], drafts: list[int], bits: list[int], first: int) -> 
 
 
 def tokens_of_chunks(tokens: list[int], plan: StepPlan, rows: list[Sequence[int]] | None) -> list[list[int]]:
-    """Return the new tokens of each chunk after which tokens are sampled.
+    """Return the new tokens of each sequence that gets tokens in a step.
+
+    A chunk is the range of tokens that a step runs for one sequence. A row is a token of the step after which a token
+    was sampled.
 
     Args:
         tokens: The token that was sampled for each row of the step.
@@ -202,6 +208,9 @@ def barred_of_chunks(
     found: Mapping[int, bool], rows: list[Sequence[int]] | None
 ) -> Mapping[int, Sequence[bool]]:
     """For the new tokens of each chunk with a mask, return True where the mask forbade the most likely token.
+
+    A chunk is the range of tokens that a step runs for one sequence. A row is a token of the step after which a token
+    was sampled.
 
     Args:
         found: By row, True if the mask forbade the most likely token. Rows without a mask are missing.
@@ -224,6 +233,9 @@ def logprobs_of_chunks(
 ) -> Mapping[int, TokenLogprobs]:
     """Return the log-probabilities of the new tokens of each chunk, by the index of the chunk.
 
+    A chunk is the range of tokens that a step runs for one sequence. A row is a token of the step after which a token
+    was sampled.
+
     Args:
         found: The log-probabilities by row.
         rows: The accepted rows of each chunk, as `rows_of_chunks` returns them. None: each chunk has one row.
@@ -232,9 +244,10 @@ def logprobs_of_chunks(
 
 
 def states_of_chunks(parts: Iterable[Mapping[int, States]], plan: StepPlan) -> Mapping[int, States]:
-    """Combine the hidden states of a step's micro-batches.
+    """Combine the hidden states that the micro-batches of a step computed.
 
-    The states of a chunk are concatenated. If the plan asks for sums, the sums of a chunk are added.
+    A chunk, the range of tokens that the step runs for one sequence, may be divided among micro-batches. Its states
+    are concatenated. If the plan asks for sums, they are added.
 
     Args:
         parts: The states of each micro-batch, by the index of the chunk.

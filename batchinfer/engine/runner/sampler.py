@@ -109,8 +109,8 @@ class Sampler:
     Attributes:
         eos_token_ids: The end-of-sequence tokens of the model.
         mask: The token masks of constraints. None: no row has a constraint.
-        on_host: True if logits are in host memory. Then a greedy row whose tokens its mask has not changed so far
-            tries the argmax first, and its mask is only computed if it forbids that token. The tokens are the same.
+        on_host: True if logits are in host memory. For a greedy row whose last token its mask did not change, the
+            argmax is then tried first. The mask is only computed if it forbids the argmax, so the tokens are the same.
         classifier: The classification head: returns logits, [n, labels], from pooled states, [n, hidden]. None: the
             model has none.
     """

@@ -138,8 +138,9 @@ class TappedModel:
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
         """Run the decoder for a step as a generator that pauses before each layer's attention.
 
-        The states that the draft head reads are stored, but the states of partial blocks are not copied, because
-        captured pieces depend only on the number of tokens. The caller must call `copy`.
+        The states that the draft head reads are stored. For partial blocks that are copied from other blocks, they are
+        not copied: after the last piece, the caller must call `copy`. Captured pieces cannot do this, because they
+        depend only on the number of tokens.
 
         Args:
             token_ids: [T], the tokens of the step.

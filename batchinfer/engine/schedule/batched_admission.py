@@ -71,7 +71,9 @@ class BatchedAdmission:
     def should_wait(
         self, running: int, waiting: int, cached: int, budget: int, prompt_tokens: Callable[[int], int]
     ) -> bool:
-        """Return True if no sequence should be admitted in the next step. It must be called once per launch.
+        """Return True if no sequence should be admitted in the next step.
+
+        Each call adds the time that empty batch slots wasted in the newest launch.
 
         Args:
             running: The number of running sequences.

@@ -42,9 +42,9 @@ def further_host_s(steps: float, rows: int) -> float:
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
     """Choose the maximum number of tokens per step, so that full steps are bound by arithmetic in linear layers.
 
-    In a step of this size, matrix products take at least 128 times the time of reading the weights. The result is
-    rounded up to a power of two and limited to the range from 512 to 8192. If 2 * `max_num_seqs` is larger, it is the
-    result, which leaves room for prefill in a full batch.
+    The result is the number of tokens for which matrix products take 128 times the time of reading the weights. It is
+    rounded up to a power of two and limited to the range from 512 to 8192. If 2 * `max_num_seqs` is larger, that is
+    the result, which leaves room for prefill in a full batch.
 
     Args:
         cost: The costs of the model. With experts, more tokens are needed, because each token uses only some weights.

@@ -62,7 +62,7 @@ def compact_parents(parents: Seq[int]) -> list[int]:
 
 
 def ancestor_bits(parents: Seq[int]) -> list[int]:
-    """Return for each node of a draft tree a bit set of the node and its ancestors. Bit i is set for node i.
+    """Return for each node of a draft tree a bit set of the node and its ancestors. Node i has bit number i.
 
     Args:
         parents: The index of each node's parent, or -1 for the sequence's last token.

@@ -169,10 +169,12 @@ class PartialBlocks:
             self._pool.unreserve([block.content], arrival, partial=True)
 
     def after(self, sequence: Sequence, tokens: int) -> PartialBlock | None:
-        """Return the partial block that the last of a sequence's first `tokens` tokens belong to.
+        """Return the partial block at the end of a sequence's first `tokens` tokens.
+
+        It consists of the tokens after the last full block.
 
         Returns:
-            The partial block. None if the tokens end with a full block, or if the block has too few tokens to copy.
+            None if the tokens end with a full block, or if there are too few tokens after it to be worth copying.
         """
         size = self._pool.block_size
         index, rest = divmod(tokens, size)

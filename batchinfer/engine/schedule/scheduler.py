@@ -329,7 +329,7 @@ class Scheduler:
     def shared_blocks(self, chunks: list[Chunk]) -> int:
         """Return the number of block reads that can be saved, because an earlier chunk reads the same block.
 
-        It is counted in one table without a sliding window.
+        Only the first block table without a sliding window is counted.
 
         Args:
             chunks: Chunks of different sequences. Each sequence must hold blocks.

@@ -315,7 +315,7 @@ class Sequence:
             self.tokens.append(token)
 
     def append_unwatched(self, token: int, now: float) -> FinishReason | None:
-        """Add the next token to a sequence that has no drafts and whose tokens are not `watched`.
+        """Add the next token to a sequence without drafts that only a stop token or the maximum length can end.
 
         Args:
             token: The token. It replaces the first placeholder, if there is any.
@@ -341,14 +341,15 @@ class Sequence:
     def append_run(self, tokens: list[int], now: float) -> bool:
         """Replace the first placeholders by the tokens of a multi-step launch.
 
-        The tokens of the sequence must not be `watched`.
+        Only a stop token or the maximum length may end the sequence. A placeholder is a token whose value only the
+        device knew so far.
 
         Args:
             tokens: The tokens of consecutive steps.
             now: The current time in seconds since the engine's start.
 
         Returns:
-            False if a token is missing or may end the answer. In this case nothing is changed.
+            False if a token is missing or is a stop token. In this case nothing is changed.
         """
         if NO_TOKEN in tokens or not self.stop_token_ids.isdisjoint(tokens):
             return False

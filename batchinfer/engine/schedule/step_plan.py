@@ -58,7 +58,7 @@ class TableChanges(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """Which input tokens of a step are not known to the host, because the previous step samples them.
+    """The input tokens of a step that the host does not know, because the previous step samples them.
 
     Attributes:
         places: The indices of these tokens among the step's tokens. None: all tokens.
@@ -112,7 +112,7 @@ class PenalisedRows:
         lengths: [n], the number of tokens per row in `tokens`; 0 for a row without penalties.
         prompt_lens: [n], how many of these tokens are prompt tokens.
         strengths: [3, n], the repetition, presence and frequency penalties.
-        banned: [n, most], the banned tokens of each row, padded with -1.
+        banned: [n, maximum number of banned tokens], the banned tokens of each row, padded with -1.
         awaited: The indices of the elements of `tokens` that the previous step samples.
         sampled: For each element of `awaited`, its index among the tokens that the previous step samples.
     """

@@ -26,8 +26,8 @@ def step_shape(
     Args:
         chunks: The tokens that the step runs, as (sequence, position of the first token, number of tokens).
         sampled: The number of positions after which tokens are sampled.
-        shared: The number of blocks that need not be read, because an earlier chunk reads the same block. It is
-            counted in one block table without a sliding window.
+        shared: The number of blocks that need not be read, because an earlier chunk reads the same block. Only one
+            block table without a sliding window is counted.
         layout: The layout of the KV cache.
         copied: The number of tokens whose keys and values are copied from other blocks.
         causal: False for encoders, whose tokens also attend to later tokens.
@@ -53,8 +53,8 @@ def decode_shape(
 
     Args:
         starts: [n], the position of the token that each sequence runs.
-        shared: The number of blocks that need not be read, because an earlier sequence reads the same block. It is
-            counted in one block table without a sliding window.
+        shared: The number of blocks that need not be read, because an earlier sequence reads the same block. Only one
+            block table without a sliding window is counted.
         layout: The layout of the KV cache.
         adapters: The fingerprint of each sequence's LoRA adapter, "" for none. Empty: no sequence has an adapter.
     """

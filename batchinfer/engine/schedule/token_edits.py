@@ -30,7 +30,7 @@ class BadTokens:
 
     @property
     def looks_back(self) -> bool:
-        """True if it depends on the answer's last tokens which tokens are banned next."""
+        """True if the next banned tokens depend on the last tokens of the answer."""
         return bool(self._by_last_token)
 
     def banned_after(self, tokens: Ints, start: int, end: int) -> list[int]:
