@@ -111,12 +111,12 @@ class ForeignSpec:
         return [layer.cache for layer in self.layers]
 
     def content_roots(self, max_model_len: int) -> ContentRoots:
-        """Return the hash roots that decide which requests may share cached blocks: one root for all requests.
+        """Return an object that computes content roots of requests. Requests with equal roots may share cached blocks.
 
-        Sharing is always possible, since transformers rotates the keys of all rows in the same way.
+        All requests have one root, since transformers rotates the keys of all rows in the same way.
 
         Args:
-            max_model_len: The maximum number of tokens of a sequence.
+            max_model_len: The maximum number of tokens of a request.
         """
         return ContentRoots(max_model_len)
 

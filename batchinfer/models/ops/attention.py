@@ -17,17 +17,18 @@ from batchinfer_kernels.step_tables import StepTables
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """The cached K and V of one layer.
+    """The cached K and V of one layer, divided into blocks of tokens.
 
-    The operators that allocate a cache choose the layout within a block and may round up block_size and head_dim.
+    The operators that allocate a cache choose the order of values within a block, and may round up block_size and
+    head_dim.
 
     Attributes:
-        k: (blocks, kv_heads, block_size, head_dim). A layer that caches latents uses one tensor with kv_heads = 1 for
-            both.
+        k: (blocks, kv_heads, block_size, head_dim). A layer that caches latents has one tensor with kv_heads = 1, which
+            is both `k` and `v`.
         v: As `k`.
         block_size: The number of tokens in a block.
-        group: The number of the layer's cache group, whose block tables it uses.
-        k_scale: (blocks, kv_heads, block_size) float32, the scales of quantised K, or None.
+        group: The index of the layer's cache group. Layers of a group use the same block tables.
+        k_scale: (blocks, kv_heads, block_size) float32, the scales of quantised K. None: K is not quantised.
         v_scale: As `k_scale`.
     """
 
@@ -40,12 +41,15 @@ class LayerCache:
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Return the scales of quantised K and V, or None if they are not quantised."""
+        """Return the scales of quantised K and V; None if they are not quantised."""
         return None if self.k_scale is None or self.v_scale is None else (self.k_scale, self.v_scale)
 
     @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (K, V), and for a quantised cache (K scales, V scales), each with 4 dimensions, to copy tokens."""
+        """Yield pairs of tensors (for K and for V) to copy when tokens move within the cache, with 4 dimensions each.
+
+        The pairs are K and V and, for a quantised cache, their scales.
+        """
         yield self.k, self.v
         if self.scales is not None:
             k_scale, v_scale = self.scales
@@ -61,18 +65,19 @@ class AttentionInputs:
 
     Attributes:
         positions: (T,) int64, the position of each token in its sequence.
-        slots: (T,) int64, the slot for the K and V of each token, block * block_size + offset.
-        block_tables: (S, maximum blocks) int32, padded with 0.
-        query_lens: (S,), the tokens of each sequence in this step.
-        context_lens: (S,), the cached tokens of each sequence, including this step's.
-        host_tables: The block tables in the host's memory, or None.
-        padding_slot: The slot that padding rows write to, or None without padding rows.
-        keeps_all: False if the tables lack the blocks before a window, which no operator reads.
-        parts: (n, 4) int64, parts of blocks to copy after K and V are stored; see batchinfer_kernels.copy_parts.
-        token_types: (T,) int64, token types of an encoder, or None if all are 0.
-        adapters: (T,) int64, the number of each token's adapter, or 0 for none. None if no token has an adapter.
-        adapted: The tokens sorted by adapter, which the decoder sets for its layers.
-        tree: The keys that each token attends to in a draft tree, or None if each attends to all keys up to its own.
+        slots: (T,) int64, the slot for the K and V of each token: block * block_size + offset in the block.
+        block_tables: (S, maximum blocks) int32, the blocks of each sequence, padded with 0.
+        query_lens: (S,), the number of tokens of each sequence in this step.
+        context_lens: (S,), the number of cached tokens of each sequence, including the tokens of this step.
+        host_tables: The block tables in the host's memory. None: they are only on the device.
+        padding_slot: The slot that padding rows write to. None: there are no padding rows.
+        keeps_all: False if the block tables lack blocks of tokens before a sliding window, which no operator reads.
+        parts: (n, 4) int64, partial blocks to copy after K and V are stored; see batchinfer_kernels.copy_parts. None:
+            there are none.
+        token_types: (T,) int64, the token types of an encoder. None: all are 0.
+        adapters: (T,) int64, the number of each token's LoRA adapter, or 0. None: no token has an adapter.
+        adapted: The tokens sorted by adapter. The decoder sets it from `adapters` for its layers.
+        tree: The keys that each token of a draft tree attends to. None: each token attends to all keys up to its own.
     """
 
     positions: Tensor
@@ -92,10 +97,10 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """The cos and sin of rotary embeddings.
+    """The cosines and sines of a rotary embedding, by position.
 
     Attributes:
-        cos: (maximum positions, pairs) float32, times any attention scaling.
+        cos: (maximum positions, pairs) float32, multiplied by the attention factor of YaRN or LongRoPE.
         sin: As `cos`.
         interleaved: True if values 2i and 2i + 1 of a head form a pair, False for i and i + pairs.
     """
@@ -107,11 +112,11 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class HeadTurn:
-    """The rotation of a layer's heads, and the RMSNorms of q and k before the rotation.
+    """The rotary embedding of a layer's q and k, and their RMSNorms per head, which are computed before the rotation.
 
     Attributes:
-        rope: The table of the rotation.
-        q_norm: (head size,), the weight of q's norm, or None for no norm.
+        rope: Cosines and sines of the rotation.
+        q_norm: (head size,), the weight of q's norm. None: there are no norms.
         k_norm: As `q_norm`, for k.
         eps: The epsilon of the norms.
         offset: A number to add to the weights of the norms.
@@ -129,42 +134,50 @@ Windows: TypeAlias = frozenset[int | None]
 
 
 class AttentionPlan(ABC):
-    """A plan that an implementation of attention prepares once per step and reads in every layer.
+    """A plan of a step's attention, such as its work items. Operators prepare it once per step, and all layers read it.
 
     Attributes:
-        padded_tokens: The number of query positions that are computed only as padding.
+        padded_tokens: The number of query positions that the kernels compute only as padding, for statistics.
     """
 
     padded_tokens: int
 
 
 class FixedPlan(AttentionPlan):
-    """A plan whose launches are the same for every step with the same `sizes`, so that a graph can replay them."""
+    """A plan of attention that a CUDA graph can replay, as all steps with equal `sizes` launch the same kernels."""
 
     @property
     @abstractmethod
     def sizes(self) -> Hashable:
-        """Return the sizes that launches depend on, except the number of rows and the context limit."""
+        """Return the sizes that determine which kernels attention launches.
+
+        Steps with equal sizes can share a CUDA graph. Not included are the number of rows, which the owner of a graph
+        compares itself, and the context limit, which all graphs share.
+        """
 
     def place(self) -> None:
-        """Copy the values that a graph reads to the device, before its launches are captured."""
+        """Copy the values that the graph's kernels read to the device, before their launches are captured."""
 
     @abstractmethod
     def refill(self, other: FixedPlan) -> None:
-        """Copy the values of another step's plan with the same sizes into this plan's tensors.
+        """Copy the values of another step's plan into the tensors that the graph reads, before the graph is replayed.
 
-        All plans of a step must be refilled together.
+        Args:
+            other: A plan with equal `sizes`. If a step has several plans, all must be refilled.
         """
 
     @property
     def contexts(self) -> Tensor | None:
-        """Return the tensor (rows,) int32 of context lengths that launches read, or None if they read none."""
+        """Return the tensor of context lengths that kernels read, (rows,) int32; None if they read none.
+
+        Multi-step decoding increases the lengths on the device, so that one plan fits several steps.
+        """
         return None
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True if the plan also fits later steps of the same sequences when only `contexts` is updated.
+        """Return True if the plan also fits later decode steps of the same sequences, if only `contexts` is updated.
 
         Args:
-            context_lens: The longest context to check for, of each row.
+            context_lens: The longest context of each row in these steps.
         """
         return False

@@ -34,14 +34,14 @@ NEEDS_OF_TRITON = "check that there are a driver, a C compiler (gcc or clang) an
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The settings of an engine's arithmetic.
+    """The settings of an engine that determine its operators.
 
     Attributes:
         dtype: The dtype of activations.
         device: The device that computes the model.
         deterministic: True if results must not depend on the batch.
-        tiles: True if a deterministic job in bfloat16 must use the CPU's matrix tiles.
-        kv_cache: The dtype of the KV cache that the job asks for. The model's spec states the dtype of each layer.
+        tiles: True if a deterministic job in bfloat16 must use the CPU's matrix tiles (AMX), as when it was planned.
+        kv_cache: The job's value of model.kv_cache_dtype. The spec of the model states the actual dtype per layer.
     """
 
     dtype: torch.dtype
@@ -53,7 +53,12 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The reason why operators are unavailable, and a remedy, for a message."""
+    """The reason why compiled or Triton operators cannot be used, for an error message or a warning.
+
+    Attributes:
+        reason: The reason.
+        remedy: Advice for the user.
+    """
 
     reason: str
     remedy: str
@@ -73,26 +78,26 @@ def choose_ops(
     codes: bool = False,
     causal: bool = True,
 ) -> Ops:
-    """Return compiled operators on a CPU, Triton's on a GPU, or torch's for other dtypes, sizes and machines.
+    """Return the fastest operators for a model: compiled ones on a CPU, Triton's on a GPU, or torch's.
 
-    A fall-back to torch's operators is logged.
+    Torch's operators are used if the others do not support the machine, the dtype or the sizes. This is logged.
 
     Args:
         device: The device that computes the model.
         dtype: The dtype of activations.
         group: The number of query heads per KV head.
         head_dim: The size of a cached head, or of a latent.
-        forms: The forms of quantised weights.
+        forms: The forms of the model's quantised weights.
         deterministic: If True, results must not depend on the batch.
         kv_heads: The number of KV heads, which decides how a GPU splits its work.
-        tiles: If True, a deterministic job in bfloat16 on a CPU must use matrix tiles; if False, it must not. Other
-            jobs use tiles if the system grants them.
-        latent: If True, the cache holds latents.
-        codes: If True, the cache holds int8 values.
+        tiles: If True, a deterministic job in bfloat16 on a CPU must use matrix tiles (AMX). If False, it must not.
+            Other jobs use tiles if the operating system permits it.
+        latent: If True, the KV cache stores latents.
+        codes: If True, the KV cache stores int8 values.
         causal: False for an encoder.
 
     Raises:
-        Unavailable: If only torch's operators are available, but weights or the cache are quantised, or the job is
+        Unavailable: Only torch's operators can be used, but weights or the cache are quantised, or the job is
             deterministic.
     """
     wanted = [f"model.quantization: {name}" for name in sorted(set(map(_asked, forms)))]
@@ -118,7 +123,6 @@ def choose_ops(
 
 
 def _asked(form: WeightForm) -> str:
-    """Return the value of `model.quantization` for weights of this form."""
     return "stored" if form.stored else form.codes
 
 
@@ -132,9 +136,9 @@ def _compiled(
     codes: bool,
     causal: bool,
 ) -> Ops | Lacking:
-    """Return the compiled operators of this CPU, or the reason why they are unavailable.
+    """Return the compiled operators of this CPU, or the reason why they cannot be used.
 
-    Args as for `choose_ops`, except `tiles`: None uses matrix tiles if the system grants them.
+    The arguments are as for `choose_ops`, except `tiles`: None uses matrix tiles if the operating system permits it.
     """
     if any(not form.coded for form in forms):
         return Lacking("a CPU multiplies zeros, too", "use engine.device: cuda")
@@ -162,7 +166,6 @@ def _compiled(
 
 
 def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
-    """Log why the matrix tiles of the CPU are not used."""
     if grant.refusal:
         _log.warning("%s; matrix products use vector instructions instead, which are slower", grant.refusal)
     elif grant.given and not as_chosen:
@@ -186,10 +189,7 @@ def _triton(
     latent: bool,
     causal: bool,
 ) -> Ops | Lacking:
-    """Return Triton's operators for this GPU, or the reason why they are unavailable.
-
-    Triton is imported only here, since its import looks for a driver.
-    """
+    # Importing triton looks for a driver, so it is imported only here
     if importlib.util.find_spec("triton") is None:
         return Lacking("triton is not installed", "install it (pip install triton)")
     from batchinfer.models.ops.triton_ops import TritonOps
@@ -205,7 +205,7 @@ def _triton(
 
 
 def _stated_peaks(dtype: torch.dtype) -> Peaks:
-    """Return the peaks in the GPU's datasheet, or default peaks without one. Measured peaks differ between runs."""
+    # Measured peaks differ between runs
     from batchinfer.models.ops.triton_ops import USUAL_PEAKS
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -216,7 +216,6 @@ def _stated_peaks(dtype: torch.dtype) -> Peaks:
 
 
 def _unfit_gpu(forms: frozenset[WeightForm], dtype: torch.dtype) -> Lacking | None:
-    """Return why Triton's kernels cannot run on the GPU or multiply weights of these forms, or None if they can."""
     from batchinfer.models.ops.gpu_sparse import why_not_sparse
     from batchinfer_kernels.gpu import target
     from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8

@@ -35,11 +35,11 @@ Chosen = dict[str, int | None]  # form of a layer → minimum number of rows for
 
 
 class LibraryChoice(Protocol):
-    """A layer that both batchinfer's kernel and a library can compute.
+    """A packed layer that batchinfer's kernel computes for few rows, and a library for many rows, if it is faster.
 
     Attributes:
         library_name: The name of the library, for messages.
-        least_library_rows: The minimum number of rows that the library computes, or None if the kernel computes all.
+        least_library_rows: The minimum number of rows for the library. None: the kernel computes all numbers of rows.
     """
 
     library_name: str
@@ -47,25 +47,34 @@ class LibraryChoice(Protocol):
 
     @property
     def form(self) -> str:
-        """Return a text with all properties that the layer's duration depends on. Equal texts share a choice."""
+        """Return a text with all properties of the layer that its duration depends on, such as its shape.
+
+        Layers with equal texts get the same `least_library_rows`.
+        """
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return two functions that compute the layer for random rows: with batchinfer's kernel, and the library."""
+        """Return two functions that compute the layer for random rows: by batchinfer's kernel, and by the library.
+
+        Args:
+            rows: The number of rows.
+            device: The device of the layer.
+        """
 
 
 @runtime_checkable
 class ProductOps(Protocol):
-    """Operators with packed layers that a library can compute too."""
+    """Operators with packed layers that a library could also compute, so that kernel and library must be timed."""
 
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
-        """Return the layers packed so far that a library can compute too, or None if timing must not matter."""
+        """Return the packed layers that a library can also compute; None if results must not depend on timing."""
 
 
 def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
-    """Return the contest between batchinfer's kernels and the library, or None if results must not depend on timing.
+    """Return a contest that finds out when a library multiplies faster than batchinfer's kernels.
 
-    All ranks of an engine must get a contest, or none, so a rank without such layers gets one too.
+    A rank without layers that a library can compute gets a contest too, as all ranks must take part. Returns None if
+    results must not depend on timing.
 
     Args:
         ops: The operators with the packed layers.
@@ -77,7 +86,10 @@ def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductCo
 
 
 class ProductContest:
-    """A comparison of batchinfer's kernels with a library, for the layers of one model."""
+    """A contest between batchinfer's kernels and a library for each shape of a model's layers.
+
+    Both are timed for several numbers of rows.
+    """
 
     def __init__(
         self,
@@ -86,10 +98,10 @@ class ProductContest:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a comparison of batchinfer's kernels with a library.
+        """Prepare the contest.
 
         Args:
-            layers: The layers that the library can compute too.
+            layers: The packed layers that the library can also compute.
             most_rows: The number of tokens of the largest step.
             device: The device of the layers.
             clock: Returns the time in seconds.
@@ -100,17 +112,22 @@ class ProductContest:
         self._tried = False
 
     def decide(self) -> Chosen:
-        """Time one layer of each form, and return the minimum number of rows for the library by form, or None.
+        """Time one layer of each form, and return its minimum number of rows for the library.
 
-        None means that batchinfer's kernel computes all rows, as when the library fails, which is logged.
+        None means that batchinfer's kernel computes all numbers of rows. This is also the result if the library fails,
+        which is logged.
         """
         self._tried = True
         return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}
 
     def apply(self, chosen: Chosen) -> None:
-        """Set `least_library_rows` of all layers, by a choice of this or another engine.
+        """Set `least_library_rows` of all layers to the result of `decide`, possibly of another engine.
 
-        Batchinfer's kernels compute shapes without a choice, and shapes that the library fails at on this machine.
+        batchinfer's kernels compute forms that are missing in the result, and forms at which the library fails on this
+        machine.
+
+        Args:
+            chosen: The result of `decide`.
         """
         if not self._tried:
             chosen = {form: least for form, least in chosen.items() if least is None or self._works(form)}
@@ -135,7 +152,6 @@ class ProductContest:
         return least
 
     def _works(self, form: str) -> bool:
-        """Return True if library and kernel have the same results for a shape, or the model lacks the shape."""
         layer = self._samples.get(form)
         try:
             if layer is not None:
@@ -148,21 +164,20 @@ class ProductContest:
         return True
 
     def _ways(self, layer: LibraryChoice, rows: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return the functions that compute `rows` rows with batchinfer's kernel and with the library.
+        """Return functions that compute a layer by batchinfer's kernel and by the library, after comparing results.
+
+        Args:
+            layer: The layer.
+            rows: The number of random rows.
 
         Raises:
-            ValueError: If their results differ.
+            ValueError: The results differ.
         """
         ours, theirs = layer.trial(rows, self._device)
         _check(ours(), theirs())
         return ours, theirs
 
     def _is_faster(self, layer: LibraryChoice, rows: int) -> bool:
-        """Return True if the library is clearly faster for this number of rows.
-
-        Raises:
-            ValueError: If the results differ.
-        """
         ways = self._ways(layer, rows)
         began, took = self._clock(), ([], [])  # type: tuple[float, tuple[list[float], list[float]]]
         for _ in range(ROUNDS):
@@ -183,7 +198,6 @@ def _warn(layer: LibraryChoice, error: BaseException) -> None:
 
 
 def _check(ours: Tensor, theirs: Tensor) -> None:
-    """Raise ValueError if results differ by more than rounding."""
     largest = float(ours.float().abs().max())
     off = float((ours.float() - theirs.float()).abs().max())
     if not off <= TOLERANCE * largest:  # also True for NaN
@@ -199,17 +213,18 @@ def fastest_operators(
     layers: Mapping[AttentionRules, int],
     agreed: Callable[[Callable[[], str]], str],
 ) -> Ops:
-    """Return the operators with the fastest attention of prompts, and set the fastest method of each product.
+    """Time batchinfer's kernels and libraries, and return the operators with the fastest ones.
 
-    See `prompts.contest` and `product_contest`.
+    The returned operators have the fastest attention of prompts. The fastest matrix product of each packed layer is set
+    in place.
 
     Args:
         ops: The operators with the model's packed layers.
-        sizes: The job's largest step of prompts.
+        sizes: The size of the job's largest step of prompts.
         device: The device of the model.
-        layers: The number of layers with each kind of attention.
-        agreed: Calls a function in one engine, and returns its result in all engines of the run, since operators round
-            differently. Returns "{}" if that engine died.
+        layers: The number of layers per kind of attention.
+        agreed: Calls a function in one engine, and returns its result in all engines of the run. All must use the same
+            kernels, as kernels round differently. Returns "{}" if that engine died.
     """
     prompts = prefill_contest(ops, sizes, device, layers)
     products = product_contest(ops, sizes.tokens, device)

@@ -28,17 +28,17 @@ from batchinfer_kernels.cpu.low_rank import PackedLowRank
 
 
 class ItemPlan(AttentionPlan):
-    """The attention plan of a step on a CPU: work items, and the buffers that its layers share."""
+    """The attention plan of a step on a CPU: work items, and buffers that the layers of a step share."""
 
     padded_tokens = 0
 
     def __init__(self, inputs: AttentionInputs, items: Items, other_group: ItemPlan | None = None) -> None:
-        """Create the attention plan of a step.
+        """Create the plan.
 
         Args:
             inputs: The inputs of the step.
-            items: The work items of attention.
-            other_group: The plan of another cache group for the same step, or None for the first group.
+            items: The work items into which attention is divided.
+            other_group: The plan of another cache group for the same step. None: this is the first group.
         """
         self.inputs, self.items = inputs, items
         self.room: LayerRoom | None = None
@@ -46,27 +46,34 @@ class ItemPlan(AttentionPlan):
         self.step.append(self)
 
     def find_room(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
-        """Return the buffers in which a layer of any cache group left x and residual, or None."""
+        """Return the buffers of the step whose tensors are x and residual, as an earlier layer returned them.
+
+        Returns None without any.
+
+        Args:
+            x: (T, hidden), the input of the next layer.
+            residual: (T, hidden), which is added to x. None: there is none.
+        """
         rooms = (plan.room for plan in self.step if plan.room is not None)
         return next((room for room in rooms if room.holds(x, residual)), None)
 
 
 class CompiledLayer(DecoderLayer):
-    """A decoder layer that runs in one call.
+    """A decoder layer that is computed by one call of compiled code.
 
-    Its results are in buffers of the step's plan, which each layer overwrites.
+    Its results are in buffers of the step's plan, which the next layer overwrites.
     """
 
     def __init__(self, compiled: CompiledOperators, spec: LayerSpec, parts: LayerParts) -> None:
-        """Create a decoder layer that `covers` accepts.
+        """Pack a layer for the compiled code. `covers` must accept the layer.
 
         Args:
             compiled: The compiled operators.
-            spec: The description of the layer.
+            spec: The layer.
             parts: Its packed weights.
 
         Raises:
-            ValueError: If shapes or dtypes of weights do not match.
+            ValueError: Shapes or dtypes of weights do not match.
         """
         self._compiled = compiled
         attention = spec.attention
@@ -105,15 +112,16 @@ class CompiledLayer(DecoderLayer):
 
     @staticmethod
     def covers(spec: LayerSpec, parts: LayerParts, widens: bool) -> bool:
-        """Return True if the compiled layer can compute such a layer.
+        """Return True if the compiled code can compute a layer in one call.
 
-        All products must be compiled, and norms must have one kind, epsilon and offset, before each half or after each
-        half's sum. Shared caches, distance biases, parallel halves and residual multipliers are unsupported.
+        All matrix products must be compiled. The norms must precede the halves, or follow the sum after each half, and
+        have the same kind, epsilon and offset. Not supported are caches of other layers, distance biases, parallel
+        halves and residual multipliers.
 
         Args:
-            spec: The description of the layer.
+            spec: The layer.
             parts: Its packed weights.
-            widens: True if weights may be in MXFP4.
+            widens: True if the compiled code supports weights in MXFP4.
         """
         attention = spec.attention
         if not isinstance(attention, AttentionSpec):
@@ -138,10 +146,10 @@ class CompiledLayer(DecoderLayer):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the layer for a step; see `DecoderLayer.__call__`.
+        """Compute the layer for a step's tokens. See `DecoderLayer.__call__` for arguments and results.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by the CPU's operators")
@@ -156,7 +164,6 @@ class CompiledLayer(DecoderLayer):
         return room.x, None if self._layer.weights.norms_sums else room.residual
 
     def _is_in(self, room: LayerRoom, x: Tensor, residual: Tensor | None, block_size: int) -> bool:
-        """Return True if a layer with the same sizes and blocks left x and residual in the room."""
         same = room.places.block_size == block_size
         return room.holds(x, residual) and same and room.fits(self._layer)
 
@@ -179,7 +186,6 @@ class CompiledLayer(DecoderLayer):
 
 
 def _covers_norms(spec: LayerSpec) -> bool:
-    """Return True if the compiled layer supports the kinds and positions of these norms, except norms of heads."""
     norms, wanted = spec.norms, set(SUM_NORMS if spec.norms_sums else PRE_NORMS)
     return (
         norms.keys() >= wanted and len({(norm.kind, norm.eps, norm.offset) for norm in norms.values()}) == 1

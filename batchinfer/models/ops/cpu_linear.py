@@ -25,9 +25,9 @@ from batchinfer_kernels.low_rank import AdaptedRows
 
 
 class CompiledLinear(Linear):
-    """A linear layer with a packed weight, quantised or not (kernels/cpu/panels.h).
+    """A linear layer with a packed weight on a CPU, quantised or not (kernels/cpu/panels.h).
 
-    A row's results do not depend on the other rows, bit by bit.
+    The results of a row do not depend on other rows, bit by bit.
     """
 
     def __init__(self, compiled: CompiledOperators, weight: PackedWeight) -> None:
@@ -35,50 +35,67 @@ class CompiledLinear(Linear):
         self.weight, self._compiled = weight, compiled
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features)."""
         return self._compiled.linear(x, self.weight)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the layer's results (tokens, outputs), with the adapters' values added before any activation."""
+        """Return the layer's results (tokens, outputs) with LoRA.
+
+        Args:
+            x: (tokens, inputs).
+            added: The values of adapters, which are added before the layer's activation, if it has one.
+        """
         return self._compiled.adapted_linear(x, self.weight, added.values, added.rows)
 
 
 class CompiledAdapters(Adapters):
-    """The packed factors of adapters for one product (kernels/cpu/low_rank.h)."""
+    """The packed A and B of LoRA adapters for one matrix product on a CPU (kernels/cpu/low_rank.h)."""
 
     def __init__(
         self, compiled: CompiledOperators, factors: Sequence[Factors | None], places: int | None = None
     ) -> None:
-        """Pack the factors of adapters for a product.
+        """Pack A and B of adapters for a product.
 
         Args:
             compiled: The compiled operators.
-            factors: The factors of each adapter, or None for an adapter that does not change the product.
-            places: The number of places for factors, or None to keep the factors of all adapters.
+            factors: A and B of each adapter, or None for an adapter that does not change the product.
+            places: The number of adapters that are packed at a time. None: all adapters.
         """
         self._compiled = compiled
         pairs = [None if own is None else (own.a, own.b) for own in factors]
         self.factors = compiled.pack_factors(pairs, places)
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        """Return the values that adapters add to the product with x (tokens, inputs)."""
+        """Return B A x of each token's LoRA adapter; see `Adapters.__call__`."""
         return AddedValues(self._compiled.low_rank(x, self.factors, rows), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Make the factors of adapter `number` available at `place`, both from 1; see `Adapters.place`."""
+        """Pack an adapter for use in place of the adapter that is at `place`; see `Adapters.place`.
+
+        Args:
+            number: The number of the adapter, from 1.
+            place: The number of the place, from 1.
+        """
         self.factors.place(number, place)
 
 
 class CompiledHead(CompiledLinear, Head):
-    """A head that can compute the argmax without writing the logits to memory."""
+    """A head on a CPU that can compute the most likely token without writing all logits to memory."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the id with the largest logit for each row of x (tokens, inputs): (tokens,); see finite_argmax."""
+        """Return the id with the largest logit in each row, (tokens,); NO_TOKEN for rows that are not finite.
+
+        Args:
+            x: (tokens, inputs), normed hidden states.
+        """
         return self._compiled.argmax(x, self.weight)
 
 
 class CompiledExperts(Experts):
-    """The experts of a layer, computed in one call. A token's results do not depend on other tokens, bit by bit."""
+    """The experts of a layer on a CPU, computed in one call.
+
+    The results of a token do not depend on other tokens, bit by bit.
+    """
 
     def __init__(self, compiled: CompiledOperators, gate_up: PackedExperts, down: PackedExperts) -> None:
         self.loads = torch.zeros(gate_up.count, dtype=torch.int64)
@@ -93,13 +110,13 @@ class CompiledExperts(Experts):
 
 
 class CompiledHeads(HeadsLinear):
-    """A matrix product for each head, computed like experts that receive every token."""
+    """A matrix product per head on a CPU, computed as if heads were experts that receive every token."""
 
     def __init__(self, compiled: CompiledOperators, weight: PackedExperts) -> None:
         self._compiled, self._weight = compiled, weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
+        """Return the product of each head of x, (tokens, heads, inputs), with its matrix: (tokens, heads, outputs)."""
         heads, tokens = self._weight.count, len(x)
         starts = torch.arange(heads + 1) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1).contiguous()
@@ -109,12 +126,12 @@ class CompiledHeads(HeadsLinear):
 
 
 def pack_experts(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind) -> PackedExperts:
-    """Pack the weights of one product of all experts.
+    """Pack the weights of all experts for one matrix product on a CPU.
 
     Args:
         compiled: The compiled operators.
         weights: The weights of the experts.
-        kind: What to compute with the sums, such as "plain" or "gated".
+        kind: The function that is applied to the sums of products, such as "plain" or "gated".
     """
     if weights.form is not None and weights.form.codes == "int8":
         return compiled.pack_rounded_expert_int8(weights.weight, weights.bias, kind)

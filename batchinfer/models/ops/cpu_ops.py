@@ -58,7 +58,7 @@ CURVES: dict[Activation, Kind] = {"silu": "silu", "gelu_tanh": "gelu", "gelu": "
 
 
 class CpuOps(TorchOps):
-    """Compiled operators for the CPU. A row's results depend only on that row, bit by bit."""
+    """Compiled operators for the CPU. The results of a row depend only on that row, bit by bit."""
 
     name = "cpu"
 
@@ -70,12 +70,12 @@ class CpuOps(TorchOps):
         dtype: torch.dtype = torch.float32,
         causal: bool = True,
     ) -> None:
-        """Create the compiled operators of a model.
+        """Create the operators of a model.
 
         Args:
-            compiled: The compiled operators.
+            compiled: The compiled functions.
             group: The number of query heads per KV head.
-            latent: True if the KV cache holds latents.
+            latent: True if the KV cache stores latents.
             dtype: The dtype that the model is computed in.
             causal: False for an encoder.
         """
@@ -93,77 +93,103 @@ class CpuOps(TorchOps):
             dtype: The dtype of activations.
             group: The number of query heads per KV head.
             head_dim: The size of a head.
-            latent: True if the KV cache holds latents.
+            latent: True if the KV cache stores latents.
         """
         sizes = latent or (group <= MAX_ROWS and head_dim <= MAX_HEAD_DIM)
         return dtype in (torch.float32, torch.bfloat16) and sizes
 
     def linear(self, codes: WeightCodes | None) -> str:
-        """Return "compiled", or the format of most quantised weights, with ", in tiles" if matrix tiles are used."""
+        """Return the name of the method that computes linear layers, for the report, such as "int8, in tiles".
+
+        "in tiles" means that the CPU's matrix tiles are used.
+
+        Args:
+            codes: The quantised type of most weights. None: they are floats, and the method is "compiled".
+        """
         way = codes or "compiled"
         tiles = self._compiled.has_tiles and (way in ("int8", "int4") or self._dtype == torch.bfloat16)
         return f"{way}, in tiles" if tiles else way
 
     def round_weight(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
-        """Quantise a float weight (outputs, inputs) to a form, and return its values and scales; compiled for int8."""
+        """Quantise a float weight (outputs, inputs), and return its quantised values and float32 scales.
+
+        Compiled code is used for int8; see `Ops.round_weight`.
+
+        Args:
+            weight: The weight.
+            form: The form of the result.
+        """
         if form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16):
             return self._compiled.round_int8(weight)
         return super().round_weight(weight, form)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        """Quantise a weight (outputs, inputs) to a form, or return it to be quantised by `pack_linear`."""
+        """Quantise a float weight (outputs, inputs), or return a `RoundedWeight` that `pack_linear` quantises.
+
+        Args:
+            weight: The weight.
+            form: The form of the quantised weight.
+        """
         return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantize(weight, form)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        """Quantise the weights of experts to a form, or return them to be quantised by `pack_experts`."""
+        """Quantise the float weights of experts, or only note the form, so that `pack_experts` quantises them.
+
+        Args:
+            weights: The weights.
+            form: The form of the quantised weights.
+        """
         if self._rounds(weights.weight, form):
             return replace(weights, form=form)
         return super().quantize_experts(weights, form)
 
     def _rounds(self, weight: Tensor, form: WeightForm) -> bool:
-        """Return True if a weight can be quantised to the form while it is packed."""
         if form.codes == "int4":
             return self._compiled.rounds_int4(weight, form.group)
         return form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return a linear layer with this weight (outputs, inputs), packed for the compiled product."""
+        """Return a linear layer whose weight (outputs, inputs) is packed for the compiled matrix product.
+
+        Args:
+            weight: The weight, in floats or quantised.
+            bias: (outputs,). None: there is none.
+        """
         return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Return a layer act(gate) * up that computes the activation in the product; see `Ops.pack_gated`."""
+        """Return a layer act(gate) * up whose activation is part of the compiled product; see `Ops.pack_gated`."""
         return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
 
     def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Return a linear layer that computes the activation in the product; see `Ops.pack_activated`.
+        """Return a linear layer whose activation is part of the compiled product; see `Ops.pack_activated`.
 
         Raises:
-            ValueError: When it runs, if the activation needs gate and up.
+            ValueError: The layer is called, and its activation needs gate and up.
         """
         if activation not in CURVES:
             return super().pack_activated(weight, bias, activation)
         return CompiledLinear(self._compiled, self._packed(weight, bias, CURVES[activation]))
 
     def pack_head(self, weight: Weight) -> Head:
-        """Return the layer that computes float32 logits (tokens, vocab) with a weight (vocab, inputs)."""
+        """Return the output layer, which computes float32 logits (tokens, vocab) from its weight (vocab, inputs)."""
         return CompiledHead(self._compiled, self._packed(weight, None, "float"))
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return a linear layer with float32 results and a weight that is not quantised."""
+        """Return a linear layer with float32 results and an unquantised weight (outputs, inputs), such as a router."""
         return CompiledLinear(self._compiled, self._compiled.pack_linear(weight, bias, "float"))
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        """Return the experts of a layer, packed for the compiled products; see `Ops.pack_experts`."""
+        """Return the experts of a layer, packed for the compiled matrix products; see `Ops.pack_experts`."""
         into = pack_experts(self._compiled, gate_up, GATES[activation])
         back = pack_experts(self._compiled, down, "plain")
         return CompiledExperts(self._compiled, into, back)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Return the packed factors of adapters for a product; see `Ops.pack_adapters`."""
+        """Return A and B of LoRA adapters, packed for one matrix product; see `Ops.pack_adapters`."""
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
-        """Pack a weight (outputs, inputs) for the compiled product, with `kind` applied to the sums."""
         if isinstance(weight, RoundedWeight):
             if weight.form.codes == "int8":
                 return self._compiled.pack_rounded_int8(weight.values, bias, kind)
@@ -180,35 +206,46 @@ class CpuOps(TorchOps):
         return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
-        """Return a decoder layer that runs in one call, or None if the compiled layer cannot compute the layer."""
+        """Return a layer that is computed by one call of compiled code; None if the compiled code does not support it.
+
+        Args:
+            spec: The layer.
+            parts: Its packed weights.
+        """
         covered = CompiledLayer.covers(spec, parts, self._compiled.layer_widens(self._dtype))
         return CompiledLayer(self._compiled, spec, parts) if covered else None
 
     def supports_cache(self, cache: CacheSpec) -> bool:
-        """Return True for an unquantised cache, and for int8 K and V if the operators were compiled for them."""
+        """Return True for an unquantised cache, and for int8 K and V if the compiled code supports them."""
         codes = cache.dtype == "int8" and not cache.latent and self._compiled.keeps_codes
         return cache.dtype is None or codes
 
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
-        """Return the shape of one block of K or V, (heads, block_size, dim), rounded up for the compiled kernels."""
+        """Return the shape of one block of K or V in one layer, (heads, block_size, dim), rounded up."""
         if cache.latent:
             return super().cache_shape(cache, block_size)
         return self._compiled.cache_shape(cache.heads, block_size, cache.dim)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Allocate a zero-filled tensor in huge pages; `device` is ignored."""
+        """Allocate a zero-filled tensor in huge pages of the host's memory.
+
+        Args:
+            shape: The shape.
+            dtype: The dtype.
+            device: Not used.
+        """
         return zeros_in_huge_pages(shape, dtype)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return (RMSNorm of x + residual, x + residual), each like x, by a compiled kernel."""
+        """Return (RMSNorm of x + residual, x + residual), each like x; see `Ops.rms_norm` for the arguments."""
         return self._compiled.rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Normalise and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
+        """Norm and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store` for the arguments."""
         return self._compiled.rope_store(
             q,
             k,
@@ -229,7 +266,7 @@ class CpuOps(TorchOps):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q (tokens, query heads, head size), bitwise equal to the result of `rope_store`."""
+        """Return rotated q (tokens, query heads, head size), bitwise equal to `rope_store`; see `Ops.rope`."""
         return self._compiled.rope(
             q,
             turn.rope.cos,
@@ -242,7 +279,12 @@ class CpuOps(TorchOps):
         )
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy K and V between blocks of the cache; `parts` (n, 4) as in batchinfer_kernels.copy_parts."""
+        """Copy the first tokens of blocks to other blocks of the cache.
+
+        Args:
+            cache: The cache of the layer.
+            parts: (n, 4) int64; see batchinfer_kernels.copy_parts.
+        """
         if self._latent:
             super().copy_parts(cache, parts)
         else:
@@ -250,11 +292,16 @@ class CpuOps(TorchOps):
 
     @property
     def follows_trees(self) -> bool:
-        """Return True for a decoder whose cache does not hold latents: steps may then contain draft trees."""
+        """Return True if steps may contain draft trees: for a decoder whose cache does not store latents."""
         return self._causal and not self._latent
 
     def move_slots(self, cache: LayerCache, moves: Tensor) -> None:
-        """Move K and V of tokens within the cache; `moves` (n, 2) are source and target slots."""
+        """Move K and V of tokens within the cache.
+
+        Args:
+            cache: The cache of the layer.
+            moves: (n, 2) int64, source and target slot of each token.
+        """
         self._compiled.move_slots(cache.k, cache.v, cache.block_size, moves, cache.scales, self._dtype)
 
     def plan_attention(
@@ -264,7 +311,7 @@ class CpuOps(TorchOps):
         windows: Windows,
         other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        """Divide the attention of one step into work items; see `Ops.plan_attention`."""
+        """Divide a step's attention into work items, for all layers of a cache group; see `Ops.plan_attention`."""
         before = other_group if isinstance(other_group, ItemPlan) else None
         queries, contexts = inputs.query_lens, inputs.context_lens
         self.check_tree(inputs, windows)
@@ -288,10 +335,10 @@ class CpuOps(TorchOps):
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
-        """Return attention over cached keys, (tokens, query heads, head size); see `Ops.attention`.
+        """Return the result of attention over cached K and V, (tokens, query heads, head size); see `Ops.attention`.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
@@ -308,16 +355,20 @@ class CpuOps(TorchOps):
         return write_result(attended, out)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Return a layer that multiplies each head with a matrix of its own, packed for the compiled product."""
+        """Return a layer that multiplies each head with a matrix of its own, packed for the compiled product.
+
+        Args:
+            weights: The matrices (heads, outputs, inputs).
+        """
         return CompiledHeads(self._compiled, pack_experts(self._compiled, weights, "plain"))
 
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return attention of projected queries to cached latents, (tokens, heads, rank), by a compiled kernel.
+        """Return attention of projected queries to cached latents, (tokens, heads, rank); see `Ops.absorbed_attention`.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(plan, ItemPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
@@ -327,39 +378,62 @@ class CpuOps(TorchOps):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (LayerNorm of x + residual, x + residual), each like x, by a compiled kernel or by torch."""
+        """Return (LayerNorm of x + residual, x + residual), each like x; see `Ops.layer_norm` for the arguments."""
         if weight.dim() > 1 or weight.dtype != x.dtype:
             return super().layer_norm(x, weight, bias, eps, residual)
         return self._compiled.layer_norm(x, weight, bias, eps, residual)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
+        """Return act(gate) * up, (tokens, size).
+
+        Args:
+            gate_up: (tokens, 2 * size), gate before up.
+            activation: The activation of gate.
+        """
         return self._compiled.gate(gate_up, GATES[activation])
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return the activation of each value of x (tokens, size).
 
         Raises:
-            ValueError: If the activation needs gate and up.
+            ValueError: The activation needs gate and up.
         """
         if activation not in CURVES:
             return super().activation(x, activation)  # raises the ValueError
         return self._compiled.activate(x, CURVES[activation])
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
-        """Replace logits (n, vocab) by cap * tanh(logits / cap), in place, and return them."""
+        """Replace logits by cap * tanh(logits / cap), in place, and return them.
+
+        Args:
+            logits: (n, vocab) float32.
+            cap: The soft cap.
+        """
         self._compiled.cap_logits(logits, cap)
         return logits
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Set the logits of tokens whose bit is 0 to -inf, in rows (n,), with bits (n, ceil(vocab / 32))."""
+        """Set the logits of forbidden tokens to -inf, in place.
+
+        Args:
+            logits: (any, vocab).
+            rows: (n,) int32, the rows to mask.
+            bits: (n, ceil(vocab / 32)) int32, a bit per token, 1 if it is allowed.
+        """
         self._compiled.mask(logits, rows, bits)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's best allowed token (n,) int64, and True if its best token is forbidden, (n,) bool."""
+        """Return each row's allowed token with the largest logit, and whether the row's most likely token is forbidden.
+
+        Args:
+            logits: (n, vocab), which may be changed.
+            bits: (n, ceil(vocab / 32)) int32, a bit per token, 1 if it is allowed.
+
+        Returns:
+            Tokens (n,) int64, and (n,) bool: True if the token with the largest logit of all is forbidden.
+        """
         return self._compiled.masked_argmax(logits, bits)
 
 
 def _slice(heads: int) -> int:
-    """Return the number of heads that read a tile of latents together: the largest divisor up to MOST_SLICE."""
     return max(n for n in range(1, MOST_SLICE + 1) if heads % n == 0)

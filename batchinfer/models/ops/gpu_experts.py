@@ -23,13 +23,16 @@ from batchinfer_kernels.routing import Routing
 
 
 def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> Choice:
-    """Choose the experts of each token, with one kernel if it supports the rule; see `Ops.choose_experts`."""
+    """Choose the experts of each token on a GPU, in one kernel if it supports the routing; see `Ops.choose_experts`."""
     chosen_by = choose_experts if can_choose(routing) else choose_experts_reference
     return chosen_by(logits, routing, correction)
 
 
 class CodedExperts(Experts):
-    """Experts with weights in MXFP4 or int4, which kernels widen in registers. A graph can replay the kernels."""
+    """The experts of a layer with weights in MXFP4 or int4, which kernels dequantise in registers.
+
+    CUDA graphs can capture their kernels.
+    """
 
     skips = True
 
@@ -44,8 +47,8 @@ class CodedExperts(Experts):
         """Pack the quantised weights of experts.
 
         Args:
-            gate_up: The weights of the first products, with gate before up.
-            down: The weights of the second products.
+            gate_up: The weights of each expert's first product, gate before up.
+            down: The weights of each expert's second product.
             activation: The activation of the gate.
             deterministic: True if results must not depend on the batch.
             dtype: The dtype of activations.
@@ -67,7 +70,6 @@ class CodedExperts(Experts):
 
 
 def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Return a function that computes the grouped product with these weights."""
     assert weights.scales is not None, "the weights are quantised"
     if weights.mxfp4:
         packed = pack_mxfp4_weights(weights.weight, weights.scales)
@@ -77,7 +79,7 @@ def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]
 
 
 class TritonExperts(Experts):
-    """Experts with float, int8 or float8 weights. Rows are sorted on the device, so a graph can replay the kernels."""
+    """The experts of a layer with float, int8 or float8 weights. CUDA graphs can capture their kernels."""
 
     skips = True
     library_name = "torch"
@@ -93,11 +95,11 @@ class TritonExperts(Experts):
         """Create the experts of a layer.
 
         Args:
-            gate_up: The weights of the first products, with gate before up.
-            down: The weights of the second products.
+            gate_up: The weights of each expert's first product, gate before up.
+            down: The weights of each expert's second product.
             activation: The activation of the gate.
             deterministic: True if results must not depend on the batch.
-            library: The library's products for larger numbers of rows, or None.
+            library: A library's products for larger numbers of rows. None: they are not supported.
         """
         self._gate_up, self._down = ((weights.weight, weights.scales) for weights in (gate_up, down))
         self._lines = (gate_up.lines, down.lines)
@@ -117,12 +119,12 @@ class TritonExperts(Experts):
 
     @property
     def form(self) -> str:
-        """Return a text with all properties that the experts' duration depends on; see `LibraryChoice.form`."""
+        """Return a text with all properties of the experts that their duration depends on; see `LibraryChoice.form`."""
         (experts, outputs, inputs), kind = self._gate_up[0].shape, self._gate_up[0].dtype
         return f"{experts} experts in {str(kind).removeprefix('torch.')}, {outputs} x {inputs}, {self._activation}"
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return two functions that compute the experts for random rows: with batchinfer's kernels, and the library.
+        """Return two functions that compute experts for the same random rows: by batchinfer's kernels and by a library.
 
         Args:
             rows: The number of rows, which are distributed evenly among the experts.
@@ -166,7 +168,7 @@ class TritonExperts(Experts):
 
 
 class TritonHeads(HeadsLinear):
-    """A matrix product for each head, computed as a grouped product in which each head has a row of every token."""
+    """A matrix product per head on a GPU, computed as if heads were experts that receive every token."""
 
     def __init__(self, weights: ExpertWeights, deterministic: bool) -> None:
         self._weight, self._scales = weights.weight.contiguous(), weights.scales
@@ -174,11 +176,11 @@ class TritonHeads(HeadsLinear):
 
     @property
     def values(self) -> Tensor | None:
-        """Return the float weights (heads, outputs, inputs), or None if the weights are quantised."""
+        """Return the float weights, (heads, outputs, inputs); None if the weights are quantised."""
         return self._weight if self._scales is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
+        """Return the product of each head of x, (tokens, heads, inputs), with its matrix: (tokens, heads, outputs)."""
         (tokens, heads, _), weight = x.shape, self._weight
         starts = torch.arange(heads + 1, device=x.device) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1)

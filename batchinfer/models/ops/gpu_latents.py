@@ -30,25 +30,26 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decompressed:
-    """Sequences whose K and V are decompressed at the same time.
+    """A group of sequences in a step whose K and V are computed from cached latents ("decompressed") at the same time.
 
     Attributes:
-        slots: (keys,) int64, the slots of the latents of all their tokens.
-        items: (n, 5) int32, the work items of `decompressed_attention`.
+        slots: (keys,) int64, the cache slots of the latents of all tokens of these sequences.
+        items: (n, 5) int32, the work items of the kernel `decompressed_attention`.
     """
 
     slots: Tensor
     items: Tensor
 
     def attend(self, q: Tensor, cache: LayerCache, heads: LatentHeads, scale: float, out: Tensor) -> None:
-        """Write the attention results of these sequences' tokens to `out` (tokens of the step, heads, size of a value).
+        """Compute attention for the tokens of these sequences, and write the results to their rows of `out`.
 
         Args:
-            q: (tokens of the step, heads, plain + rotated values).
+            q: (tokens of the step, heads, unrotated + rotated values), the queries.
             cache: The layer's cache of latents.
-            heads: The projections of K and V.
+            heads: The weights that compute K and V from latents.
             scale: The factor of scores.
-            out: The results of the step; rows of other sequences are not changed.
+            out: (tokens of the step, heads, size of a value), the results of the step. Rows of other sequences are not
+                changed.
         """
         k, v = plain_weights(heads)
         latents = cache.k.view(-1, cache.k.shape[3]).index_select(0, self.slots)
@@ -59,12 +60,14 @@ class Decompressed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentWork:
-    """The attention of a step: sequences that attend to latents, and sequences whose K and V are decompressed.
+    """The attention of a step over cached latents, divided between two methods.
+
+    Some sequences attend to latents directly. For others, K and V are computed from latents ("decompressed").
 
     Attributes:
-        absorbed: The plan of attention to latents, or None if all sequences are decompressed.
-        rows: (n,) int64, the rows of q that attend to latents, or None if all or none do.
-        decompressed: Groups of sequences, which are decompressed in order to limit memory.
+        absorbed: The plan of direct attention to latents. None: all sequences are decompressed.
+        rows: (n,) int64, the rows of the queries that attend to latents directly. None: all or none of them.
+        decompressed: Groups of sequences, which are decompressed sequentially to limit memory.
     """
 
     absorbed: AttentionPlan | None
@@ -73,29 +76,34 @@ class LatentWork:
 
 
 class LatentPlan(AttentionPlan):
-    """The attention plan of a step outside of graphs. The first layer decides which sequences are decompressed."""
+    """The plan of a step's attention over cached latents, outside of CUDA graphs.
+
+    The first layer decides for which sequences K and V are computed from latents ("decompressed").
+    """
 
     padded_tokens = 0
 
     def __init__(
         self, inputs: AttentionInputs, block_size: int, plan: Callable[[AttentionInputs], AttentionPlan]
     ) -> None:
-        """Create the plan of a step's attention over latents.
+        """Create the plan. Nothing is decided yet.
 
         Args:
             inputs: The inputs of the step.
             block_size: The number of tokens in a block.
-            plan: Plans attention to latents.
+            plan: Returns the plan of direct attention to latents for some sequences.
         """
         self._inputs, self._block_size, self._plan = inputs, block_size, plan
         self._work: dict[LatentSizes | None, LatentWork] = {}
 
     def work(self, q: Tensor, heads: LatentHeads) -> LatentWork:
-        """Return which sequences attend to latents and which are decompressed, in a layer with these heads.
+        """Return which sequences attend to latents directly, and for which K and V are computed from latents.
+
+        Layers with equal sizes share the result.
 
         Args:
-            q: (tokens, heads, plain + rotated values).
-            heads: The projections of K and V.
+            q: (tokens, heads, unrotated + rotated values), the queries.
+            heads: The weights that compute K and V from latents.
         """
         sizes = decompressed_sizes(q, heads)
         if sizes not in self._work:
@@ -118,7 +126,6 @@ class LatentPlan(AttentionPlan):
         return LatentWork(self._plan(self._select(rest)), rows, made)
 
     def _select(self, sequences: Ints) -> AttentionInputs:
-        """Return the inputs of some sequences, with only the fields that attention reads."""
         inputs = self._inputs
         return replace(
             inputs,
@@ -149,7 +156,14 @@ class LatentPlan(AttentionPlan):
 
 
 def plain_weights(heads: LatentHeads) -> tuple[Tensor, Tensor]:
-    """Return the float weights of `heads.k`, (heads, rank, plain), and of `heads.v`, (heads, size of a value, rank)."""
+    """Return the float weights that compute K and V from latents.
+
+    Args:
+        heads: The weights. They must not be quantised.
+
+    Returns:
+        (heads, rank, unrotated values of a query) for K, and (heads, size of a value, rank) for V.
+    """
     assert isinstance(heads.k, TritonHeads)
     assert isinstance(heads.v, TritonHeads)
     assert heads.k.values is not None
@@ -158,13 +172,13 @@ def plain_weights(heads: LatentHeads) -> tuple[Tensor, Tensor]:
 
 
 def decompressed_sizes(q: Tensor, heads: LatentHeads) -> LatentSizes | None:
-    """Return the layer's sizes for the decision to decompress, or None if the weights of heads are quantised.
+    """Return the sizes by which to decide for which sequences K and V are computed from latents.
 
-    Quantised weights are only applied to queries and results, so that latents are not decompressed.
+    None if the weights of heads are quantised: these are only applied to queries and results, and never to latents.
 
     Args:
-        q: (tokens, heads, plain + rotated values).
-        heads: The projections of K and V.
+        q: (tokens, heads, unrotated + rotated values), the queries.
+        heads: The weights that compute K and V from latents.
     """
     if not isinstance(heads.v, TritonHeads) or heads.v.values is None:
         return None
@@ -172,14 +186,15 @@ def decompressed_sizes(q: Tensor, heads: LatentHeads) -> LatentSizes | None:
 
 
 def choose_decompressed(lens: Ints, contexts: Ints, sizes: LatentSizes) -> NDArray[np.bool_]:
-    """Return True for each sequence whose K and V are decompressed, (S,) bool.
+    """Choose the sequences for which K and V are computed from cached latents ("decompressed"), (S,) bool.
 
-    Such a sequence needs fewer operations with K and V. To limit memory, its keys are at most the number of the step's
-    tokens. If all such sequences have fewer than LEAST_TOKENS queries together, the result is False for all.
+    These are sequences with fewer operations if they are decompressed. To limit memory, the number of keys of each must
+    not exceed the number of the step's tokens. If all of them together have fewer than LEAST_TOKENS queries, no
+    sequence is decompressed.
 
     Args:
-        lens: (S,), the queries of each of S sequences.
-        contexts: (S,), the keys of each sequence.
+        lens: (S,), the number of queries of each of S sequences.
+        contexts: (S,), the number of keys of each sequence.
         sizes: The sizes of the layer.
     """
     cheaper: NDArray[np.bool_] = sizes.is_decompressing_cheaper(lens, contexts)
@@ -191,8 +206,8 @@ def group_by_keys(sequences: Ints, contexts: Ints, most: int) -> list[Ints]:
     """Divide sequences into groups with at most `most` keys each.
 
     Args:
-        sequences: (n,), the numbers of the sequences.
-        contexts: (S,), the keys of each sequence of the step, each at most `most`.
+        sequences: (n,), the indices of the sequences in the step.
+        contexts: (S,), the number of keys of each sequence of the step, at most `most`.
         most: The maximum number of keys of a group.
     """
     found: list[list[int]] = []

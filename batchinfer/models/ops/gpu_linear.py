@@ -42,60 +42,64 @@ MIN_RANK = 16  # minimum rank of factors: the smallest inner dimension of a tile
 
 
 class LibraryLinear(TorchLinear):
-    """A linear layer with a float weight, multiplied by cuBLAS or hipBLAS."""
+    """A linear layer with a float weight on a GPU, multiplied by the vendor's library (cuBLAS or hipBLAS)."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features)."""
         return F.linear(x, self._weight, self._bias)
 
 
 class SampledHead(Head, Generic[HeadWeight]):
-    """A head whose argmax is computed by the sampling kernel."""
+    """A head on a GPU whose most likely token is found by the sampling kernel."""
 
     def __init__(self, weight: HeadWeight) -> None:
         self.out_features, self.in_features = weight.shape
         self._weight: HeadWeight = weight
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the id with the largest logit for each row of x (tokens, inputs): (tokens,); see finite_argmax."""
+        """Return the id with the largest logit in each row, (tokens,); NO_TOKEN for rows that are not finite.
+
+        Args:
+            x: (tokens, inputs), normed hidden states.
+        """
         return sample(self(x))
 
 
 class LibraryHead(SampledHead[Tensor]):
-    """A head with a float weight and float32 logits, multiplied by the vendor's library.
+    """A head with a float weight and float32 logits, multiplied by the vendor's library (cuBLAS or hipBLAS).
 
-    Logits rounded to the weight's dtype would make similar logits equal.
+    Logits are not rounded to the dtype of the weight, as this would make similar logits equal.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
+        """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
         if x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self._weight.float())
 
 
 class LibraryExact(Linear):
-    """A linear layer with float32 results, multiplied by the vendor's library."""
+    """A linear layer with float32 results, multiplied by the vendor's library (cuBLAS or hipBLAS)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._head, self._bias = LibraryHead(weight), None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) in float32 for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features) in float32."""
         y = self._head(x)
         return y if self._bias is None else y + self._bias
 
 
 class KernelLinear(Linear):
-    """A linear layer computed by a kernel that can also apply a gated activation."""
+    """A linear layer computed by one of batchinfer's GPU kernels, which can also apply a gated activation."""
 
     def __init__(self, shape: torch.Size | tuple[int, int], activation: Activation | None) -> None:
         """Create a linear layer with an optional gated activation.
 
         Args:
             shape: The shape of the weight, (outputs, inputs).
-            activation: The gated activation of the results, which halves their number, or None.
+            activation: The gated activation of the results, which halves their number. None: there is none.
         """
         self.out_features, self.in_features = shape
         self.out_features //= 1 if activation is None else 2
@@ -103,35 +107,45 @@ class KernelLinear(Linear):
 
     @abstractmethod
     def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
-        """Return the product with x (tokens, inputs), with the activation applied to the sums."""
+        """Return the product with x (tokens, inputs), with an activation in the same kernel.
+
+        Args:
+            x: The input.
+            activation: The gated activation. None: the product itself is returned.
+        """
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features)."""
         return self._product(x, self._activation)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the layer's results (tokens, outputs), with the adapters' values added before any activation."""
+        """Return the layer's results (tokens, outputs) with LoRA.
+
+        Args:
+            x: (tokens, inputs).
+            added: The values of adapters, which are added before the layer's activation, if it has one.
+        """
         y, gate = added.add_to(self._product(x, None)), self._activation
         return y if gate is None else gated_activation(y, gate)
 
 
 class TritonAdapters(Adapters):
-    """The packed factors of adapters for one product, multiplied as grouped products.
+    """The packed A and B of LoRA adapters for one matrix product on a GPU, multiplied as grouped products.
 
-    All tokens are sorted by adapter, and tokens without an adapter have factors of 0, so that the launches depend only
-    on the number of tokens. Factors are padded to the largest rank.
+    Tokens are sorted by adapter. For tokens without an adapter, A and B are 0. So the launches depend only on the
+    number of tokens, and CUDA graphs can capture them. A and B are padded to the largest rank.
     """
 
     def __init__(
         self, factors: Sequence[Factors | None], deterministic: bool, room: AdapterRoom | None = None
     ) -> None:
-        """Pack the factors of adapters for a product.
+        """Pack A and B of adapters for a product.
 
         Args:
-            factors: The factors of each adapter, or None for an adapter that does not change the product.
+            factors: A and B of each adapter, or None for an adapter that does not change the product.
             deterministic: True if results must not depend on the batch.
-            room: The places for factors on the device; all factors are then kept in pinned memory. None if all factors
-                stay on the device.
+            room: The number of adapters that the device holds at a time. All adapters are then kept in pinned memory of
+                the host. None: the device holds all of them.
         """
         known = [own for own in factors if own is not None]
         rank = max(MIN_RANK, *(len(own.a) for own in known))
@@ -148,13 +162,18 @@ class TritonAdapters(Adapters):
             self._kept.clear()
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        """Return the values that adapters add to the product with x (tokens, inputs)."""
+        """Return B A x of each token's LoRA adapter; see `Adapters.__call__`."""
         how = self._deterministic
         low = grouped_matmul(x, self._a, rows.starts, from_rows=rows.order, deterministic=how)
         return AddedValues(grouped_matmul(low, self._b, rows.starts, deterministic=how), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Copy the factors of adapter `number` to `place`, both from 1, after all work that was launched before."""
+        """Copy A and B of an adapter to a place on the device, after all work that was launched earlier.
+
+        Args:
+            number: The number of the adapter, from 1.
+            place: The number of the place, from 1.
+        """
         own, a, b = self._kept[number - 1], self._a[place], self._b[place]
         rank = 0 if own is None else len(own.a)
         a[rank:].zero_()
@@ -166,12 +185,12 @@ class TritonAdapters(Adapters):
 
 
 def _pinned(own: Factors | None) -> Factors | None:
-    """Return factors in pinned memory, from which a GPU copies without a host synchronisation."""
+    # A GPU copies from pinned memory without a synchronisation of the host
     return None if own is None else Factors(own.a.pin_memory(), own.b.pin_memory())
 
 
 class InvariantLinear(KernelLinear):
-    """A linear layer in which a row's bits do not depend on the other rows; see batchinfer_kernels.gpu.matmul."""
+    """A linear layer on a GPU for deterministic jobs: the results of a row do not depend on other rows, bit by bit."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation | None = None) -> None:
         super().__init__(weight.shape, activation)
@@ -182,29 +201,30 @@ class InvariantLinear(KernelLinear):
 
 
 class InvariantHead(SampledHead[Tensor]):
-    """A head in which a row's float32 logits do not depend on the other rows."""
+    """A head on a GPU for deterministic jobs: the float32 logits of a row do not depend on other rows, bit by bit."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
+        """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
         return matmul(x, self._weight, out_dtype=torch.float32, deterministic=True)
 
 
 class InvariantExact(Linear):
-    """A linear layer with float32 results, in which a row's bits do not depend on the other rows."""
+    """A linear layer with float32 results for deterministic jobs: a row does not depend on other rows, bit by bit."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) in float32 for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features) in float32."""
         return matmul(x, self._weight, self._bias, out_dtype=torch.float32, deterministic=True)
 
 
 class Int8Linear(KernelLinear):
-    """A linear layer with an int8 weight.
+    """A linear layer with an int8 weight on a GPU.
 
-    Each row of the input is quantised to int8 too. Integer sums are exact, so a row does not depend on the other rows.
+    Each row of the input is quantised to int8, too. Integer sums are exact, so the results of a row do not depend on
+    other rows.
     """
 
     def __init__(
@@ -219,22 +239,23 @@ class Int8Linear(KernelLinear):
 
 
 class Int8Head(SampledHead[CodedWeight]):
-    """A head whose weight is quantised to int8, with float32 logits."""
+    """A head on a GPU whose weight is quantised to int8. Logits are float32."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
+        """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
         return int8_matmul(x, self._weight.codes, self._weight.scales, out_dtype=torch.float32)
 
 
 class Fp8Linear(KernelLinear):
-    """A linear layer with a float8_e4m3fn weight, computed by batchinfer's kernel, or by a library for many rows.
+    """A linear layer with a float8_e4m3fn weight.
 
-    Each row of the input, or each group of a row, is quantised too.
+    batchinfer's kernel computes few rows, and a library may compute many. Each row of the input, or each group of
+    values in a row, is quantised to float8, too.
 
     Attributes:
         library_name: The name of the library, for messages.
-        library: The library's product, or None if it does not support the layer.
-        least_library_rows: The minimum number of rows that the library computes, or None if the kernel computes all.
+        library: The library's product. None: the library does not support the layer.
+        least_library_rows: The minimum number of rows for the library. None: the kernel computes all numbers of rows.
     """
 
     library_name = "torch"
@@ -251,10 +272,10 @@ class Fp8Linear(KernelLinear):
 
         Args:
             weight: (outputs, inputs).
-            bias: (outputs,), or None.
-            activation: The gated activation of the results, or None.
+            bias: (outputs,). None: there is none.
+            activation: The gated activation of the results. None: there is none.
             deterministic: True if results must not depend on the batch.
-            library: The library's product, or None.
+            library: The library's product. None: the library does not support the layer.
         """
         super().__init__(weight.shape, activation)
         self._codes, self._scales, self._bias = weight.codes, weight.scales, bias
@@ -265,14 +286,19 @@ class Fp8Linear(KernelLinear):
 
     @property
     def form(self) -> str:
-        """Return a text with all properties that the layer's duration depends on; see `LibraryChoice.form`."""
+        """Return a text with all properties of the layer that its duration depends on; see `LibraryChoice.form`."""
         scales = "rows" if self._blocks is None else "blocks"
         gated = "" if self._activation is None else f", {self._activation}"
         biased = "" if self._bias is None else ", bias"
         return f"float8 by {scales}, {len(self._codes)} x {self.in_features}{biased}{gated}"
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return two functions that compute the layer for random rows: with batchinfer's kernel, and the library."""
+        """Return two functions that compute the layer for random rows: by batchinfer's kernel, and by the library.
+
+        Args:
+            rows: The number of rows.
+            device: The device of the layer.
+        """
         assert self.library is not None, "the library supports the layer"
         x = torch.randn(rows, self.in_features, dtype=self.library.dtype, device=device)
         gate = self._activation
@@ -296,31 +322,35 @@ class Fp8Linear(KernelLinear):
 
 
 class Fp8Head(SampledHead[CodedWeight]):
-    """A head whose weight is quantised to float8_e4m3fn, with float32 logits."""
+    """A head on a GPU whose weight is quantised to float8_e4m3fn. Logits are float32."""
 
     def __init__(self, weight: CodedWeight, deterministic: bool) -> None:
         super().__init__(weight)
         self._deterministic = deterministic
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
+        """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
         codes, scales = self._weight.codes, self._weight.scales
         return fp8_matmul(x, codes, scales, out_dtype=torch.float32, deterministic=self._deterministic)
 
 
 class WeightPanel:
-    """A buffer for dequantised values of a 4-bit weight, or of a part of its outputs, shared by a model's layers.
+    """A buffer on a GPU for the dequantised values of a 4-bit weight, or of some of its outputs. All layers share it.
 
-    It is allocated while weights are packed, so that its address stays the same after steps are captured.
+    It is allocated while weights are packed, so that its address does not change after CUDA graphs are captured.
     """
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
 
     def reserve(self, weight: Int4Weight | Mxfp4Weight, dtype: torch.dtype) -> None:
-        """Enlarge the panel, if necessary, for a weight's values in `dtype`.
+        """Enlarge the buffer, if necessary, for the dequantised values of a weight.
 
-        The panel then has room for the whole weight, or for PANEL_BYTES of it, and for one output at least.
+        It then has room for the whole weight or, if that is larger, for PANEL_BYTES. It always fits one output.
+
+        Args:
+            weight: The weight.
+            dtype: The dtype of dequantised values.
         """
         outputs = weight.outputs
         most = max(1, PANEL_BYTES // dtype.itemsize // max(1, weight.inputs))
@@ -331,16 +361,16 @@ class WeightPanel:
 
     @property
     def values(self) -> Tensor:
-        """Return the panel's memory as a one-dimensional tensor. `reserve` must have been called before."""
+        """Return the memory of the buffer as a tensor with one dimension. `reserve` must have been called before."""
         assert self._values is not None, "no weight was packed"
         return self._values
 
 
 class WidenedLinear(KernelLinear):
-    """A linear layer with a 4-bit weight, int4 or MXFP4, whose input is not quantised.
+    """A linear layer on a GPU with a 4-bit weight (int4 or MXFP4), whose input is not quantised.
 
-    For few rows, a kernel widens the values in registers. For many rows, they are widened to a panel in memory, which
-    the vendor's library multiplies. A deterministic layer never uses the panel.
+    For few rows, a kernel dequantises the weight in registers. For many rows, the weight is dequantised to a buffer in
+    memory, the panel, and multiplied by the vendor's library. A deterministic layer never uses the panel.
 
     Attributes:
         many: The minimum number of rows for the panel.
@@ -359,14 +389,14 @@ class WidenedLinear(KernelLinear):
 
         Args:
             weight: (outputs, inputs).
-            bias: (outputs,), or None.
-            activation: The gated activation of the results, or None.
+            bias: (outputs,). None: there is none.
+            activation: The gated activation of the results. None: there is none.
             dtype: The dtype of activations.
-            panel: The buffer for widened values, or None if results must not depend on the batch.
+            panel: The buffer for dequantised values. None: results must not depend on the batch.
             peaks: The peaks of the GPU, which decide how many rows need the panel.
 
         Raises:
-            ValueError: If the kernels do not support the weight's groups.
+            ValueError: The kernels do not support the size of the weight's groups.
         """
         packed: Int4Weight | Mxfp4Weight
         if weight.mxfp4:
@@ -391,7 +421,6 @@ class WidenedLinear(KernelLinear):
         return y if gate is None else gated_activation(y, gate)
 
     def _by_few(self, x: Tensor, gate: Activation | None, fixed: bool) -> Tensor:
-        """Return the product with values that are widened in registers."""
         weight = self._weight
         if isinstance(weight, Int4Weight):
             return int4_weight_matmul(x, weight, self._bias, activation=gate, deterministic=fixed)

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def why_not_sparse(dtype: torch.dtype) -> str | None:
-    """Return why the GPU cannot skip the zeros of weights in `dtype`, or None if it can."""
+    """Return the reason why the GPU cannot multiply 2:4 sparse weights of a dtype; None if it can."""
     if dtype not in DTYPES:
         return f"cuSPARSELt multiplies no weights in {str(dtype).removeprefix('torch.')}"
     if not torch.backends.cusparselt.is_available():
@@ -26,13 +26,13 @@ def why_not_sparse(dtype: torch.dtype) -> str | None:
 
 
 def sparse_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Return a linear layer with a weight that the checkpoint calls 2:4 sparse.
+    """Return a linear layer with a weight that is 2:4 sparse according to the checkpoint.
 
-    If the weight has more values, or cuSPARSELt does not support its sizes, it is multiplied as a dense weight.
+    If the weight is not 2:4 sparse, or cuSPARSELt does not support its sizes, it is multiplied as a dense weight.
 
     Args:
         weight: (outputs, inputs), zeros included.
-        bias: (outputs,), or None.
+        bias: (outputs,). None: there is none.
     """
     if any(size % SPARSE_SIZES for size in weight.shape):
         return LibraryLinear(weight, bias)
@@ -47,30 +47,34 @@ def sparse_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def is_half(weight: Tensor) -> bool:
-    """Return True if each four adjacent inputs of a weight (outputs, inputs) have at most two values that are not 0."""
+    """Return True if a weight is 2:4 sparse: each group of four adjacent inputs has at most two values that are not 0.
+
+    Args:
+        weight: (outputs, inputs).
+    """
     found = (weight.view(len(weight), -1, SPARSE_QUAD) != 0).sum(-1, dtype=torch.int8)
     return bool((found <= SPARSE_KEPT).all())
 
 
 class SparseLinear(Linear):
-    """A linear layer that stores only non-zero values and their positions, 9/16 of a weight's bytes.
+    """A linear layer that stores only the non-zero values of a 2:4 sparse weight and their positions.
 
-    The rows of the input are padded to a multiple of SPARSE_SIZES.
+    They take 9/16 of the bytes of the dense weight. The rows of the input are padded to a multiple of SPARSE_SIZES.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Compress the weight of a 2:4 sparse linear layer.
+        """Compress the weight.
 
         Args:
-            weight: (outputs, inputs) with a dtype of DTYPES, sizes that are multiples of SPARSE_SIZES, and 2:4
-                sparsity.
-            bias: (outputs,), or None.
+            weight: (outputs, inputs). It must be 2:4 sparse, in a dtype of DTYPES, with sizes that are multiples of
+                SPARSE_SIZES.
+            bias: (outputs,). None: there is none.
         """
         self.out_features, self.in_features = weight.shape
         self._kept, self._bias = torch._cslt_compress(weight.contiguous()), bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features)."""
         rows = len(x)
         padded = pad(x, (0, 0, 0, -rows % SPARSE_SIZES)).contiguous()
         # cuSPARSELt multiplies the weight with columns, and transposes the result

@@ -60,7 +60,7 @@ from batchinfer_kernels.sample import RowSampling, sample_reference
 
 
 class Ops(ABC):
-    """An implementation of all operators of a decoder.
+    """An implementation of all operators of a decoder, such as matrix products, norms and attention.
 
     Attributes:
         name: The name of the implementation, for the report.
@@ -72,7 +72,7 @@ class Ops(ABC):
         """Return the name of the method that computes linear layers, for the report.
 
         Args:
-            codes: The format of most of their quantised weights, or None for float weights.
+            codes: The quantised type of most weights. None: they are floats.
         """
         return self.name if codes is None else codes
 
@@ -91,30 +91,46 @@ class Ops(ABC):
         return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        """Quantise a float weight (outputs, inputs) as `round_weight` does, now or while it is packed.
+        """Quantise a float weight (outputs, inputs), either now or later, while it is packed.
 
         Args:
             weight: The weight.
             form: The form of the result.
 
         Returns:
-            A CodedWeight with quantised values, or a RoundedWeight, which `pack_linear` quantises.
+            A CodedWeight with quantised values, or a RoundedWeight, which `pack_linear` quantises. Both have the values
+            that `round_weight` returns.
         """
         return CodedWeight(*self.round_weight(weight, form), group=form.group)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        """Return the float weights of experts quantised to a form, as `quantize` does for each expert."""
+        """Quantise the float weights of experts, either now or later, while they are packed.
+
+        Args:
+            weights: The weights of one matrix product of all experts.
+            form: The form of the quantised weights.
+        """
         count, outputs, inputs = weights.weight.shape
         codes, scales = self.round_weight(weights.weight.view(-1, inputs), form)
         scales = scales.view(count, outputs, *scales.shape[1:])
         return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
 
     def convert_weight(self, weight: Tensor, form: WeightForm | None) -> Weight:
-        """Return a float weight (outputs, inputs) quantised to `form`, or unchanged if `form` is None."""
+        """Return a float weight (outputs, inputs) in the form that a spec requires.
+
+        Args:
+            weight: The weight.
+            form: The form of the quantised weight. None: the weight is returned unchanged.
+        """
         return weight if form is None else self.quantize(weight, form)
 
     def convert_heads(self, weight: Tensor, form: WeightForm | None) -> ExpertWeights:
-        """Return float weights of heads (heads, outputs, inputs) quantised to `form`, or unchanged if it is None."""
+        """Return float weights of heads, (heads, outputs, inputs), in the form that a spec requires.
+
+        Args:
+            weight: The weights.
+            form: The form of the quantised weights. None: they stay floats.
+        """
         if form is None:
             return ExpertWeights(weight)
         coded = [self.round_weight(matrix, form) for matrix in weight]
@@ -128,29 +144,29 @@ class Ops(ABC):
 
         Args:
             weight: (outputs, inputs).
-            bias: (outputs,), or None.
+            bias: (outputs,). None: there is none.
 
         Raises:
-            TypeError: If these operators do not support the quantised values.
+            TypeError: These operators do not support the type of quantised values.
         """
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Return a layer act(gate) * up, (tokens, inputs) → (tokens, outputs / 2).
+        """Return a layer that computes act(gate) * up, (tokens, outputs / 2), from one weight of gate and up.
 
         Args:
             weight: (outputs, inputs), with the rows of gate before the rows of up.
-            bias: (outputs,), or None.
+            bias: (outputs,). None: there is none.
             activation: The activation of the gate.
         """
         inner = self.pack_linear(weight, bias)
         return ActivatedLinear(inner, inner.out_features // 2, self.gated_activation, activation)
 
     def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Return a linear layer with an activation, (tokens, inputs) → (tokens, outputs).
+        """Return a linear layer with an activation of its results, (tokens, outputs).
 
         Args:
             weight: (outputs, inputs).
-            bias: (outputs,), or None.
+            bias: (outputs,). None: there is none.
             activation: The activation of the results.
         """
         inner = self.pack_linear(weight, bias)
@@ -158,7 +174,7 @@ class Ops(ABC):
 
     @abstractmethod
     def pack_head(self, weight: Weight) -> Head:
-        """Return the layer that computes float32 logits (tokens, vocab) with a weight (vocab, inputs).
+        """Return the output layer, which computes float32 logits (tokens, vocab) from its weight (vocab, inputs).
 
         Logits are never rounded to bfloat16, whose values near 100 are 0.5 apart.
         """
@@ -169,7 +185,7 @@ class Ops(ABC):
 
         Args:
             weight: (outputs, inputs).
-            bias: (outputs,), or None.
+            bias: (outputs,). None: there is none.
         """
 
     @abstractmethod
@@ -177,19 +193,20 @@ class Ops(ABC):
         """Return the experts of a layer, each a gated feed-forward network.
 
         Args:
-            gate_up: The weights of the first products, with the rows of gate before the rows of up.
-            down: The weights of the second products.
+            gate_up: The weights of each expert's first product, with the rows of gate before the rows of up.
+            down: The weights of each expert's second product.
             activation: The activation of the gate.
         """
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's expert results, (tokens, N).
 
-        It is bitwise equal to the sum that `Experts` of these operators compute.
+        It is bitwise equal to the sum that `Experts` of these operators return, for ranks that hold different experts.
 
         Args:
-            made: (tokens * chosen, N), the results of each token's experts in the order of its choice.
-            weights: (tokens, chosen) float32.
+            made: (tokens * chosen, N), the results of the experts that the router chose for each token, in the router's
+                order.
+            weights: (tokens, chosen) float32, the weights of these results.
         """
         return combine_reference(made, torch.arange(len(made), device=made.device), weights)
 
@@ -203,11 +220,12 @@ class Ops(ABC):
 
     @abstractmethod
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Return the packed factors of adapters for a product.
+        """Return A and B of LoRA adapters, packed for one matrix product.
 
         Args:
-            factors: The factors of each adapter, or None for an adapter that does not change the product.
-            room: The places for factors on the device, which are empty at first. None if all factors stay there.
+            factors: A and B of each adapter, or None for an adapter that does not change the product.
+            room: The number of adapters that the device holds at a time, in places that are empty at first. None: the
+                device holds all adapters.
         """
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
@@ -215,38 +233,39 @@ class Ops(ABC):
 
         Args:
             logits: (tokens, experts) float32, the output of the router.
-            routing: The rule of the choice.
-            correction: (experts,), a correction of the choice, if the rule requires it.
+            routing: The rule by which experts are chosen.
+            correction: (experts,), numbers that are added to scores for the choice only, as in DeepSeek-V3. None: the
+                rule has none.
         """
         return choose_experts(logits, routing, correction)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
-        """Return a decoder layer that runs in one call, or None if these operators cannot fuse the layer.
+        """Return a decoder layer that is computed by one fused operator; None if these operators cannot fuse the layer.
 
         Args:
-            spec: The description of the layer.
+            spec: The layer.
             parts: Its packed weights.
         """
         return None
 
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
-        """Return the shape of one block of K or V in one layer, (heads, block_size, dim), perhaps rounded up.
+        """Return the shape of one block of K or V in one layer, (heads, block_size, dim). Sizes may be rounded up.
 
         Args:
-            cache: The layer's cache.
+            cache: The sizes of the layer's cache.
             block_size: The number of tokens in a block.
         """
         return cache.heads, block_size, cache.dim
 
     def supports_cache(self, cache: CacheSpec) -> bool:
-        """Return True if these operators can read and write a KV cache with this dtype and shape."""
+        """Return True if these operators can read and write a KV cache with this dtype and these sizes."""
         return cache.dtype is None
 
     def block_bytes(self, caches: Iterable[CacheSpec], block_size: int, itemsize: int) -> int:
-        """Return the bytes that one block takes in the caches of all layers, padding included.
+        """Return the bytes of one block in the caches of all layers together, padding included.
 
         Args:
-            caches: The cache of each layer.
+            caches: The sizes of each layer's cache.
             block_size: The number of tokens in a block.
             itemsize: The bytes of a value in the run's dtype.
         """
@@ -257,13 +276,13 @@ class Ops(ABC):
         return found
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return an upper bound of the bytes that attention needs in a step beyond its memory in a uniform step.
+        """Return the bytes that attention may need in any step in addition to its memory in a uniform step.
 
-        In a uniform step, all rows have contexts of `longest` tokens and share no prefix. Other steps may split rows,
-        and then need memory for partial results.
+        In a uniform step, all rows have contexts of `longest` tokens and share no prefix. In other steps, attention of
+        a row may be split into parts, whose partial results need memory.
 
         Args:
-            rows: The number of queries.
+            rows: The number of queries in the step.
             longest: The maximum context length in tokens.
             device: The device.
             queries: The maximum number of queries per sequence.
@@ -281,14 +300,14 @@ class Ops(ABC):
         """Return a zero-filled cache of one layer.
 
         Args:
-            cache: The layer's cache.
+            cache: The sizes of the layer's cache.
             blocks: The number of blocks.
             block_size: The number of tokens in a block.
             dtype: The dtype of the run, and of a cache that is not quantised.
             device: The device of the cache.
 
         Raises:
-            ValueError: If these operators do not support the cache.
+            ValueError: These operators do not support the cache.
         """
         if not self.supports_cache(cache):
             raise ValueError(f"{self.name} operators do not support a KV cache in {cache.dtype}")
@@ -305,7 +324,12 @@ class Ops(ABC):
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Look up embeddings: token_ids (tokens,) int64 in a table (vocab, hidden) → (tokens, hidden)."""
+        """Return the embeddings of tokens, (tokens, hidden).
+
+        Args:
+            token_ids: (tokens,) int64.
+            table: (vocab, hidden).
+        """
         return embedding(token_ids, table)
 
     def norm(
@@ -316,14 +340,14 @@ class Ops(ABC):
         x: Tensor,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (norm of x + residual, x + residual), each (tokens, hidden), with an RMSNorm or a LayerNorm.
+        """Return (norm of x + residual, x + residual), each (tokens, hidden). The norm is an RMSNorm or a LayerNorm.
 
         Args:
             spec: The kind of norm, and its epsilon.
             parameters: The weights and biases of norms.
             name: The name of the norm in `parameters`.
             x: (tokens, hidden).
-            residual: A tensor to add to x first, or None for 0.
+            residual: (tokens, hidden), which is added to x before the norm. None: it is 0.
         """
         weight, bias = parameters[name], parameters.get(name + BIAS)
         if spec.kind == "layer":
@@ -340,8 +364,8 @@ class Ops(ABC):
             x: (..., hidden).
             weight: (hidden,).
             eps: A number to add to the mean square.
-            residual: A tensor to add to x first, or None for 0.
-            offset: A number to add to the weight.
+            residual: (..., hidden), which is added to x before the norm. None: it is 0.
+            offset: A number to add to the weight, such as Gemma's 1.
         """
 
     def layer_norm(
@@ -352,9 +376,9 @@ class Ops(ABC):
         Args:
             x: (..., hidden).
             weight: (hidden,).
-            bias: (hidden,), or None.
+            bias: (hidden,). None: there is none.
             eps: A number to add to the variance.
-            residual: A tensor to add to x first, or None for 0.
+            residual: (..., hidden), which is added to x before the norm. None: it is 0.
         """
         return layer_norm_reference(x, weight, bias, eps, residual)
 
@@ -362,7 +386,7 @@ class Ops(ABC):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Normalise and rotate q and k, write k and v to the cache, and return rotated q.
+        """Norm q and k (if `turn` has norms) and rotate them, write k and v to the cache, and return rotated q.
 
         See batchinfer_kernels.rope_store.
 
@@ -370,14 +394,14 @@ class Ops(ABC):
             q: (tokens, query heads, head size).
             k: (tokens, KV heads, head size).
             v: (tokens, KV heads, head size).
-            turn: The rotation and the norms.
+            turn: The rotation, and the norms of q and k.
             inputs: The positions and slots of the tokens.
             cache: The layer's cache.
         """
 
     @abstractmethod
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q, bitwise equal to `rope_store`, for a layer that reads another layer's cache.
+        """Return rotated q, bitwise equal to the result of `rope_store`, for a layer that reads another layer's cache.
 
         Args:
             q: (tokens, query heads, head size).
@@ -386,13 +410,13 @@ class Ops(ABC):
         """
 
     def store(self, k: Tensor, v: Tensor, inputs: AttentionInputs, cache: LayerCache) -> None:
-        """Write k and v (tokens, KV heads, head size) to the cache unchanged, for models whose own code rotates them.
+        """Write k and v to the cache unchanged, for models whose own code rotates k.
 
         It calls `rope_store` with angles of 0.
 
         Args:
-            k: The keys, rotated or not.
-            v: The values.
+            k: (tokens, KV heads, head size).
+            v: (tokens, KV heads, head size).
             inputs: The slots of the tokens.
             cache: The layer's cache.
         """
@@ -403,7 +427,7 @@ class Ops(ABC):
         self.rope_store(both[:, :heads], both[:, :heads], both[:, heads:], still, at_zero, cache)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy K and V of the first tokens of blocks to other blocks.
+        """Copy K and V of the first tokens of blocks to other blocks of the cache.
 
         Args:
             cache: The layer's cache.
@@ -414,23 +438,23 @@ class Ops(ABC):
 
     @property
     def chunks_need_more_memory(self) -> bool:
-        """Return True if a chunk after cached tokens may need more memory than a whole prompt of the same length."""
+        """Return True if a later chunk of a prompt may need more memory than a whole prompt with as many new tokens."""
         return False
 
     @property
     def follows_trees(self) -> bool:
-        """Return True if steps may contain draft trees, in models without windows, and slots can be moved."""
+        """Return True if steps may contain draft trees, for models without sliding windows."""
         return False
 
     def check_tree(self, inputs: AttentionInputs, windows: Windows) -> None:
-        """Check that these operators support the step's draft tree, if it has one.
+        """Check that these operators support the draft tree of a step, if the step has one.
 
         Args:
             inputs: The inputs of the step.
             windows: The sliding windows of the layers.
 
         Raises:
-            TypeError: If they do not, or if a layer has a window.
+            TypeError: They do not support it, or a layer has a window.
         """
         if inputs.tree is not None and not (self.follows_trees and windows == {None}):
             raise TypeError(f"{self.name} operators do not support draft trees with windows {set(windows)}")
@@ -438,13 +462,13 @@ class Ops(ABC):
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        """Advance the input tensors of a decode step by one token per row; see batchinfer_kernels.advance_rows.
+        """Prepare the input tensors of the next decode step on the device; see batchinfer_kernels.advance_rows.
 
         Args:
             tokens: (n,) int64, the tokens that the previous step sampled.
-            step: The number of the step, from 0, since multi-step decoding began.
+            step: The number of the step within multi-step decoding, from 0.
             firsts: (n,) int32, the context length of each row in step 0.
-            repeats: (n,) int32, the number of steps in which each row has a token.
+            repeats: (n,) int32, the number of these steps in which each row decodes a token.
             kept: The input tensors, which are changed in place.
         """
         advance_rows_reference(tokens, step, firsts, repeats, kept)
@@ -454,7 +478,7 @@ class Ops(ABC):
 
         Args:
             cache: The layer's cache.
-            moves: (n, 2) int64, source and target slot.
+            moves: (n, 2) int64, source and target slot of each token.
         """
         for k, v in cache.copied:
             move_slots_reference(k, v, moves)
@@ -467,30 +491,30 @@ class Ops(ABC):
         windows: Windows,
         other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        """Prepare the attention of one step, for all layers of a cache group.
+        """Return the plan of a step's attention, which all layers of a cache group read.
 
         Args:
             inputs: The inputs of the step.
             block_size: The number of tokens in a block.
-            windows: The sliding windows of the layers, with None for a layer without one.
-            other_group: The plan of another cache group for the same step, to reuse the parts that do not depend on
-                block tables.
+            windows: The sliding windows of the group's layers; None for a layer without a window.
+            other_group: The plan of another cache group for the same step. Its parts may be reused. None: there is
+                none.
         """
 
     @abstractmethod
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
-        """Return attention over cached keys, (tokens, query heads, head size).
+        """Return the result of attention over cached K and V, (tokens, query heads, head size).
 
         See batchinfer_kernels.paged_attention.
 
         Args:
             q: (tokens, query heads, head size).
             cache: The layer's cache.
-            plan: The plan of the step.
-            rules: The layer's scale, window and other rules of scores.
-            out: A tensor for the results, or None to allocate one.
+            plan: The result of `plan_attention`.
+            rules: The scale, window, soft cap, sinks and bias of scores.
+            out: Receives the result. None: the result is a new tensor.
         """
 
     def latent_store(
@@ -502,15 +526,15 @@ class Ops(ABC):
         inputs: AttentionInputs,
         cache: LayerCache,
     ) -> Tensor:
-        """Rotate q and k, write each token's latent followed by k to the cache, and return rotated q.
+        """Rotate q and k, write the latent and the rotated k of each token to the cache, and return rotated q.
 
         See batchinfer_kernels.latent_attention.
 
         Args:
-            q: (tokens, heads, R), the rotated part of queries, with R values per head.
-            latent: (tokens, rank).
-            k: (tokens, R).
-            rope: The table of the rotation.
+            q: (tokens, heads, R), the R values of each query to rotate.
+            latent: (tokens, rank), the normed latents.
+            k: (tokens, R), the rotated part of keys, which all heads share.
+            rope: Cosines and sines of the rotation.
             inputs: The positions and slots of the tokens.
             cache: The layer's cache.
         """
@@ -528,17 +552,17 @@ class Ops(ABC):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return attention over cached latents, (tokens, heads, size of a value).
+        """Return the result of attention over cached latents, (tokens, heads, size of a value).
 
-        K and V are not decompressed: their projections are applied to queries and results instead ("absorbed").
+        K and V are not computed from latents. Instead, their weights are applied to queries and results ("absorbed").
 
         Args:
-            q: (tokens, heads, plain + R), with R rotated values per head.
+            q: (tokens, heads, plain + R), the queries. Their last R values are rotated.
             cache: The layer's cache.
-            plan: The plan of the step.
-            heads: The projections of K and V, with the sizes `plain` and `rank`.
+            plan: The result of `plan_attention`.
+            heads: The weights that compute K and V from latents, and the size `plain`.
             scale: The factor of scores.
-            out: A tensor for the results, or None to allocate one.
+            out: Receives the result. None: the result is a new tensor.
         """
         plain, turned = q[..., : heads.plain], q[..., heads.plain :]
         absorbed = torch.cat((heads.k(plain), turned), -1)
@@ -548,24 +572,34 @@ class Ops(ABC):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return attention of projected queries to cached latents, (tokens, heads, rank).
+        """Return the result of attention to cached latents themselves, (tokens, heads, rank).
 
         See batchinfer_kernels.latent_attention.
 
         Args:
-            q: (tokens, heads, rank + R), with R rotated values per head.
+            q: (tokens, heads, rank + R), queries that were multiplied by the weights of K, and R rotated values.
             cache: The layer's cache.
-            plan: The plan of the step.
+            plan: The result of `plan_attention`.
             scale: The factor of scores.
             rank: The number of values of a latent.
         """
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
-        """Return cap * tanh(logits / cap) for logits (n, vocab) float32, which may be changed in place."""
+        """Return cap * tanh(logits / cap).
+
+        Args:
+            logits: (n, vocab) float32, which may be changed in place.
+            cap: The soft cap.
+        """
         return (logits / cap).tanh_().mul_(cap)
 
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
-        """Sample a token from each row of logits (n, vocab): (n,) int64. See batchinfer_kernels.sample."""
+        """Sample a token from each row, (n,) int64; see batchinfer_kernels.sample.
+
+        Args:
+            logits: (n, vocab) float32.
+            sampling: The sampling parameters of the rows.
+        """
         return sample_reference(logits, sampling)
 
     def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -583,7 +617,12 @@ class Ops(ABC):
         return log_probabilities_reference(logits, chosen, most)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
-        """Apply penalties and bans to logits (n, vocab), in place. See batchinfer_kernels.penalties."""
+        """Apply penalties and bans of tokens to logits, in place; see batchinfer_kernels.penalties.
+
+        Args:
+            logits: (n, vocab) float32.
+            penalties: The penalties and bans of the rows.
+        """
         penalise_reference(logits, penalties)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
@@ -597,13 +636,16 @@ class Ops(ABC):
         mask_reference(logits, rows, bits)
 
     def masked_argmax(self, logits: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's best allowed token (n,) int64, and True if its best token is forbidden, (n,) bool.
+        """Return each row's allowed token with the largest logit, and whether the row's most likely token is forbidden.
 
         Ties, and logits that are not finite, are handled as in finite_argmax.
 
         Args:
-            logits: The logits (n, vocab), which may be changed.
-            bits: A bit per token, 1 if it is allowed, (n, ceil(vocab / 32)) int32.
+            logits: (n, vocab), which may be changed.
+            bits: (n, ceil(vocab / 32)) int32, a bit per token, 1 if it is allowed.
+
+        Returns:
+            Tokens (n,) int64, and (n,) bool: True if the token with the largest logit of all is forbidden.
         """
         rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
         barred = is_excluded(bits, logits.argmax(-1))
@@ -612,7 +654,12 @@ class Ops(ABC):
 
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
+        """Return act(gate) * up, (tokens, size).
+
+        Args:
+            gate_up: (tokens, 2 * size), gate before up.
+            activation: The activation of gate.
+        """
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         """Return the activation of each value of x (tokens, size)."""

@@ -20,11 +20,11 @@ from batchinfer_kernels.sample import NO_TOKEN as NO_TOKEN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """The factors of an adapter, which adds B A x to a product.
+    """The LoRA matrices A and B of an adapter for one matrix product. The adapter adds B A x to its result.
 
     Attributes:
         a: A, (rank, inputs).
-        b: B, (outputs, rank), already scaled.
+        b: B, (outputs, rank), multiplied by the adapter's scale.
     """
 
     a: Tensor
@@ -33,10 +33,10 @@ class Factors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedValues:
-    """The values that adapters add to the results of a product.
+    """The values that LoRA adapters add to the results of a matrix product.
 
     Attributes:
-        values: (n, outputs), for the last n tokens of `rows.order`, in that order. All other tokens get 0.
+        values: (n, outputs), for the last n tokens of `rows.order`, in that order. Other tokens have no adapter.
         rows: The tokens of the step sorted by adapter.
     """
 
@@ -44,22 +44,29 @@ class AddedValues:
     rows: AdaptedRows
 
     def spread(self) -> Tensor:
-        """Return the adapters' values of all tokens in order, (tokens, outputs), with 0 for tokens without any."""
+        """Return the adapters' values in the order of the step's tokens, (tokens, outputs).
+
+        Returns 0 for tokens without an adapter.
+        """
         missing = len(self.rows.order) - len(self.values)
         whole = torch.nn.functional.pad(self.values, (0, 0, missing, 0)) if missing else self.values
         return whole[self.rows.places]
 
     def add_to(self, results: Tensor) -> Tensor:
-        """Return the results of a product (tokens, outputs) plus the adapters' values, in the results' dtype."""
+        """Return the results of a product plus the adapters' values, in the dtype of the results.
+
+        Args:
+            results: (tokens, outputs).
+        """
         return (results.float() + self.spread()).to(results.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """Room for the factors of some adapters at a time on a device; all others stay in the host's memory.
+    """The room for LoRA adapters on a device that cannot hold all adapters of the job at a time.
 
     Attributes:
-        places: The number of adapters that fit.
+        places: The number of adapters that fit at a time. The others stay in the host's memory.
         device: The device.
     """
 
@@ -68,11 +75,11 @@ class AdapterRoom:
 
 
 class Adapters(ABC):
-    """The packed factors of adapters for one product: of all adapters, or of the ones currently on the device."""
+    """The packed A and B of the LoRA adapters that are on the device, for one matrix product."""
 
     @abstractmethod
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        """Return the values that adapters add to the results of the product.
+        """Return B A x of each token's adapter, which is added to the result of the matrix product.
 
         Args:
             x: (tokens, inputs), the input of the product.
@@ -81,16 +88,16 @@ class Adapters(ABC):
 
     @abstractmethod
     def place(self, number: int, place: int) -> None:
-        """Copy the factors of an adapter to a place. Work that was launched earlier still reads the old factors.
+        """Copy A and B of an adapter to a place on the device. Work that was launched earlier still reads the old ones.
 
         Args:
             number: The adapter's number, from 1.
-            place: The place, from 1.
+            place: The number of the place, from 1.
         """
 
 
 class Linear(ABC):
-    """A layer y = x W^T + b, with the weight in a layout that its implementation chooses.
+    """A linear layer y = x W^T + b, whose weight has the layout that an implementation of operators needs.
 
     Attributes:
         in_features: The number of inputs.
@@ -105,7 +112,14 @@ class Linear(ABC):
         """Return the results (tokens, out_features) for x (tokens, in_features)."""
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return x W^T + b plus the adapters' values, with the layer's activation, if any, applied to the sum."""
+        """Return the layer's results (tokens, outputs) with LoRA: x W^T + b plus the adapters' values.
+
+        The activation of the layer, if it has one, is applied to the sum.
+
+        Args:
+            x: (tokens, inputs).
+            added: The values of the adapters.
+        """
         return added.add_to(self(x))
 
 
@@ -114,12 +128,15 @@ class CodedWeight:
     """A weight (outputs, inputs) with quantised values.
 
     Attributes:
-        codes: int8 or float8_e4m3fn values (outputs, inputs), with int4 in int8. In MXFP4, uint8 (outputs, inputs / 2).
-        scales: float32: (outputs,), (blocks, groups of inputs) with `lines`, or (outputs, inputs / group) with `group`.
-            In MXFP4, exponents (outputs, inputs / 32) uint8.
-        lines: (outputs,) int32, the row of scales of each output, or None; see batchinfer_kernels.block_fp8_matmul.
-        group: The number of inputs that share a scale in int4, or 0; see batchinfer_kernels.int4_linear.
-        zeros: (outputs, inputs / group) float32, the zero points of int4, or None for 0.
+        codes: The quantised values, int8 or float8_e4m3fn (outputs, inputs); int4 values are int8. In MXFP4, uint8
+            (outputs, inputs / 2), two values per byte.
+        scales: float32 (outputs,). With `lines`, (blocks of outputs, groups of inputs). With `group`, (outputs, inputs
+            / group). In MXFP4, exponents of scales, uint8 (outputs, inputs / 32).
+        lines: (outputs,) int32, the row of `scales` for each output; see batchinfer_kernels.block_fp8_matmul. None:
+            scales are not per block.
+        group: The number of inputs that share a scale in int4; see batchinfer_kernels.int4_linear. 0: scales are not
+            per group.
+        zeros: (outputs, inputs / group) float32, the zero points of int4. None: they are 0.
     """
 
     codes: Tensor
@@ -142,7 +159,7 @@ class CodedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseWeight:
-    """A weight with 2:4 sparsity: two of four adjacent inputs are zero, according to the checkpoint.
+    """A weight that is 2:4 sparse according to the checkpoint: two of four adjacent inputs are zero.
 
     Attributes:
         values: (outputs, inputs), zeros included.
@@ -179,14 +196,14 @@ Weight: TypeAlias = Tensor | SparseWeight | CodedWeight | RoundedWeight
 
 
 def values_of(weight: Weight, name: str) -> Tensor:
-    """Return the values of a weight that is not quantised, zeros included.
+    """Return the values of a float or sparse weight, (outputs, inputs), zeros included.
 
     Args:
         weight: The weight.
-        name: The name of the operators, for the message.
+        name: The name of the operators that need floats, for the error message.
 
     Raises:
-        TypeError: If the weight is quantised.
+        TypeError: The weight is quantised.
     """
     if isinstance(weight, SparseWeight):
         return weight.values
@@ -202,13 +219,14 @@ class ExpertWeights:
     """The weights of one matrix product of all experts.
 
     Attributes:
-        weight: (experts, outputs, inputs); quantised values if there are scales, as in a CodedWeight.
-        bias: (experts, outputs), or None.
-        scales: The scales of each expert's values, as in a CodedWeight, or None for float weights.
-        lines: The row of scales of each output, as in a CodedWeight; the same for all experts.
-        group: The number of inputs that share a scale in int4, or 0.
-        zeros: The zero points of each expert's values in int4, or None for 0.
-        form: The form of the weights after packing, if packing quantises them, or None.
+        weight: (experts, outputs, inputs), or quantised values as in `CodedWeight`, if there are scales.
+        bias: (experts, outputs). None: there is none.
+        scales: The scales of each expert's weight, as in `CodedWeight`. None: weights are floats.
+        lines: The row of scales for each output, as in `CodedWeight`, which all experts share. None: scales are not per
+            block.
+        group: The number of inputs that share a scale in int4. 0: scales are not per group.
+        zeros: The zero points of each expert's weight in int4. None: they are 0.
+        form: The form in which packing stores float weights, by quantising them. None: they are not quantised.
     """
 
     weight: Tensor
@@ -231,42 +249,60 @@ class ExpertWeights:
 
 
 class Head(Linear):
-    """The layer that computes logits in float32."""
+    """The output layer of a model (lm_head), which computes logits in float32."""
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the id with the largest logit for each row of x (tokens, inputs): (tokens,); see finite_argmax."""
+        """Return the id with the largest logit in each row, (tokens,); NO_TOKEN for rows that are not finite.
+
+        Args:
+            x: (tokens, inputs), normed hidden states.
+        """
         return finite_argmax(self(x))
 
 
 def finite_argmax(logits: Tensor) -> Tensor:
-    """Return the index of each row's largest logit, (n,) int64, for logits (n, vocab).
+    """Return the id of the token with the largest logit in each row, (n,) int64.
 
-    The lowest index wins a tie. If the largest logit is not finite, or any is NaN, the index is NO_TOKEN.
+    The lowest id wins a tie. If the largest logit of a row is not finite, or any is NaN, the result is NO_TOKEN.
+
+    Args:
+        logits: (n, vocab).
     """
     best, tokens = logits.max(-1)
     return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
 def write_result(result: Tensor, out: Tensor | None) -> Tensor:
-    """Copy the result to `out` and return `out`, or return the result itself if `out` is None."""
+    """Copy a result to `out`, if it is given, and return the tensor that has the result.
+
+    Args:
+        result: The result.
+        out: A tensor of the same shape. None: the result itself is returned.
+    """
     return result if out is None else out.copy_(result)
 
 
 class HeadsLinear(ABC):
-    """A matrix product for each head."""
+    """A matrix product with a matrix of its own for each head."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
+        """Return the product of each head of x with the matrix of the head, (tokens, heads, outputs).
+
+        Args:
+            x: (tokens, heads, inputs).
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentHeads:
-    """The products per head that map queries to the latent space of K, and results from the latent space of V.
+    """The weights that compute K and V from latents, per head.
+
+    They are products that can be applied to queries and results of attention instead of latents.
 
     Attributes:
-        k: The product for queries.
-        v: The product for results.
+        k: Maps a query into the space of latents, so that it can be compared with a latent instead of K.
+        v: Maps a weighted sum of latents to the weighted sum of V.
         rank: The number of values of a latent.
         plain: The number of leading values of a query that are not rotated.
     """
@@ -278,11 +314,11 @@ class LatentHeads:
 
 
 class Experts(ABC):
-    """The experts of a layer, with weights in a layout that the implementation chooses.
+    """The experts of a layer, whose weights have the layout that an implementation of operators needs.
 
     Attributes:
-        loads: The number of tokens that each expert computed so far, (experts,) int64, updated in place.
-        skips: If True, the expert number after the last one means no expert: such rows are skipped.
+        loads: (experts,) int64, the number of tokens that each expert has computed so far. Calls update it in place.
+        skips: If True, a choice may contain the number of experts as an index, which means no expert, and is skipped.
     """
 
     loads: Tensor
@@ -294,8 +330,8 @@ class Experts(ABC):
 
         Args:
             x: (tokens, hidden).
-            choice: The experts of each token, and their weights.
-            counted: (tokens,) bool, the tokens to count in `loads`, or None for all.
+            choice: The experts that the router chose for each token, and their weights.
+            counted: (tokens,) bool, the tokens to count in `loads`, such as all except padding. None: all tokens.
         """
 
 
@@ -304,15 +340,15 @@ class LayerParts:
     """A decoder layer's packed weights, by their names in its spec.
 
     Attributes:
-        linears: The linear layers.
+        linears: The linear layers, such as "qkv".
         norms: The weights and biases of norms.
-        rope: The table of the rotation, or None without attention.
-        experts: The experts, or None.
-        vectors: Other vectors, such as sinks.
-        latent_heads: The projections of K and V of attention over latents, or None.
-        distances: (query heads, 2 * positions) float32, the bias of a key's distance to its query, shared by all
-            layers.
-        adapters: The adapters of the linear layers that any adapter changes.
+        rope: Cosines and sines of the rotary embedding. None: the layer has no attention.
+        experts: The experts. None: the layer has none.
+        vectors: Other vectors, such as attention sinks.
+        latent_heads: The weights that compute K and V from latents. None: the layer has no latent attention.
+        distances: (query heads, 2 * positions) float32, the bias of attention scores by the distance of key and query,
+            which all layers share. None: there is none.
+        adapters: The LoRA adapters of each linear layer that any adapter changes.
     """
 
     linears: Mapping[str, Linear]
@@ -325,7 +361,13 @@ class LayerParts:
     adapters: Mapping[str, Adapters] = field(default_factory=dict)
 
     def product(self, name: str, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the result of the linear layer `name` for x (tokens, inputs), including the tokens' adapters."""
+        """Return the result of a linear layer, including the LoRA adapters of the tokens.
+
+        Args:
+            name: The name of the linear layer.
+            x: (tokens, inputs).
+            inputs: The inputs of the step, which have the adapter of each token.
+        """
         linear, adapters = self.linears[name], self.adapters.get(name)
         if adapters is None or inputs.adapted is None:
             return linear(x)
@@ -336,7 +378,7 @@ class DecoderLayer(ABC):
     """A layer of a decoder.
 
     Attributes:
-        loads: `Experts.loads` of its experts, or None without experts.
+        loads: `Experts.loads` of the layer's experts. None: it has none.
     """
 
     loads: Tensor | None = None
@@ -350,21 +392,24 @@ class DecoderLayer(ABC):
         cache: LayerCache | None,
         plan: AttentionPlan | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return x and residual for the next layer, each (tokens, hidden), and store K and V of the step's tokens.
+        """Compute the layer for a step's tokens, cache their K and V, and return the next layer's x and residual.
 
-        The layer may overwrite its arguments and results of earlier layers.
+        The input of a layer is x + residual. The results have the same form, (tokens, hidden) each. The layer may
+        overwrite its arguments and the results of earlier layers.
 
         Args:
-            x: The output of the layer before.
-            residual: A tensor to add to x, or None, as in the first layer.
-            inputs: Positions and slots of the layer's cache group, or of any group for a layer without attention.
-            cache: The layer's cache, or None without attention. An earlier layer's cache is only read.
-            plan: The plan of attention, or None without attention.
+            x: (tokens, hidden).
+            residual: (tokens, hidden), which is added to x. None: x is the whole input, as in the first layer.
+            inputs: Positions and cache slots of the tokens, for the layer's cache group. Any group for a layer without
+                attention.
+            cache: The KV cache of the layer, or of the earlier layer whose K and V it reads. None: the layer has no
+                attention.
+            plan: What `Ops.plan_attention` returned for the cache group. None: the layer has no attention.
         """
 
 
 class ActivatedLinear(Linear):
-    """A layer act(x W^T + b), or act(gate) * up, computed by two operators."""
+    """A layer act(x W^T + b) or act(gate) * up, computed by two operators: a linear layer and an activation."""
 
     def __init__(
         self,
@@ -373,11 +418,11 @@ class ActivatedLinear(Linear):
         operator: Callable[[Tensor, Activation], Tensor],
         name: Activation,
     ) -> None:
-        """Create a layer from a linear layer and an activation operator.
+        """Combine a linear layer and an activation operator.
 
         Args:
             inner: The linear layer.
-            out_features: The number of results of the operator.
+            out_features: The number of results per token, after the activation.
             operator: Applies the activation to the results of `inner`.
             name: The name of the activation.
         """
@@ -385,9 +430,14 @@ class ActivatedLinear(Linear):
         self._inner, self._operator, self._activation = inner, operator, name
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) for x (tokens, in_features)."""
+        """Return the activation of the linear layer's results for x, (tokens, in_features): (tokens, out_features)."""
         return self._operator(self._inner(x), self._activation)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Add the adapters' values to the inner product of x (tokens, inputs), and return the activation of the sum."""
+        """Return the activation of the linear layer's results with LoRA.
+
+        Args:
+            x: (tokens, inputs).
+            added: The values of adapters, which are added to x W^T + b before the activation.
+        """
         return self._operator(self._inner.adapted(x, added), self._activation)

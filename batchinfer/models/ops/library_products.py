@@ -38,13 +38,14 @@ ACTIVATIONS: dict[Activation, str] = {"silu": "swiglu", "gelu_tanh": "geglu"}
 
 
 class LibraryFp8:
-    """The product of torch's `scaled_mm` with a float8 weight.
+    """The matrix product with a float8 weight by torch's `scaled_mm`.
 
-    torch 2.11 to 2.13 check these layouts (aten/src/ATen/native/cuda/ScaledBlas.cpp): x by rows and the weight by
-    columns, both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On compute
-    capability 9, they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups rounded
-    up to a multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8 rows for
-    scales of groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple of 16.
+    torch 2.11 to 2.13 require these layouts (aten/src/ATen/native/cuda/ScaledBlas.cpp): x is stored by rows and the
+    weight by columns, both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On
+    compute capability 9, they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups
+    rounded up to a multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8
+    rows for scales of groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple
+    of 16.
 
     Attributes:
         dtype: The dtype of activations.
@@ -53,12 +54,12 @@ class LibraryFp8:
     def __init__(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, blocks: bool
     ) -> None:
-        """Create the product of torch's `scaled_mm` with a float8 weight.
+        """Create the product from tensors in the layouts that torch requires.
 
         Args:
-            codes: The values, (outputs, inputs).
+            codes: (outputs, inputs), the float8 values.
             scales: (1, outputs), or the scales of blocks in the library's layout.
-            bias: (outputs,), or None.
+            bias: (outputs,). None: there is none.
             dtype: The dtype of activations.
             blocks: True if scales are per block.
         """
@@ -67,11 +68,11 @@ class LibraryFp8:
 
     @classmethod
     def of(cls, weight: CodedWeight, bias: Tensor | None, dtype: torch.dtype) -> LibraryFp8 | None:
-        """Return torch's product with a float8 weight, or None if torch or the GPU does not support it.
+        """Return torch's product with a float8 weight; None if torch or the GPU does not support it.
 
         Args:
             weight: (outputs, inputs).
-            bias: (outputs,), or None.
+            bias: (outputs,). None: there is none.
             dtype: The dtype of activations.
         """
         found, (outputs, inputs) = architecture(), weight.codes.shape
@@ -93,7 +94,11 @@ class LibraryFp8:
         return cls(codes, _by_columns(weight.scales), bias, dtype, True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Quantise x (tokens, inputs) by rows or groups, and return the product (tokens, outputs) in x's dtype."""
+        """Quantise x by rows or groups, and return its product with the weight, (tokens, outputs) in x's dtype.
+
+        Args:
+            x: (tokens, inputs).
+        """
         kinds: Any = F.ScalingType
         if self._blocks:
             missing = -len(x) % FP8_UNIT
@@ -117,7 +122,6 @@ class LibraryFp8:
 
 
 def _by_columns(scales: Tensor) -> Tensor:
-    """Return scales (output blocks, groups) as float32 (padded groups, output blocks), stored by columns."""
     blocks, groups = scales.shape
     padded = scales.new_zeros(blocks, -(-groups // SCALE_UNIT) * SCALE_UNIT, dtype=torch.float32)
     padded[:, :groups] = scales
@@ -125,10 +129,10 @@ def _by_columns(scales: Tensor) -> Tensor:
 
 
 class LibraryGated:
-    """The product of quack-kernels with the weight of gate and up, including the gated activation."""
+    """The matrix product with a weight of gate and up, including their activation, by the library quack-kernels."""
 
     def __init__(self, weight: Tensor, activation: str) -> None:
-        """Create the product of quack-kernels with a weight of gate and up.
+        """Create the product with a weight that `of` accepts.
 
         Args:
             weight: (2 * outputs, inputs), gate before up.
@@ -139,11 +143,13 @@ class LibraryGated:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, activation: Activation) -> LibraryGated | None:
-        """Return quack's product act(gate) * up, or None if quack is not installed or does not support it.
+        """Return quack's product act(gate) * up.
+
+        Returns None if quack is not installed, or it or the GPU does not support the product.
 
         Args:
             weight: (2 * outputs, inputs), gate before up.
-            bias: (2 * outputs,), or None. Biases are unsupported.
+            bias: (2 * outputs,), which is not supported. None: there is none.
             activation: The activation of the gate.
         """
         outputs, inputs = weight.shape
@@ -155,9 +161,13 @@ class LibraryGated:
         return cls(weight, ACTIVATIONS[activation])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return act(gate) * up, (tokens, outputs), for x (tokens, inputs).
+        """Return act(gate) * up, (tokens, outputs).
 
-        quack's default tile is used, since its search would compile dozens of kernels for each number of rows.
+        quack's default tile is used, since its search for the best one would compile dozens of kernels per number of
+        rows.
+
+        Args:
+            x: (tokens, inputs).
         """
         interface: Any = importlib.import_module("quack.gemm_interface")
         y: Tensor = interface.gemm_gated(
@@ -172,12 +182,15 @@ class LibraryGated:
 
 
 class ChosenGated(ActivatedLinear):
-    """A gated layer computed in two launches, or in one by a library for many rows; see LibraryChoice."""
+    """A gated layer that takes two launches or, for many rows if it is faster, one launch of a library.
+
+    `least_library_rows` is the number of rows from which the library computes it; see `LibraryChoice`.
+    """
 
     library_name = "quack-kernels"
 
     def __init__(self, ops: Ops, inner: Linear, activation: Activation, fused: LibraryGated) -> None:
-        """Create a gated layer with two implementations.
+        """Combine two implementations of a gated layer.
 
         Args:
             ops: The operators, which apply the activation after `inner`.
@@ -191,31 +204,36 @@ class ChosenGated(ActivatedLinear):
 
     @property
     def form(self) -> str:
-        """Return a text with all properties that the layer's duration depends on; see `LibraryChoice.form`."""
+        """Return a text with all properties of the layer that its duration depends on; see `LibraryChoice.form`."""
         kind = str(self._fused.dtype).removeprefix("torch.")
         return f"gate and up in {kind}, {2 * self.out_features} x {self.in_features}, {self._activation}"
 
     def trial(self, rows: int, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-        """Return two functions that compute the layer for `rows` random rows: in two launches, and with the library."""
+        """Return two functions that compute the layer for random rows: in two launches, and by the library.
+
+        Args:
+            rows: The number of rows.
+            device: The device of the layer.
+        """
         x = torch.randn(rows, self.in_features, dtype=self._fused.dtype, device=device)
         return lambda: super(ChosenGated, self).__call__(x), lambda: self._fused(x)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return act(gate) * up, (tokens, out_features), for x (tokens, in_features)."""
+        """Return act(gate) * up, (tokens, out_features), for x, (tokens, in_features)."""
         least = self.least_library_rows
         return self._fused(x) if least is not None and len(x) >= least else super().__call__(x)
 
 
 class LibraryGrouped:
-    """The products of torch's `grouped_mm` for gated experts in bfloat16.
+    """The matrix products of gated experts in bfloat16 by torch's `grouped_mm`.
 
-    On compute capability 9.0 and 10.0, the library reads the ends of groups from the device, so a graph can replay it.
-    On other GPUs, torch multiplies group by group, and the host waits for the ends of groups
+    On compute capability 9.0 and 10.0, the library reads from the device where the rows of each expert end, so CUDA
+    graphs can capture it. On other GPUs, torch multiplies expert by expert, and the host waits for these numbers
     (aten/src/ATen/native/GroupedMMUtils.h).
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:
-        """Create torch's products for gated experts in bfloat16.
+        """Create the products from weights that `of` accepts.
 
         Args:
             gate_up: (experts, 2 * inner, hidden), gate before up.
@@ -226,11 +244,11 @@ class LibraryGrouped:
 
     @classmethod
     def of(cls, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> LibraryGrouped | None:
-        """Return torch's products for gated experts, or None if torch or the GPU does not support them.
+        """Return torch's products for gated experts; None if torch or the GPU does not support them.
 
         Args:
-            gate_up: The weights of the first products, with gate before up.
-            down: The weights of the second products.
+            gate_up: The weights of each expert's first product, gate before up.
+            down: The weights of each expert's second product.
             activation: The activation of the gate.
         """
         if not hasattr(F, "grouped_mm") or architecture() not in CAPABILITIES:
@@ -243,11 +261,13 @@ class LibraryGrouped:
         return cls(gate_up.weight, down.weight, activation)
 
     def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
-        """Return the experts' results of the sorted rows, (rows, hidden). Rows after the last expert's have any values.
+        """Return the results of the experts for rows that are sorted by expert, (rows, hidden).
+
+        Rows after the rows of the last expert have undefined values.
 
         Args:
             x: (tokens, hidden) bfloat16.
-            rows: The rows, sorted by expert.
+            rows: The tokens of the rows, and the first row of each expert.
         """
         ends = rows.starts[1:].to(torch.int32)
         given = x.index_select(0, rows.tokens)

@@ -33,10 +33,10 @@ STREAM_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPeaks:
-    """The measured peaks of a device.
+    """The measured peaks of a device: the highest rates of operations and of memory traffic.
 
     Attributes:
-        name: The GPU's name as torch and nvidia-smi print it, or None on the CPU.
+        name: The GPU's name as torch and nvidia-smi print it. None: the device is a CPU.
         peak_flops: FLOP/s, or integer operations per second, by dtype name.
         read_bytes_per_s: The bandwidth of reads.
         copy_bytes_per_s: The bandwidth of copies: bytes read plus bytes written, per second.
@@ -55,12 +55,16 @@ class MeasuredPeaks:
 
     @property
     def bandwidth(self) -> float:
-        """Return the larger bandwidth of reads and copies, in bytes per second."""
+        """Return the bandwidth of reads or of copies, whichever is larger, in bytes per second."""
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
 
 def dtypes_of(device: str) -> tuple[str, ...]:
-    """Return the dtypes whose GEMM is measured on a device. int8 and fp8 are for quantised linear layers."""
+    """Return the names of the dtypes whose matrix products are measured on a device; int8 and fp8 if it supports them.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+    """
     where = torch.device(device)
     if where.type == "cuda":
         knows_fp8 = torch.cuda.get_device_capability(where) >= FIRST_WITH_FP8
@@ -81,13 +85,13 @@ def measure_peaks(
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
-        dtypes: The dtypes to measure; by default all of the device.
-        size: M, N and K of the GEMMs instead of GEMM_SIZE.
-        stream_bytes: The bytes to read and to copy instead of STREAM_BYTES.
+        dtypes: The dtypes to measure. None: all of `dtypes_of`.
+        size: M, N and K of the matrix products. None: GEMM_SIZE.
+        stream_bytes: The number of bytes to read and to copy. None: STREAM_BYTES.
 
     Raises:
-        Unavailable: If torch finds no such GPU.
-        ValueError: For another type of device.
+        Unavailable: torch does not find this GPU.
+        ValueError: It is another type of device.
     """
     where = _reachable(device)
     began = time.perf_counter()
@@ -115,7 +119,11 @@ def _reachable(device: str) -> torch.device:
 def measure_layers(dtypes: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """Return the operations per second of a small model's layers on the CPU, by dtype and library.
 
-    These rates are below the peaks of large products, because the matrices are small and weights are read from memory.
+    These rates are below the peaks of large matrix products, because the matrices are small and weights are read from
+    memory.
+
+    Args:
+        dtypes: The names of the dtypes to measure.
     """
     cpu = torch.device("cpu")
     with torch.inference_mode():
@@ -139,7 +147,7 @@ def _all(calls: list[Callable[[], Tensor]]) -> None:
 
 
 def _gemm_rates(where: torch.device, dtype: str, size: int) -> dict[str, float]:
-    """Return the operations per second of each library. Data is random, since zeros let a GPU clock higher."""
+    # Data is random, since zeros let a GPU clock higher
     generator = torch.Generator(device=where).manual_seed(0)
     x, weight = (_matrix(generator, dtype, size, size) for _ in range(2))
     return {by: 2 * size**3 / _best(call, where, GEMM_TRIES) for by, call in products(x, weight)}
@@ -154,10 +162,7 @@ def _matrix(generator: torch.Generator, dtype: str, rows: int, columns: int) -> 
 
 
 def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:
-    """Return the bytes per second of a sum, and of a copy (read plus written).
-
-    A sum is faster than max, dot and matrix-vector products.
-    """
+    # A sum is faster than max, dot and matrix-vector products
     source = torch.ones(size // 4, device=where)
     target = torch.empty_like(source)
     read = _best(source.sum, where, STREAM_TRIES)
@@ -167,7 +172,6 @@ def _stream_peaks(where: torch.device, size: int) -> tuple[float, float]:
 
 
 def _best(call: Callable[[], object], where: torch.device, tries: int) -> float:
-    """Return the seconds of the fastest of `tries` calls, after a warm-up call."""
     _timed(call, where)
     return min(_timed(call, where) for _ in range(tries))
 

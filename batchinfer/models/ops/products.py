@@ -17,11 +17,11 @@ Multiplier = Literal["torch", "compiled"]
 
 
 def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[], Tensor]]]:
-    """Yield each library that can compute x W^T on the device of x, and a function that does so with a packed weight.
+    """Yield each library that can compute x W^T on the device of x, and a function that computes it.
 
     Args:
         x: (rows, inputs). In int8 and float8_e4m3fn, both x and the weight are quantised.
-        weight: (outputs, inputs), in the dtype of x. Runs use float8_e4m3fn only on a GPU.
+        weight: (outputs, inputs), in the dtype of x. It is packed before it is timed. float8_e4m3fn needs a GPU.
 
     Yields:
         ("torch" or "compiled", a function that returns the product).
@@ -42,7 +42,7 @@ def products(x: Tensor, weight: Tensor) -> Iterator[tuple[Multiplier, Callable[[
 
 
 def compiled_operators() -> CompiledOperators | None:
-    """Return the compiled operators, or None without a compiler. A run then uses torch's operators."""
+    """Return the compiled operators of this CPU; None if there is no C compiler."""
     try:
         return CompiledOperators()
     except NoCompiler:
@@ -60,7 +60,6 @@ def _compiled(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callabl
 
 
 def _compiled_codes(compiled: CompiledOperators, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """Return a call that multiplies int8 values with the compiled operators, and quantises x by rows as in a run."""
     packed, values = compiled.pack_codes(weight, torch.ones(len(weight)), None), x.float()
     return lambda: compiled.linear(values, packed)
 
@@ -71,7 +70,7 @@ def _fp8_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def _quantized_linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """Return a call that multiplies int8 values with oneDNN, which is only fast for unsigned activations."""
+    # oneDNN's int8 products are only fast for unsigned activations
     packed = torch.ops.onednn.qlinear_prepack(weight, list(x.shape))
     raised = (x.to(torch.int16) + 128).to(torch.uint8)
     scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
@@ -84,7 +83,6 @@ def _integer_product(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
 
 def _linear(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
-    """Return a call that multiplies as in a run: in bfloat16 on a CPU, with a weight packed by oneDNN if possible."""
     if x.device.type == "cpu" and x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
         return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")

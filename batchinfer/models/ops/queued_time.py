@@ -16,10 +16,10 @@ FLUSHED = 2  # the size of the tensor that flushes the device's cache, relative 
 
 
 class QueuedTime:
-    """Measures the duration of calls on a device.
+    """Measures how long a device takes for the work that a call launches.
 
-    On a GPU, the host's time for launches does not count, as in the replay of a graph. The cache is flushed before a
-    call, so that weights are read from memory, as in a model that is larger than the cache.
+    On a GPU, the host's time for launches does not count, as in the replay of a CUDA graph. The GPU's cache is flushed
+    before a call, so that weights are read from memory, as in a model that is larger than the cache.
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
@@ -27,7 +27,11 @@ class QueuedTime:
         self._cold: torch.Tensor | None = None
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Return the duration of a call in seconds. Call `run` once before, so that compilation is not measured."""
+        """Return the seconds that the device takes for a call.
+
+        Args:
+            run: The function to call. It must have been called before, so that compilation is not measured.
+        """
         if self._device.type != "cuda":
             return seconds_of(run, self._device, self._clock)
         host_s = self._host_s(run)
@@ -41,14 +45,13 @@ class QueuedTime:
         return float(start.elapsed_time(end)) / 1e3
 
     def _host_s(self, run: Callable[[], object]) -> float:
-        """Return the seconds that the host takes to queue the call."""
         torch.cuda.synchronize(self._device)
         began = self._clock()
         run()
         return self._clock() - began
 
     def _flush(self) -> None:
-        """Fill the cache by reading. Written lines would be written back while the call is timed."""
+        # Written lines would be written back while the call is timed
         if self._cold is None:
             size = FLUSHED * int(torch.cuda.get_device_properties(self._device).L2_cache_size)
             self._cold = torch.zeros(max(size // 4, 1), dtype=torch.int32, device=self._device)
@@ -56,12 +59,18 @@ class QueuedTime:
 
 
 def timed_event() -> Any:
-    """Return an event of the current GPU that records its time."""
+    """Return a CUDA event that records the time at which the current GPU reaches it."""
     event: Callable[..., Any] = torch.cuda.Event
     return event(enable_timing=True)
 
 
 def keep_busy(cycles: int) -> None:
-    """Launch a kernel that waits for this number of cycles. torch's own tests use the same private function."""
+    """Launch a kernel that only waits, to keep a GPU busy.
+
+    It uses the private `torch.cuda._sleep`, as torch's own tests do.
+
+    Args:
+        cycles: The number of clock cycles to wait.
+    """
     sleep: Callable[[int], None] = torch.cuda._sleep
     sleep(cycles)

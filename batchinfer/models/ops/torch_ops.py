@@ -48,17 +48,20 @@ WIDENED_VALUES = 1 << 24
 
 
 class TorchLinear(Linear):
-    """A linear layer with a float weight, multiplied by torch with at least MIN_ROWS rows."""
+    """A linear layer with a float weight, multiplied by torch. Inputs are padded to at least MIN_ROWS rows.
+
+    With padding, the results of a row hardly depend on the number of rows.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Create a linear layer with a float weight.
+        """Create the layer.
 
         Args:
             weight: (outputs, inputs).
-            bias: (outputs,), or None.
+            bias: (outputs,). None: there is none.
 
         Raises:
-            ValueError: If the shapes do not match.
+            ValueError: The shapes do not match.
         """
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise ValueError(f"weight {tuple(weight.shape)} is not a matrix, or its bias does not fit")
@@ -66,7 +69,7 @@ class TorchLinear(Linear):
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features)."""
         rows = x.shape[0]
         if rows >= MIN_ROWS:
             return F.linear(x, self._weight, self._bias)
@@ -74,31 +77,31 @@ class TorchLinear(Linear):
 
 
 class TorchHead(Head):
-    """A head that computes logits in float32, in parts of the vocabulary, whatever dtype the weight has."""
+    """A head that computes logits in float32 for weights of any dtype, in parts of the vocabulary to limit memory."""
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         self._parts = torch.split(weight, max(1, WIDENED_VALUES // self.in_features))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits (tokens, vocab) float32 for x (tokens, inputs)."""
+        """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
         wide = x.float()
         return torch.cat([TorchLinear(part.float(), None)(wide) for part in self._parts], dim=-1)
 
 
 class ExactLinear(TorchLinear):
-    """A linear layer that computes in float32, whatever dtype the weight has."""
+    """A linear layer that computes in float32 for weights of any dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.float(), None if bias is None else bias.float())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the results (tokens, out_features) in float32 for x (tokens, in_features)."""
+        """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features) in float32."""
         return super().__call__(x.float())
 
 
 class TorchExperts(Experts):
-    """Experts that are computed sequentially. The host waits for the number of rows of each expert."""
+    """The experts of a layer, computed sequentially by torch. The host waits for the number of rows of each expert."""
 
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> None:
         self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
@@ -122,31 +125,35 @@ class TorchExperts(Experts):
 
 
 def add_loads(loads: Tensor, experts: Tensor, counted: Tensor | None) -> None:
-    """Add the number of tokens per expert to `loads`, in place.
+    """Add the number of tokens that choose each expert to `loads`, in place.
 
     Args:
         loads: (experts,) int64.
-        experts: (tokens, chosen) int64, the experts of each token.
-        counted: (tokens,) bool, the tokens to count, or None for all.
+        experts: (tokens, chosen) int64, the experts that the router chose for each token.
+        counted: (tokens,) bool, the tokens to count. None: all.
     """
     each = torch.ones_like(experts) if counted is None else counted[:, None].expand_as(experts).long()
     loads.index_add_(0, experts.flatten(), each.flatten())
 
 
 class TorchHeads(HeadsLinear):
-    """A matrix product for each head, as one einsum."""
+    """A matrix product with a matrix of its own for each head, computed by one einsum."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Create a product per head from the heads' matrices, (heads, outputs, inputs)."""
+        """Create the product.
+
+        Args:
+            weight: (heads, outputs, inputs), the matrices of the heads.
+        """
         self._weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the products (tokens, heads, outputs) for x (tokens, heads, inputs)."""
+        """Return the product of each head of x, (tokens, heads, inputs), with its matrix: (tokens, heads, outputs)."""
         return torch.einsum("thi,hoi->tho", x, self._weight)
 
 
 class TorchAdapters(Adapters):
-    """The factors of adapters for one product, multiplied sequentially.
+    """A and B of LoRA adapters for one matrix product, multiplied by torch adapter by adapter.
 
     The host waits for the number of tokens of each adapter.
     """
@@ -158,13 +165,18 @@ class TorchAdapters(Adapters):
         self._outputs = next(len(own.b) for own in factors if own is not None)
 
     def __call__(self, x: Tensor, rows: AdaptedRows) -> AddedValues:
-        """Return the values that adapters add to the product with x (tokens, inputs)."""
+        """Return B A x of each token's LoRA adapter; see `Adapters.__call__`."""
         starts = rows.starts[1:] - rows.starts[1]
         own = x[rows.order[int(rows.starts[1]) :]]
         return AddedValues(low_rank_reference(own, self._factors, starts, self._outputs), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Copy the factors of adapter `number` to `place`, both from 1; see `Adapters.place`."""
+        """Copy A and B of an adapter to a place on the device; see `Adapters.place`.
+
+        Args:
+            number: The number of the adapter, from 1.
+            place: The number of the place, from 1.
+        """
         kept, room = self._kept[number - 1], self._room
         assert room is not None, "without a room, all adapters have places already"
         self._factors[place - 1] = (
@@ -173,16 +185,21 @@ class TorchAdapters(Adapters):
 
 
 class GroupedPlan(AttentionPlan):
-    """A plan that groups the step's sequences by shape."""
+    """A plan of attention by torch, which computes sequences of a similar shape together as a group."""
 
     def __init__(self, groups: list[AttentionGroup], tokens: int) -> None:
-        """Create an attention plan from groups of sequences and the number of tokens of the step."""
+        """Create the plan.
+
+        Args:
+            groups: The groups of sequences.
+            tokens: The number of tokens of the step.
+        """
         self.groups = groups
         self.padded_tokens = sum(g.shape[0] * g.shape[1] for g in groups) - tokens
 
 
 class TorchOps(Ops):
-    """Operators for devices without kernels of their own."""
+    """Operators that use torch only, for devices and dtypes without kernels of batchinfer."""
 
     name = "torch"
 
@@ -195,47 +212,60 @@ class TorchOps(Ops):
         self._causal = causal
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return a linear layer with this float weight (outputs, inputs).
+        """Return a linear layer with a float weight.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,). None: there is none.
 
         Raises:
-            TypeError: If the weight is quantised.
+            TypeError: The weight is quantised.
         """
         return TorchLinear(values_of(weight, self.name), bias)
 
     def pack_head(self, weight: Weight) -> Head:
-        """Return the layer that computes float32 logits (tokens, vocab) with a float weight (vocab, inputs).
+        """Return the output layer, which computes float32 logits (tokens, vocab) from its float weight (vocab, inputs).
 
         Raises:
-            TypeError: If the weight is quantised.
+            TypeError: The weight is quantised.
         """
         return TorchHead(values_of(weight, self.name))
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return a linear layer with float32 results and a weight (outputs, inputs) that is not quantised."""
+        """Return a linear layer that computes in float32 with an unquantised weight, such as a router.
+
+        Args:
+            weight: (outputs, inputs).
+            bias: (outputs,). None: there is none.
+        """
         return ExactLinear(weight, bias)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        """Return the experts of a layer, each a gated feed-forward network with float weights."""
+        """Return the experts of a layer, gated feed-forward networks with float weights; see `Ops.pack_experts`."""
         return TorchExperts(gate_up, down, activation)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Return the factors of adapters for a product; see `Ops.pack_adapters`."""
+        """Return A and B of LoRA adapters for one matrix product; see `Ops.pack_adapters`."""
         return TorchAdapters(factors, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Return a layer that multiplies each head with its own float matrix, of weights (heads, outputs, inputs)."""
+        """Return a layer that multiplies each head with a float matrix of its own.
+
+        Args:
+            weights: The matrices (heads, outputs, inputs).
+        """
         return TorchHeads(weights.weight)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return (RMSNorm of x + residual, x + residual), each like x."""
+        """Return (RMSNorm of x + residual, x + residual), each like x; see `Ops.rms_norm` for the arguments."""
         return rms_norm_reference(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Normalise and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
+        """Norm and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store` for the arguments."""
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_store_reference(
             q,
@@ -254,7 +284,7 @@ class TorchOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q (tokens, query heads, head size), bitwise equal to the result of `rope_store`."""
+        """Return rotated q (tokens, query heads, head size), bitwise equal to `rope_store`; see `Ops.rope`."""
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_reference(
             q, cos, sin, turn.q_norm, turn.eps, offset=turn.offset, interleaved=turn.rope.interleaved
@@ -262,7 +292,7 @@ class TorchOps(Ops):
 
     @property
     def follows_trees(self) -> bool:
-        """Return True for a decoder: steps may then contain draft trees."""
+        """Return True if steps may contain draft trees: for a decoder."""
         return self._causal
 
     def plan_attention(
@@ -272,7 +302,10 @@ class TorchOps(Ops):
         windows: Windows,
         other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        """Group the sequences of one step by shape; see `Ops.plan_attention`. `other_group` is ignored."""
+        """Group the sequences of a step by shape, as its attention plan; see `Ops.plan_attention`.
+
+        `other_group` is not used.
+        """
         shapes, start = [], 0
         for row, (queries, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
             shapes.append(SequenceShape(row, start, queries, context))
@@ -286,10 +319,10 @@ class TorchOps(Ops):
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
-        """Return attention over cached keys, (tokens, query heads, head size); see `Ops.attention`.
+        """Return the result of attention over cached K and V, (tokens, query heads, head size); see `Ops.attention`.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
@@ -299,15 +332,20 @@ class TorchOps(Ops):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return attention of projected queries to cached latents, (tokens, heads, rank).
+        """Return attention of projected queries to cached latents, (tokens, heads, rank); see `Ops.absorbed_attention`.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(plan, GroupedPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         return grouped_latent_attention(q, cache.k, plan.groups, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
+        """Return act(gate) * up, (tokens, size).
+
+        Args:
+            gate_up: (tokens, 2 * size), gate before up.
+            activation: The activation of gate.
+        """
         return gated_activation_reference(gate_up, activation)

@@ -91,11 +91,11 @@ class TritonPlan(FixedPlan):
     """The attention plan of a step for Triton kernels, with the step's block tables.
 
     Attributes:
-        plan: The launches of batchinfer's kernels.
+        plan: The launches of batchinfer's kernels for all rows.
         tables: The block tables, (sequences, maximum blocks) int32.
-        pages: The plan of a library that computes the chunks of prompts, or None; see `PromptPrefill.plan`.
-        singles: `plan` without the chunks that the library computes.
-        shares: True if the plan considered shared prefixes.
+        pages: The plan of a library that computes the chunks of prompts; see `PromptPrefill.plan`. None: there is none.
+        singles: The launches without the chunks that the library computes.
+        shares: True if the plan may share work between sequences with a common prefix.
     """
 
     padded_tokens = 0
@@ -106,12 +106,12 @@ class TritonPlan(FixedPlan):
         inputs: AttentionInputs,
         pages: object | None = None,
     ) -> None:
-        """Create the attention plan of a step.
+        """Create the plan.
 
         Args:
             plan: The launches of batchinfer's kernels.
             inputs: The inputs of the step.
-            pages: The plan of a library that computes the chunks of prompts, or None.
+            pages: The plan of a library that computes the chunks of prompts. None: there is none.
         """
         self.plan, self.tables, self.pages = plan, inputs.block_tables, pages
         self.singles = plan if pages is None else plan.without_chunks()
@@ -119,29 +119,33 @@ class TritonPlan(FixedPlan):
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Return the sizes that launches depend on, except the number of rows and the context limit."""
+        """Return the sizes that determine which kernels attention launches; see `FixedPlan.sizes`."""
         return self.plan.sizes
 
     @property
     def contexts(self) -> Tensor:
-        """Return the tensor of context lengths that launches read; see `LaunchPlan.contexts`."""
+        """Return the tensor of context lengths that kernels read, (rows,) int32; see `FixedPlan.contexts`."""
         return self.plan.contexts
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True if the plan fits later steps with contexts up to these lengths after `contexts` is updated."""
+        """Return True if the plan also fits later decode steps of the same sequences, if only `contexts` is updated.
+
+        Args:
+            context_lens: The longest context of each row in these steps.
+        """
         return self.plan.serves(context_lens)
 
     def place(self) -> None:
-        """Copy the values that a graph reads to the device."""
+        """Copy the values that a CUDA graph's kernels read to the device, before their launches are captured."""
         self.plan.place()
 
     def refill(self, other: FixedPlan) -> None:
-        """Copy the values of another step's plan with the same sizes into this plan's tensors, except block tables.
+        """Copy the values of another step's plan, except block tables, into the tensors that the CUDA graph reads.
 
-        The owner of the captured step updates the block tables.
+        The owner of the graph updates the block tables.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(other, TritonPlan):
             raise TypeError(f"{type(other).__name__} was not made by these operators")
@@ -149,7 +153,7 @@ class TritonPlan(FixedPlan):
 
 
 class TritonOps(Ops):
-    """Operators for a GPU. In deterministic mode, a row's results depend only on that row, bit by bit."""
+    """Operators for a GPU. In deterministic mode, the results of a row depend only on that row, bit by bit."""
 
     name = "triton"
 
@@ -158,7 +162,7 @@ class TritonOps(Ops):
 
         Args:
             shape: The properties of the model's attention. If `shape.deterministic`, no result depends on the batch.
-            peaks: The peaks of the GPU, which decide between products.
+            peaks: The peak FLOP/s and bandwidth of the GPU, which determine how weights of 4 bits are multiplied.
         """
         self._shape, self._peaks = shape, peaks
         self._panel = WeightPanel()
@@ -168,31 +172,35 @@ class TritonOps(Ops):
 
     @property
     def shape(self) -> AttentionShape:
-        """Return the properties of the model's attention; see PromptOps."""
+        """Return the properties of the model's attention, such as its dtype and numbers of heads."""
         return self._shape
 
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
-        """Return the packed layers that a library can compute too, or None in deterministic mode."""
+        """Return the packed layers that a library can also compute; None in deterministic mode."""
         if self._shape.deterministic:
             return None
         return [layer for known in self._library_layers if (layer := known()) is not None]
 
     def with_prefill(self, prefill: AnyPrefill) -> TritonOps:
-        """Return a copy of these operators whose attention of prompts uses `prefill`; see PromptOps."""
+        """Return a copy of these operators with another implementation of the attention of prompts.
+
+        Args:
+            prefill: The implementation.
+        """
         made = TritonOps(self._shape, self._peaks)
         made._prefill, made.name = prefill, f"{self.name}+{prefill.extra}"
         return made
 
     @staticmethod
     def can_run(dtype: torch.dtype, group: int, head_dim: int, latent: bool = False) -> bool:
-        """Return True if the kernels support a model.
+        """Return True if batchinfer's GPU kernels support a model.
 
         Args:
             dtype: The dtype of activations.
             group: The number of query heads per KV head.
             head_dim: The size of a head, or of a latent.
-            latent: True if the KV cache holds latents.
+            latent: True if the KV cache stores latents.
         """
         if latent:
             return dtype in DTYPES and head_dim <= MAX_LATENT
@@ -203,24 +211,34 @@ class TritonOps(Ops):
         return cache.dtype is None or not cache.latent
 
     def linear(self, codes: WeightCodes | None) -> str:
-        """Return the format of most quantised weights, else "library", or "triton" in deterministic mode."""
+        """Return the name of the method that computes linear layers, for the report.
+
+        Args:
+            codes: The quantised type of most weights, which is the result. None: they are floats, and the result is
+                "library" or, in deterministic mode, "triton".
+        """
         if codes is not None:
             return codes
         return "triton" if self._shape.deterministic else "library"
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """Return a linear layer with this weight (outputs, inputs), for a kernel or, if float, the vendor's library."""
+        """Return a linear layer for a weight: for one of batchinfer's kernels, or for the vendor's library.
+
+        Args:
+            weight: (outputs, inputs), in floats, sparse or quantised.
+            bias: (outputs,). None: there is none.
+        """
         if isinstance(weight, SparseWeight) and not self._shape.deterministic:
             return sparse_linear(weight.values, bias)
         return self._packed(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Return a layer act(gate) * up, in one kernel if possible; see `Ops.pack_gated`."""
+        """Return a layer act(gate) * up, which is computed by one kernel if possible; see `Ops.pack_gated`."""
         made = self._packed(weight, bias, activation)
         return self._gated(weight, bias, activation) if made is None else made
 
     def pack_head(self, weight: Weight) -> Head:
-        """Return the layer that computes float32 logits (tokens, vocab) with a weight (vocab, inputs)."""
+        """Return the output layer, which computes float32 logits (tokens, vocab) from its weight (vocab, inputs)."""
         if isinstance(weight, CodedWeight):
             int8 = weight.codes.dtype == torch.int8
             return Int8Head(weight) if int8 else Fp8Head(weight, self._shape.deterministic)
@@ -228,16 +246,16 @@ class TritonOps(Ops):
         return InvariantHead(values) if self._shape.deterministic else LibraryHead(values)
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return a linear layer with float32 results and a weight (outputs, inputs) that is not quantised."""
+        """Return a linear layer with float32 results and an unquantised weight (outputs, inputs), such as a router."""
         kind = InvariantExact if self._shape.deterministic else LibraryExact
         return kind(weight, bias)
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-        """Choose the experts of each token, with one kernel if it supports the rule; see `Ops.choose_experts`."""
+        """Choose the experts of each token, by one kernel if it supports the routing; see `Ops.choose_experts`."""
         return choose(logits, routing, correction)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
-        """Return the experts of a layer, computed by grouped products; see `Ops.pack_experts`."""
+        """Return the experts of a layer, which are computed by grouped matrix products; see `Ops.pack_experts`."""
         fixed = self._shape.deterministic
         if gate_up.mxfp4 or gate_up.int4:
             return CodedExperts(gate_up, down, activation, fixed, self._shape.dtype)
@@ -248,11 +266,10 @@ class TritonOps(Ops):
         return made
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's expert results, (tokens, N); see `Ops.combine`."""
+        """Return the weighted sum of each token's expert results, (tokens, N); see `Ops.combine` for the arguments."""
         return combine(made, torch.arange(len(made), device=made.device), weights)
 
     def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
-        """Pack a weight for one of batchinfer's kernels, or return None if the vendor's library must multiply it."""
         fixed = self._shape.deterministic
         if isinstance(weight, CodedWeight):
             if weight.group:
@@ -264,7 +281,6 @@ class TritonOps(Ops):
         return InvariantLinear(values_of(weight, self.name), bias, activation) if fixed else None
 
     def _gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Pack a gated weight for the vendor's library, or for a choice between it and quack-kernels."""
         fused = LibraryGated.of(weight, bias, activation) if isinstance(weight, Tensor) else None
         if fused is None:
             return super().pack_gated(weight, bias, activation)
@@ -283,19 +299,19 @@ class TritonOps(Ops):
         return made
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return an upper bound of the bytes for partial results of split rows in a step; see `Ops.spare_bytes`."""
+        """Return the bytes that partial results of split rows may need in a step; see `Ops.spare_bytes`."""
         return self._shape.spare_part_bytes(rows, longest, device, queries)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return (RMSNorm of x + residual, x + residual), each like x, by a Triton kernel."""
+        """Return (RMSNorm of x + residual, x + residual), each like x; see `Ops.rms_norm` for the arguments."""
         return rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Normalise and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store`."""
+        """Norm and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store` for the arguments."""
         return rope_store(
             q,
             k,
@@ -316,7 +332,7 @@ class TritonOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q (tokens, query heads, head size), bitwise equal to the result of `rope_store`."""
+        """Return rotated q (tokens, query heads, head size), bitwise equal to `rope_store`; see `Ops.rope`."""
         return rotate(
             q,
             turn.rope.cos,
@@ -331,25 +347,31 @@ class TritonOps(Ops):
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        """Advance the input tensors of a decode step by one token per row; see `Ops.advance_rows`."""
+        """Prepare the input tensors of the next decode step on the device; see `Ops.advance_rows` for the arguments."""
         advance_rows(tokens, step, firsts, repeats, kept)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy K and V between blocks of the cache; `parts` (n, 4) as in batchinfer_kernels.copy_parts."""
+        """Copy the first tokens of blocks to other blocks of the cache.
+
+        Args:
+            cache: The cache of the layer.
+            parts: (n, 4) int64; see batchinfer_kernels.copy_parts.
+        """
         for k, v in cache.copied:
             copy_parts(k, v, parts)
 
     @property
     def chunks_need_more_memory(self) -> bool:
-        """Return True for a cache of latents, except in deterministic mode.
+        """Return True if the cache stores latents, except in deterministic mode.
 
-        Whole prompts decompress latents, but later chunks project their queries, which needs more memory.
+        For a whole prompt, K and V are computed from latents. For a later chunk, queries are multiplied by the weights
+        of K instead, which needs more memory.
         """
         return self._shape.latent and not self._shape.deterministic
 
     @property
     def follows_trees(self) -> bool:
-        """Return True unless the cache holds latents: steps may then contain draft trees."""
+        """Return True if steps may contain draft trees: unless the cache stores latents."""
         return not self._shape.latent
 
     def plan_attention(
@@ -359,7 +381,7 @@ class TritonOps(Ops):
         windows: Windows,
         other_group: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        """Plan the attention of one step; see `Ops.plan_attention`."""
+        """Plan the launches of a step's attention, for all layers of a cache group; see `Ops.plan_attention`."""
         self.check_tree(inputs, windows)
         if self._shape.latent and not self._shape.deterministic:
             return LatentPlan(inputs, block_size, self._plan_latents)
@@ -375,7 +397,6 @@ class TritonOps(Ops):
         return TritonPlan(plan, inputs, pages)
 
     def _plan_latents(self, inputs: AttentionInputs) -> TritonPlan:
-        """Plan attention to latents, without decompressing them."""
         (queries, contexts), device = _lengths(inputs), inputs.block_tables.device
         return TritonPlan(attention_plan.plan_attention(queries, contexts, self._shape, device), inputs)
 
@@ -389,15 +410,16 @@ class TritonOps(Ops):
         before: FixedPlan | None = None,
         queries: int = 1,
     ) -> FixedPlan:
-        """Return a plan of attention for a graph, which stays valid while contexts grow up to `longest` tokens.
+        """Return a plan of attention for a CUDA graph, which stays valid while contexts grow up to `longest` tokens.
 
         Args:
             inputs: The inputs of the step.
             block_size: The number of tokens in a block.
-            windows: The sliding windows of the layers.
+            windows: The sliding windows of the layers; None for a layer without a window.
             longest: The maximum context length.
-            other_group: The plan of another cache group for the same step, or None.
-            before: The plan of the previous decode step of the same sequences in the same order, or None.
+            other_group: The plan of another cache group for the same step. None: there is none.
+            before: The plan of the previous decode step, if it had the same sequences in the same order. None: it had
+                others.
             queries: The maximum number of queries per sequence.
         """
         self.check_tree(inputs, windows)
@@ -417,11 +439,7 @@ class TritonOps(Ops):
     def _shared(
         self, inputs: AttentionInputs, lens: Ints, contexts: Ints, block_size: int, queries: int = 1
     ) -> list[attention_plan.SharedPrefix]:
-        """Return the prefixes that sequences with at most `queries` queries share, if the host has block tables.
-
-        Tables of a window do not show shared prefixes: entries before the window are equal in all tables. Kernels for
-        latents do not use shared prefixes.
-        """
+        # Tables of a window do not show shared prefixes: entries before the window are equal in all tables
         tables = inputs.host_tables
         if tables is None or not inputs.keeps_all or self._shape.latent:
             return []
@@ -430,10 +448,10 @@ class TritonOps(Ops):
     def attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, rules: ScoreRules, out: Tensor | None = None
     ) -> Tensor:
-        """Return attention over cached keys, (tokens, query heads, head size); see `Ops.attention`.
+        """Return the result of attention over cached K and V, (tokens, query heads, head size); see `Ops.attention`.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
@@ -455,11 +473,15 @@ class TritonOps(Ops):
         )
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Return the packed factors of adapters for a product; see `Ops.pack_adapters`."""
+        """Return A and B of LoRA adapters, packed for one matrix product; see `Ops.pack_adapters`."""
         return TritonAdapters(factors, self._shape.deterministic, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Return a layer that multiplies each head with a matrix of its own, from weights (heads, outputs, inputs)."""
+        """Return a layer that multiplies each head with a matrix of its own.
+
+        Args:
+            weights: The matrices (heads, outputs, inputs).
+        """
         return TritonHeads(weights, self._shape.deterministic)
 
     def latent_attention(
@@ -471,9 +493,10 @@ class TritonOps(Ops):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return attention over cached latents, (tokens, heads, size of a value); see `Ops.latent_attention`.
+        """Return the result of attention over cached latents; see `Ops.latent_attention`.
 
-        For some sequences of a `LatentPlan`, K and V are decompressed instead of projecting queries and results.
+        If the plan is a `LatentPlan`, K and V of some sequences are computed from latents. For other sequences, queries
+        and results are multiplied by the weights of K and V instead.
         """
         if not isinstance(plan, LatentPlan):
             return super().latent_attention(q, cache, plan, heads, scale, out)
@@ -491,21 +514,26 @@ class TritonOps(Ops):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return attention of projected queries to cached latents, (tokens, heads, rank), by a Triton kernel.
+        """Return attention of projected queries to cached latents, (tokens, heads, rank); see `Ops.absorbed_attention`.
 
         Raises:
-            TypeError: If other operators made the plan.
+            TypeError: The plan was made by other operators.
         """
         if not isinstance(plan, TritonPlan):
             raise TypeError(f"{type(plan).__name__} was not made by {self.name} operators")
         return latent_attention(q, cache.k, plan.tables, plan.plan, scale, rank)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return act(gate) * up, (tokens, size), for gate_up (tokens, 2 * size) with gate first."""
+        """Return act(gate) * up, (tokens, size).
+
+        Args:
+            gate_up: (tokens, 2 * size), gate before up.
+            activation: The activation of gate.
+        """
         return gated_activation(gate_up, activation)
 
     def sample(self, logits: Tensor, sampling: RowSampling) -> Tensor:
-        """Sample a token from each row of logits (n, vocab), by a Triton kernel: (n,) int64."""
+        """Sample a token from each row of logits (n, vocab), (n,) int64, by a Triton kernel; see `Ops.sample`."""
         return sample(logits, sampling)
 
     def log_probabilities(self, logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -514,19 +542,25 @@ class TritonOps(Ops):
         Args:
             logits: (n, vocab).
             chosen: (n,) int64, token ids.
-            most: The number of most likely tokens.
+            most: The number of most likely tokens per row.
         """
         return log_probabilities(logits, chosen, most)
 
     def penalise(self, logits: Tensor, penalties: Penalties) -> None:
-        """Apply penalties and bans to logits (n, vocab), in place, by a Triton kernel."""
+        """Apply penalties and bans of tokens to logits (n, vocab), in place, by a Triton kernel; see `Ops.penalise`."""
         penalise(logits, penalties)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Set the logits of tokens whose bit is 0 to -inf, in rows (n,), with bits (n, ceil(vocab / 32))."""
+        """Set the logits of forbidden tokens to -inf, in place.
+
+        Args:
+            logits: (any, vocab).
+            rows: (n,) int32, the rows to mask.
+            bits: (n, ceil(vocab / 32)) int32, a bit per token, 1 if it is allowed.
+        """
         mask(logits, rows, bits)
 
 
 def _lengths(inputs: AttentionInputs) -> tuple[Ints, Ints]:
-    """Return the queries and the context of each sequence, (sequences,) each. Convert them only once per step."""
+    # Converted only once per step
     return np.array(inputs.query_lens, np.int64), np.array(inputs.context_lens, np.int64)

@@ -25,10 +25,10 @@ EXCHANGE_PARTNERS = 3  # the least loaded ranks, which are tried as partners of 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """The experts of each layer that each rank holds. An expert may be on several ranks.
+    """A distribution of the experts of each layer over ranks. An expert may be on several ranks.
 
     Args:
-        layers: For each layer, the numbers of the experts on each rank; () for a layer without experts.
+        layers: For each layer and rank, the numbers of the experts that the rank holds; () for a layer without experts.
     """
 
     layers: tuple[Shares, ...]
@@ -37,6 +37,10 @@ class ExpertPlacement:
         """Return the experts of a layer that a rank holds, in ascending order.
 
         The ranks that hold a copy of an expert compute its tokens in turn, in the order of the ranks.
+
+        Args:
+            layer: The number of the layer.
+            rank: The number of the rank.
         """
         shares = self.layers[layer]
         return tuple(_held_expert(shares, rank, number) for number in shares[rank])
@@ -55,10 +59,10 @@ def split_into_ranges(experts: int, ranks: int) -> Shares:
 
 
 def rank_loads(shares: Shares, loads: Sequence[float]) -> list[float]:
-    """Return the load of each rank in a layer. Copies of an expert share its load evenly.
+    """Return the load of each rank from one layer's experts. Copies of an expert share its load evenly.
 
     Args:
-        shares: The numbers of the experts on each rank.
+        shares: Per rank, the numbers of the experts that it holds.
         loads: The load of each expert, such as its number of tokens.
     """
     copies = Counter(number for share in shares for number in share)
@@ -66,10 +70,10 @@ def rank_loads(shares: Shares, loads: Sequence[float]) -> list[float]:
 
 
 def imbalance(layers: Sequence[tuple[Shares, Sequence[float]]]) -> float:
-    """Return the greatest load of a rank divided by the mean load of ranks, both summed over layers.
+    """Return the factor by which a perfectly even distribution of experts would be faster; 1 if there is no load.
 
-    Ranks wait for each other after each layer. So this is the factor by which even loads would be faster. It is 1 if
-    there is no load.
+    It is the greatest load of a rank divided by the mean load. Ranks wait for each other after each layer, so both are
+    computed per layer and summed over the layers.
 
     Args:
         layers: For each layer, the experts of each rank, and the load of each expert.
@@ -87,13 +91,13 @@ def _held_expert(shares: Shares, rank: int, number: int) -> HeldExpert:
 def balance_experts(costs: Costs, ranks: int, extra: int) -> Shares:
     """Distribute the experts of a layer over ranks such that the most loaded rank has little load.
 
-    It uses as few copies and as few experts per rank as possible while the greatest load stays within LOAD_TOLERANCE of
-    the best load found. Each rank holds at least one expert, and each expert is on at least one rank.
+    Of the distributions whose greatest load is within LOAD_TOLERANCE of the best one, the result has the fewest experts
+    per rank and copies. Each rank holds at least one expert, and each expert is on at least one rank.
 
     Args:
         costs: costs[expert][copies - 1] is the load of each rank that holds one of `copies` copies of the expert.
         ranks: The number of ranks.
-        extra: How many experts a rank may hold beyond its even share.
+        extra: How many experts a rank may hold in addition to its even share.
 
     Returns:
         The numbers of the experts on each rank, in ascending order.
@@ -117,18 +121,17 @@ def balance_experts(costs: Costs, ranks: int, extra: int) -> Shares:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Return 0, 1, 2, 4 … up to `most`, and `most` itself."""
     return sorted({0, most, *(1 << power for power in range(most.bit_length()))})
 
 
 def _copy_counts(costs: Costs, ranks: int, most: int) -> list[list[int]]:
-    """Return lists with the number of copies of each expert, as candidates for a placement.
+    """Return candidates for the number of copies of each expert, with more and more copies in all.
 
-    The first list has one copy of each expert. The others have 1, 2, 4 … copies more in all. Each further copy is of
-    the expert with the greatest load per rank whose load another copy reduces.
+    The first candidate has one copy of each expert. The others have 1, 2, 4 … further copies in all. A further copy
+    goes to the expert that puts the greatest load on a rank, if a copy reduces this load.
 
     Args:
-        costs: As for `balance_experts`.
+        costs: costs[expert][copies - 1] is the load of each rank that holds one of `copies` copies of the expert.
         ranks: The number of ranks, which limits the copies of an expert.
         most: The maximum number of further copies.
     """
@@ -151,7 +154,7 @@ def _pack_copies(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> 
     """Distribute copies of experts over ranks, and return the greatest load of a rank and the experts of each rank.
 
     Args:
-        costs: As for `balance_experts`.
+        costs: costs[expert][copies - 1] is the load of each rank that holds one of `copies` copies of the expert.
         ranks: The number of ranks.
         room: The maximum number of experts per rank.
         copies: The number of copies of each expert. An expert gets fewer if all ranks are full.
@@ -184,7 +187,7 @@ def _loads(costs: Costs, shares: Sequence[set[int]]) -> list[float]:
 
 
 def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float]) -> None:
-    """Let the most loaded rank exchange experts with other ranks while that reduces the greater load of the two.
+    """Let the most loaded rank exchange experts with others, while this reduces the greater load of the two ranks.
 
     Args:
         each: The load of each copy of an expert.
@@ -206,7 +209,7 @@ def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float])
 def _best_exchange(
     each: Sequence[float], shares: Sequence[set[int]], loads: Sequence[float], most: int, other: int
 ) -> tuple[float, int, int, int] | None:
-    """Return the exchange of two experts after which the greater load of two ranks is least.
+    """Return the exchange of one expert each between two ranks that reduces the greater of their loads most.
 
     Args:
         each: The load of each copy of an expert.
@@ -216,8 +219,8 @@ def _best_exchange(
         other: The rank to exchange with.
 
     Returns:
-        The greater load afterwards, the experts that `most` and `other` give away, and `other`. None if one of the
-        ranks has no expert that the other rank lacks.
+        The greater load after the exchange, the expert that `most` gives away, the expert that `other` gives away, and
+        `other`. None if one of the ranks has no expert that the other rank lacks.
     """
     owns, theirs = sorted(shares[most] - shares[other]), sorted(shares[other] - shares[most])
     if not owns or not theirs:

@@ -18,47 +18,55 @@ if TYPE_CHECKING:
 
 
 class Group(Protocol):
-    """The ranks of an engine that compute its model together, and their collectives."""
+    """The ranks of an engine that compute its model together, and their collective operations."""
 
     @property
     def rank(self) -> int:
-        """Return the number of this process among the ranks."""
+        """Return the number of this process among the ranks of the group, from 0."""
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks in the group."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of the tensors that all ranks pass, on each rank. May overwrite x."""
+        """Return the sum of the tensors that all ranks pass. All ranks must call it. May overwrite x."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors that all ranks pass, stacked in the order of the ranks: (ranks, *x.shape)."""
+        """Return the tensors that all ranks pass, stacked in the order of the ranks: (ranks, *x.shape).
+
+        All ranks must call it.
+        """
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return the tensor that the rank `source` passes, on each rank. May overwrite x."""
+        """Return the tensor that the rank `source` passes. All ranks must call it. May overwrite x."""
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to the rank `to`, which must call `receive`."""
+        """Send a tensor to the rank `to`, which must call `receive`.
+
+        Args:
+            x: The tensor.
+            to: The number of the receiving rank.
+        """
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Overwrite x with the tensor that the rank `source` sends, and return x."""
 
 
 class SingleRankGroup:
-    """A group with a single rank, which communicates with no other process."""
+    """A group with a single rank, which has no other process to communicate with."""
 
     rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return x unchanged."""
+        """Return x, which is the sum over the only rank."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return x with a first dimension of size 1."""
+        """Return x with a new first dimension of size 1, as there is only one rank."""
         return x[None]
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return x unchanged."""
+        """Return x, as there is only one rank."""
         return x
 
     def send(self, x: Tensor, to: int) -> None:
@@ -71,25 +79,25 @@ class SingleRankGroup:
 
 
 class TorchGroup:
-    """The ranks of a torch.distributed process group."""
+    """The ranks of a torch.distributed process group, and their collective operations."""
 
     def __init__(self, processes: ProcessGroup) -> None:
         self._processes = processes
         self.rank, self.size = processes.rank(), processes.size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x over all ranks in place, and return it."""
+        """Sum x over all ranks in place, and return x."""
         self._processes.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors that all ranks pass, stacked: (ranks, *x.shape)."""
+        """Return the tensors that all ranks pass, stacked in the order of the ranks: (ranks, *x.shape)."""
         found = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         self._processes.allgather([[*found.unbind()]], [x.contiguous()]).wait()
         return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Overwrite x with the tensor of the rank `source`, and return it."""
+        """Overwrite x with the tensor that the rank `source` passes, and return x."""
         self._processes.broadcast(x, source).wait()
         return x
 
@@ -98,18 +106,18 @@ class TorchGroup:
         self._processes.send([x], to, 0).wait()
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Wait for a tensor of the rank `source`, store it in x, and return x."""
+        """Overwrite x with the tensor that the rank `source` sends, and return x. Waits for it."""
         self._processes.recv([x], source, 0).wait()
         return x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedGroup:
-    """A group that measures how long a rank spends in its collectives, waiting for other ranks included.
+    """A group that measures how long this rank spends in collective operations, including the wait for other ranks.
 
     Args:
-        inner: The group, which must block until a collective is done.
-        spent: Receives the time.
+        inner: The group that communicates. Its calls must block until they are done.
+        spent: The measured times are added to it.
     """
 
     inner: Group
@@ -117,40 +125,40 @@ class TimedGroup:
 
     @property
     def rank(self) -> int:
-        """Return the number of this process among the ranks."""
+        """Return the number of this process among the ranks of the group, from 0."""
         return self.inner.rank
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of ranks in the group."""
         return self.inner.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks, and measure the time."""
+        """Return the sum of the tensors that all ranks pass, and measure the time."""
         with self.spent.measure():
             return self.inner.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the stacked tensors of all ranks, and measure the time."""
+        """Return the tensors that all ranks pass, stacked in the order of the ranks, and measure the time."""
         with self.spent.measure():
             return self.inner.all_gather(x)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Return the tensor of the rank `source`, and measure the time."""
+        """Return the tensor that the rank `source` passes, and measure the time."""
         with self.spent.measure():
             return self.inner.broadcast(x, source)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to the rank `to`. The time is not measured, as this is no collective."""
+        """Send a tensor to the rank `to`. The time is not measured."""
         self.inner.send(x, to)
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x with the tensor that the rank `source` sends, and return it. The time is not measured."""
+        """Overwrite x with the tensor that the rank `source` sends, and return x. The time is not measured."""
         return self.inner.receive(x, source)
 
 
 class SpentTime:
-    """The sum of measured times, in seconds."""
+    """A sum of measured times, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -168,12 +176,12 @@ class SpentTime:
 
 
 def merge_disjoint(x: Tensor, group: Group) -> Tensor:
-    """Add up the tensors of all ranks, bit by bit exact, if each value is nonzero on at most one rank.
+    """Return the sum of the tensors of all ranks, bit by bit exact, if each value is nonzero on at most one rank.
 
     Bytes are added instead of floats, which rounds nothing and keeps -0.
 
     Args:
-        x: The tensor of this rank; its shape is equal on all ranks.
+        x: The tensor of this rank. Its shape is equal on all ranks.
         group: The ranks.
     """
     return group.all_reduce(x.contiguous().view(torch.uint8)).view(x.dtype)
@@ -181,13 +189,13 @@ def merge_disjoint(x: Tensor, group: Group) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """The shard of this rank, and the groups of ranks with which it computes layers.
+    """The part of the model that this rank holds, and the groups of ranks with which it computes layers.
 
     Args:
         tensor: The ranks among which heads and columns are divided.
         experts: The ranks among which experts are divided.
-        exact: If True, outputs of experts are added up with the bits of a single process, for which ranks exchange the
-            output of each expert.
+        exact: If True, the sums of experts' outputs have the same bits as in a single process. Ranks exchange the
+            output of each expert for this.
         shard: The part of the model that this rank holds.
     """
 

@@ -13,7 +13,7 @@ Span = tuple[int, int]  # first, end (exclusive)
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """One of several equal parts of a model's heads, columns, tokens or experts.
+    """A rank's part of items that are divided evenly among ranks, such as heads, columns, tokens or experts.
 
     Args:
         rank: The number of the part, from 0.
@@ -33,7 +33,11 @@ class Portion:
         return self.size == 1
 
     def span(self, count: int) -> Span:
-        """Return the range (first, end) of this part among `count` items. Sizes of parts differ by at most one."""
+        """Return the range (first, end) of items in this part. Sizes of parts differ by at most one.
+
+        Args:
+            count: The number of all items.
+        """
         return count * self.rank // self.size, count * (self.rank + 1) // self.size
 
 
@@ -44,14 +48,14 @@ ALL = Portion()
 class ModelShard:
     """The part of a model that a rank holds.
 
-    Ranks with the same `layers` form a group, whose members differ in `tensor` or `experts`.
+    Ranks with the same `layers` form a group. Its members differ in `tensor` or `experts`.
 
     Args:
         tensor: The rank's portion of the heads, the intermediate columns and the vocabulary.
-        experts: The rank's portion of the experts, each of them whole. None: each expert is split by columns like
-            dense feed-forward networks.
-        layers: The layers that the rank runs, (first, end). None: all.
-        placement: The experts of each rank. None: contiguous ranges.
+        experts: The rank's portion of the experts, each of them whole. None: each expert is split by columns like dense
+            feed-forward networks.
+        layers: The layers that the rank computes, (first, end). None: all.
+        placement: The experts that each rank holds. None: contiguous ranges.
     """
 
     tensor: Portion = ALL
@@ -80,7 +84,7 @@ class ParameterCut:
     Args:
         outputs: The range of outputs (rows of a table), (first, end). None: all.
         inputs: The range of inputs, (first, end). None: all.
-        elsewhere: If True, another rank reads the values, and this rank uses zeros. This is so for biases of products
+        elsewhere: If True, another rank reads the values, and this rank uses zeros. An example is the bias of a product
             whose outputs are summed over ranks.
     """
 
@@ -98,7 +102,7 @@ WHOLE_PARAMETER = ParameterCut()
 
 
 def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str, ParameterCut]:
-    """Return which part of each parameter of a layer a rank reads, by name of the parameter.
+    """Return the part of each parameter of a layer that a rank reads, by name of the parameter.
 
     Args:
         whole: The layer, as in the whole model.
@@ -119,7 +123,7 @@ def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str,
 
 
 def table_cut(own: ModelSpec, name: str) -> ParameterCut:
-    """Return which part of a parameter before or after the layers a rank reads.
+    """Return the part of a parameter outside of layers that a rank reads: its rows of embedding and head, or all.
 
     Args:
         own: The spec of the rank's shard.
@@ -134,9 +138,14 @@ def _cut(whole: Shape, own: Shape, share: Portion) -> ParameterCut:
 
 
 def _span(count: int, held: int, share: Portion) -> Span | None:
-    """Return the range (first, end) of a rank that holds `held` of `count` items; None if it holds all.
+    """Return the range (first, end) of items that a rank holds; None if it holds all.
 
-    If there are fewer parts than ranks, neighbouring ranks hold the same part.
+    If there are fewer parts than ranks, neighbouring ranks hold the same part, such as a KV head.
+
+    Args:
+        count: The number of all items.
+        held: The number of items that the rank holds.
+        share: The rank's portion.
     """
     if count == held:
         return None

@@ -28,7 +28,7 @@ ARGMAX_BYTES = 16  # the greatest logit of a row and its token, both sent as flo
 
 
 def shard_spec(spec: ModelSpec, shard: ModelShard) -> ModelSpec:
-    """Return the spec of a rank's shard: layers, heads, columns and experts that the rank computes.
+    """Return the spec of a rank's shard: of the layers, heads, columns and experts that the rank computes.
 
     Args:
         spec: The whole model.
@@ -57,7 +57,7 @@ def tensor_sizes(spec: ModelSpec, shard: ModelShard = WHOLE_MODEL) -> list[int]:
 
     Args:
         spec: The model.
-        shard: A shard whose other parallelism is kept.
+        shard: A shard whose other parallelism is kept, such as its layers.
     """
     evenly = expert_sizes(spec)
     every = (Portion(0, size) for size in range(1, MAX_RANKS + 1))
@@ -67,7 +67,10 @@ def tensor_sizes(spec: ModelSpec, shard: ModelShard = WHOLE_MODEL) -> list[int]:
 
 
 def expert_sizes(spec: ModelSpec) -> list[int]:
-    """Return the numbers of ranks (up to MAX_RANKS) that divide the experts of every layer; [] without experts."""
+    """Return the numbers of ranks, up to MAX_RANKS, that divide the experts of every layer evenly.
+
+    Returns [] without experts.
+    """
     counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
     return [size for size in range(1, MAX_RANKS + 1) if counts and all(count % size == 0 for count in counts)]
 
@@ -108,10 +111,6 @@ def _check_model(spec: ModelSpec, shard: ModelShard) -> None:
 
 
 def _stage(spec: ModelSpec, layers: Span) -> ModelSpec:
-    """Return the spec of a pipeline stage with the layers (first, end).
-
-    The first stage has the embedding, the last one the final norm and the head.
-    """
     first, end = layers
     own = tuple(_renumber(layer, first) for layer in spec.layers[first:end])
     return replace(spec, layers=own, begins=spec.begins and first == 0, ends=end == len(spec.layers))
@@ -182,14 +181,6 @@ def _experts(spec: ExpertsSpec, shard: ModelShard, index: int) -> ExpertsSpec:
 def _held_experts(
     count: int, share: Portion, placement: ExpertPlacement | None, layer: int
 ) -> tuple[HeldExpert, ...] | None:
-    """Return the experts of a layer that a rank holds; None if it holds all.
-
-    Args:
-        count: The number of experts of the layer.
-        share: The rank's portion of the experts.
-        placement: The experts of each rank. None: contiguous ranges.
-        layer: The number of the layer in the whole model.
-    """
     if share.is_whole:
         return None
     if placement is not None:
@@ -204,9 +195,9 @@ def _part(count: int, share: Portion, what: str) -> int:
 
 
 def _own_form(whole: LinearSpec, own: LinearSpec) -> WeightForm | None:
-    """Return the form of a rank's part of a weight; None if the weight is not quantised.
+    """Return the form of a rank's part of a weight; None if the weight is neither quantised nor sparse.
 
-    If one group of scales spans all inputs, the part has one group that spans the rank's inputs.
+    If all inputs of the whole weight share a scale, the inputs of the part form one group.
 
     Args:
         whole: The product, as in the whole model.
@@ -239,11 +230,12 @@ def _check_form(whole: LinearSpec, own: LinearSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """The bytes that ranks with the same layers exchange in a step.
+    """The data that a rank exchanges in a step with the other ranks of the same layers, to predict its time.
 
     Args:
         sums: How often a step sums the hidden states of all its tokens over the ranks (all-reduce).
-        token_bytes: Bytes of a token's hidden state. A stage sends them to the next stage, too.
+        token_bytes: Bytes of a token's hidden state. With pipeline parallelism, a stage also sends them to the next
+            stage.
         embedding: If True, the step also sums the embeddings of its tokens over the ranks.
         logits: Bytes that each rank sends per sampled row if all logits are needed.
         best: Bytes that each rank sends per sampled row if only the token with the greatest logit is needed.
@@ -257,12 +249,12 @@ class RankTraffic:
 
 
 def rank_traffic(own: ModelSpec, itemsize: int, only_experts: bool = False) -> RankTraffic:
-    """Return the bytes that a rank exchanges with the other ranks of its layers.
+    """Return the data that a rank exchanges in a step with the other ranks of its layers.
 
     Args:
         own: The spec of the rank's shard.
         itemsize: Bytes of an activation.
-        only_experts: If True, only the experts are divided among these ranks; each rank computes all other weights.
+        only_experts: If True, only the experts are divided among these ranks, and each rank computes all other weights.
     """
     if only_experts:
         sums = sum(isinstance(layer.feed_forward, ExpertsSpec) for layer in own.layers)
@@ -279,7 +271,6 @@ def rank_traffic(own: ModelSpec, itemsize: int, only_experts: bool = False) -> R
 
 
 def _sums(layer: LayerSpec) -> int:
-    """Return how often a layer sums hidden states over ranks: after attention, feed-forward half and shared experts."""
     fed = layer.feed_forward
     shared = isinstance(fed, ExpertsSpec) and fed.shared is not None
     return (layer.attention is not None) + 1 + shared

@@ -28,46 +28,40 @@ class SummedLinear(Linear):
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs, (T, out), summed over all ranks; `x` has this rank's inputs, (T, in)."""
+        """Return the layer's outputs, (T, out), summed over all ranks, for this rank's inputs x, (T, in)."""
         return self._group.all_reduce(self._inner(x))
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the outputs plus the values that adapters add, (T, out), summed over all ranks.
+        """Return the layer's outputs with LoRA, (T, out), summed over all ranks.
 
         Args:
             x: (T, in), this rank's inputs.
-            added: The values of adapters for this rank's inputs.
+            added: The values that adapters compute from this rank's inputs.
         """
         return self._group.all_reduce(self._inner.adapted(x, added))
 
 
 class SummedExperts(Experts):
-    """Experts whose intermediate columns are split among ranks. Their outputs are summed over the ranks."""
+    """The experts of a layer whose intermediate columns are split among ranks. Outputs are summed over the ranks."""
 
     def __init__(self, inner: Experts, group: Group) -> None:
         self.loads = inner.loads
         self._inner, self._group = inner, group
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of the chosen experts' outputs, (T, hidden), summed over all ranks.
-
-        Args:
-            x: (T, hidden).
-            choice: The chosen experts of each token, and their weights.
-            counted: (T,) bool, False for padding, which `loads` does not count. None: all tokens are counted.
-        """
+        """Return the weighted sum of each token's experts, (T, hidden), over all ranks; see `Experts.__call__`."""
         return self._group.all_reduce(self._inner(x, choice, counted))
 
 
 class HeldExperts(Experts):
-    """The experts of a layer, distributed over ranks as whole experts; one expert may be on several ranks.
+    """The experts of a layer, distributed over ranks as whole experts. An expert may be on several ranks.
 
     The router is on every rank, so all ranks choose the same experts. If several ranks hold an expert, they take its
     tokens in turn, by the tokens' positions in the step.
 
-    If `exact`, the ranks exchange the output of each expert, and add outputs up with the operator and in the order that
-    a single process uses. Otherwise each rank adds up the outputs of its own experts, and the sums of the ranks are
-    added.
+    If `exact`, the ranks exchange the output of each expert, and add outputs up in the order that a single process
+    uses, so the results have the same bits. Otherwise, each rank adds up the outputs of its own experts, and these sums
+    are added over the ranks.
     """
 
     def __init__(self, inner: Experts, ops: Ops, spec: ExpertsSpec, group: Group, exact: bool) -> None:
@@ -92,7 +86,7 @@ class HeldExperts(Experts):
 
         Args:
             x: (T, hidden), equal on all ranks.
-            choice: The chosen experts of each token, numbered as in the whole model, and their weights.
+            choice: The experts that the router chose for each token, numbered as in the whole model, and their weights.
             counted: (T,) bool, False for padding, which `loads` does not count. None: all tokens are counted.
         """
         add_loads(self.loads, choice.experts, counted)
@@ -104,23 +98,11 @@ class HeldExperts(Experts):
         return self._group.all_reduce(self._sum_own(x, Choice(numbers, choice.weights)))
 
     def _sum_own(self, x: Tensor, choice: Choice) -> Tensor:
-        """Return (T, hidden), the weighted sum of the outputs of this rank's experts.
-
-        Args:
-            x: (T, hidden).
-            choice: The chosen experts by their numbers among this rank's experts (`_own_numbers`), and their weights.
-        """
         if self._inner.skips:
             return self._inner(x, choice)
         return self._ops.combine(self._compute_own(x, choice.experts), choice.weights)
 
     def _compute_own(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Return (T × chosen, hidden), the output of each chosen expert, unweighted; zeros for experts of other ranks.
-
-        Args:
-            x: (T, hidden).
-            numbers: (T, chosen), from `_own_numbers`.
-        """
         chosen, each = numbers.shape[1], numbers.flatten()
         if self._inner.skips:
             return self._compute_rows(x.repeat_interleave(chosen, 0), each)
@@ -131,10 +113,6 @@ class HeldExperts(Experts):
         return made
 
     def _own_numbers(self, experts: Tensor) -> Tensor:
-        """Return the chosen experts, (T, chosen), by their numbers among this rank's experts.
-
-        Tokens that other ranks compute have the number after the last expert of this rank.
-        """
         if self._numbers.shape[1] == 1:
             return self._numbers[:, 0][experts]
         places = torch.arange(len(experts), device=experts.device)[:, None]
@@ -155,8 +133,9 @@ def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tu
         device: The device of the result.
 
     Returns:
-        The number of copies of each expert, (experts,), with 1 for experts of other ranks only. And for each expert and
-        turn, (experts, max copies), the expert's number among `held`, or `len(held)` if another rank has the turn.
+        First, the number of copies of each expert, (experts,); 1 for experts that this rank does not hold. Second, for
+        each expert and turn, (experts, max copies), the expert's index in `held`, or `len(held)` if another rank has
+        the turn.
     """
     copies = torch.ones(experts, dtype=torch.int64)
     numbers = torch.full((experts, max(one.copies for one in held)), len(held), dtype=torch.int64)
@@ -166,14 +145,17 @@ def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tu
 
 
 class SplitEmbedding:
-    """An embedding table whose rows are split among ranks."""
+    """An embedding table whose rows are split among ranks.
+
+    Each rank looks up its own tokens, and results are exchanged.
+    """
 
     def __init__(self, ops: Ops, tokens: tuple[int, int], group: Group) -> None:
         """Create the embedding.
 
         Args:
             ops: The operators.
-            tokens: The token ids whose rows this rank has, (first, end).
+            tokens: The range of token ids whose rows this rank has, (first, end).
             group: The ranks.
         """
         self._ops, self._tokens, self._group = ops, tokens, group
@@ -182,8 +164,8 @@ class SplitEmbedding:
         """Return the embeddings of tokens, (T, hidden), with the same bits as a lookup in the unsplit table.
 
         Args:
-            token_ids: (T,) int64, of all ranks.
-            table: (tokens of the rank, hidden), the rank's rows of the table.
+            token_ids: (T,) int64, equal on all ranks. They may belong to rows of any rank.
+            table: (rows of this rank, hidden), this rank's part of the table.
         """
         first, end = self._tokens
         own = (token_ids >= first) & (token_ids < end)
@@ -192,7 +174,10 @@ class SplitEmbedding:
 
 
 class SplitHead(Head):
-    """An output layer (lm_head) whose vocabulary is split among ranks. Every rank gets the logits of all tokens."""
+    """An output layer (lm_head) whose vocabulary is split among ranks.
+
+    Each rank gets the logits of the whole vocabulary.
+    """
 
     def __init__(self, inner: Head, vocab: int, group: Group) -> None:
         self.in_features, self.out_features = inner.in_features, vocab
@@ -200,7 +185,7 @@ class SplitHead(Head):
         self._spans = [Portion(rank, group.size).span(vocab) for rank in range(group.size)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits of the whole vocabulary, (n, vocab), from normed states x, (n, hidden)."""
+        """Return logits of the whole vocabulary, (n, vocab), from normed hidden states x, (n, hidden)."""
         logits = self._inner(x)
         widest = max(end - first for first, end in self._spans)
         padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
@@ -210,9 +195,12 @@ class SplitHead(Head):
         )
 
     def argmax(self, x: Tensor) -> Tensor:
-        """Return the token with the greatest logit, (n,) int64; NO_TOKEN for rows whose greatest logit is not finite.
+        """Return the token with the greatest logit in each row, (n,) int64; NO_TOKEN if the logit is not finite.
 
-        Each rank sends only its greatest logit, and the token that has it.
+        Each rank sends only its greatest logit per row, and the token that has it.
+
+        Args:
+            x: (n, hidden), normed hidden states.
         """
         best, tokens = self._inner(x).max(-1)
         first = self._spans[self._group.rank][0]

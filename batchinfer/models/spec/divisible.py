@@ -18,7 +18,10 @@ _MULTIPLIED = ("silu", "gelu", "gelu_tanh")
 
 
 def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the name of each norm whose outputs only matrix products read, and the names of these products."""
+    """Yield each norm of a layer whose outputs are read by matrix products only, and the names of these products.
+
+    Factors can be moved from such a norm to the products. The result also has the name of the norm, first.
+    """
     feeding = tuple(_first_of(layer.feed_forward))
     alone = layer.parallel and layer.post_norm is None
     if layer.input_norm is not None and layer.attention is not None:
@@ -45,9 +48,9 @@ def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
 
 
 def gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
-    """Yield the names of the products (gate_up, down) of each feed-forward half with output gate(x) * up(x).
+    """Yield the names of the matrix products (gate_up, down) of each feed-forward half that multiplies gate and up.
 
-    The up projection has no activation, so factors can move between its outputs and the inputs of `down`.
+    The up projection has no activation, so factors can be moved between its outputs and the inputs of `down`.
     """
     fed = layer.feed_forward
     dense = [("", fed)] if isinstance(fed, FeedForwardSpec) else []

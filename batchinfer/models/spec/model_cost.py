@@ -76,13 +76,13 @@ def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
 def model_cost(
     spec: ModelSpec, itemsize: int, device: Device = "cpu", deterministic: bool = False
 ) -> ModelCost:
-    """Return the cost of a model's steps, as FLOPs and bytes per token, sampled row and so on of each operator.
+    """Return the FLOPs and memory traffic of a model's operators, per step, token, sampled row and so on.
 
     Args:
         spec: The model.
         itemsize: Bytes of an activation, and of weights and cached values that are not quantised.
         device: The device whose operators run. A GPU does not quantise activations for int4 weights.
-        deterministic: If False, a GPU may decompress latents into K and V for prompts.
+        deterministic: If False, a GPU may compute K and V of prompts from latents.
     """
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():
@@ -128,7 +128,6 @@ def _embedding(spec: ModelSpec, itemsize: int) -> Cost:
 
 
 def _after_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
-    """Yield the costs of the operators that compute only the sampled rows: final norm, head and sampling."""
     norm = spec.final_norm if spec.ends else None
     if norm is not None:
         yield _per_sampled_row("final_norm", lambda n: _norm(norm, n, itemsize, residual=True))
@@ -139,7 +138,6 @@ def _after_layers(spec: ModelSpec, itemsize: int) -> Iterator[OperatorCost]:
 
 
 def _after_head(spec: ModelSpec) -> Iterator[OperatorCost]:
-    """Yield the costs of the operators on logits, which are float32."""
     if spec.logit_multiplier != 1:
         yield _per_sampled_row("logit_multiplier", lambda n: scale_cost(n, spec.rows, 4))
     if spec.logit_cap is not None:
@@ -171,10 +169,6 @@ def _layer_operators(layer: LayerSpec, itemsize: int, device: Device) -> Iterato
 
 
 def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Callable[[int], Cost]:
-    """Return a function of the number of tokens: the cost of rotating heads and storing K and V in one layer.
-
-    A layer that reads another layer's cache stores nothing.
-    """
     heads, rotation = attention.q_heads, attention.rotation
     turned = rotation.dim if rotation.rope else 0
     if isinstance(attention, LatentAttentionSpec):
@@ -193,18 +187,13 @@ def _store(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> Cal
 
 
 def _heads(attention: LatentAttentionSpec, form: WeightForm | None, itemsize: int) -> Callable[[int], Cost]:
-    """Return a function of the number of tokens: the cost of mapping queries into latents, and results out of them."""
     into = _linear(LinearSpec("", attention.plain_dim, (("", attention.rank),), form=form), itemsize)
     out = _linear(LinearSpec("", attention.rank, (("", attention.v_dim),), form=form), itemsize)
     return lambda n: (into(n) + out(n)) * attention.q_heads
 
 
 def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCost:
-    """Return the cost of the attention operator in all layers.
-
-    Pairs of query and key, and cached tokens, are counted over all layers, so each has the mean cost of a layer. If
-    `decompresses`, the cost includes K and V that may be computed from latents.
-    """
+    # Pairs of query and key, and cached tokens, are counted over all layers, so each has the mean cost of a layer
     each = [_attention_of(layer.attention, itemsize) for layer in spec.layers if layer.attention is not None]
     whole = sum(each[1:], each[0])
     pair, read = (Cost(c.flops // len(each), c.bytes // len(each)) for c in (whole.pair, whole.kv_token))
@@ -213,10 +202,7 @@ def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCo
 
 
 def _decompressing(spec: ModelSpec) -> Decompressing | None:
-    """Return the mean cost per layer of computing K and V from latents.
-
-    None if a layer has no latents, or has quantised `kv_b` weights, from which K and V are never computed.
-    """
+    # K and V are never computed from quantised kv_b weights
     sizes = []
     for layer in spec.layers:
         attention = layer.attention
@@ -256,7 +242,6 @@ def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int)
 
 
 def _copying(spec: ModelSpec, itemsize: int) -> Cost:
-    """Return the cost of copying the K and V of one token between blocks, in all layers that store K and V."""
     each = own_caches(spec.caches).values()
     costs = (copy_parts_cost(1, c.heads, c.dim, itemsize, c.tensors, c.dtype is not None) for c in each)
     return sum(costs, Cost())
@@ -270,16 +255,7 @@ def _activation(linear: LinearSpec, itemsize: int) -> OperatorCost:
 
 
 def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
-    """Return the cost of one matrix product of all experts of a layer.
-
-    The first product (gate_up) reads each token once. The second one reads a row per token and chosen expert.
-
-    Args:
-        linear: The product.
-        itemsize: Bytes of a value that is not quantised.
-        device: The device whose operators run.
-    """
-
+    # The first product (gate_up) reads each token once, the second one a row per token and chosen expert
     def cost(tokens: int, hit: int) -> Cost:
         rows = tokens * linear.chosen
         read, inputs, outputs = tokens if linear.gated else rows, linear.inputs, linear.outputs
@@ -299,10 +275,7 @@ def _experts(linear: LinearSpec, itemsize: int, device: Device) -> OperatorCost:
 
 
 def _norms(layer: LayerSpec, tokens: int, itemsize: int) -> Cost:
-    """Return the cost of the norms of a layer for `tokens` tokens.
-
-    Norms before a half of the layer also add the residual. Norms of q and k are left out if `rope_store` computes them.
-    """
+    # Norms before a half also add the residual, and rope_store computes norms of q and k
     found = Cost()
     for name, norm in layer.norms.items():
         attention = layer.attention
@@ -337,20 +310,8 @@ def _linear(linear: LinearSpec, itemsize: int, device: Device = "cpu") -> Callab
 
 
 def _per_token(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Return the cost of an operator that computes every token of a step.
-
-    Args:
-        name: The name of the operator.
-        cost: Returns the cost for a number of tokens, in which it is linear.
-    """
     return OperatorCost(name, step=cost(0), token=cost(1) - cost(0))
 
 
 def _per_sampled_row(name: str, cost: Callable[[int], Cost]) -> OperatorCost:
-    """Return the cost of an operator that computes only the sampled rows of a step.
-
-    Args:
-        name: The name of the operator.
-        cost: Returns the cost for a number of rows, in which it is linear.
-    """
     return OperatorCost(name, step=cost(0), sampled=cost(1) - cost(0), only_sampled=True)

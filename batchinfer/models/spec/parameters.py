@@ -24,7 +24,7 @@ Joined = TypeVar("Joined")
 
 
 def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
-    """Return the shape of each parameter of a layer by name, such as "q" or "q.bias"; weights are (out, in)."""
+    """Return the shape of each parameter of a layer by name, such as "q" or "q.bias". Weights are (outputs, inputs)."""
     shapes: dict[str, Shape] = {}
     for name, norm in layer.norms.items():
         shapes |= norm_parameters(name, norm)
@@ -37,12 +37,17 @@ def layer_parameters(layer: LayerSpec) -> dict[str, Shape]:
 
 
 def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
-    """Return the shapes of the weight and, if it has one, the bias of the norm `name`, by name of the parameter."""
+    """Return the shapes of a norm's weight and, if it has one, its bias, by name of the parameter.
+
+    Args:
+        name: The name of the norm, which is also the name of its weight.
+        norm: The norm.
+    """
     return {name: norm.shape, name + BIAS: norm.shape} if norm.biased else {name: norm.shape}
 
 
 def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
-    """Return the shape of each parameter before and after the layers, by name. A tied head is left out."""
+    """Return the shape of each parameter outside of layers, such as the embedding, by name. A tied head is left out."""
     table: Shape = (spec.rows, spec.hidden)
     tables = {EMBEDDING: table} if spec.begins else {}
     if spec.ends and not (spec.begins and spec.tied):
@@ -75,7 +80,7 @@ def _classifier_tables(classifier: ClassifierSpec, hidden: int) -> dict[str, Sha
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the number of values in all parameters of a model; embedding and tied head count once."""
+    """Return the number of values in all parameters of a model. A head that is tied to the embedding is not counted."""
     shapes = [*table_parameters(spec).values()]
     for layer in spec.layers:
         shapes += layer_parameters(layer).values()
@@ -85,14 +90,14 @@ def parameter_count(spec: ModelSpec) -> int:
 def fused_parameters(
     layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]
 ) -> Iterator[tuple[str, Joined]]:
-    """Yield name and value of each tensor of a layer that operators read, such as "qkv", "qkv.bias", "input_norm".
+    """Yield the tensors of a layer that operators read, by name, such as "qkv", "qkv.bias" and "input_norm".
 
-    The weights of the parts of a linear layer, and their biases, are concatenated under the name of the linear layer.
-    Norms and vectors stay separate. Weights that stay quantised are left out.
+    The parameters of a linear layer, such as q, k and v, are concatenated. Norms and vectors stay separate. Weights
+    that stay quantised as stored are left out.
 
     Args:
         layer: The layer.
-        joined: Returns the concatenated tensors of the parameters with these names.
+        joined: Returns the concatenated tensors of some parameters, given their names.
     """
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):

@@ -15,21 +15,24 @@ ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The parameters of a RoPE variant. Parameters that its kind does not use keep their defaults.
+    """The parameters of a variant of rotary embedding (RoPE).
+
+    Parameters that the variant does not use keep their defaults.
 
     Args:
         kind: The variant.
         theta: The base of the angles.
         factor: The factor by which contexts may be longer than the original length.
         original_max_positions: The original context length in tokens; 0 if the kind does not use it.
-        low_freq_factor: For llama3.
-        high_freq_factor: For llama3.
-        beta_fast: For yarn.
-        beta_slow: For yarn.
-        truncate: For yarn: round the bounds of the ramp to whole dimensions.
-        attention_factor: Factor of cos and sin, for yarn and longrope.
-        short: For longrope: factors of the periods of all pairs, for sequences within the original length.
-        long: For longrope: the same for longer sequences.
+        low_freq_factor: For llama3: angles with a wavelength above original length / low_freq_factor are divided by
+            `factor`.
+        high_freq_factor: For llama3: angles with a wavelength below original length / high_freq_factor are kept.
+        beta_fast: For yarn: pairs with more rotations over the original length are kept.
+        beta_slow: For yarn: pairs with fewer rotations over the original length are interpolated.
+        truncate: For yarn: if True, the bounds of the ramp between kept and interpolated pairs are whole dimensions.
+        attention_factor: For yarn and longrope: the factor of cosines and sines.
+        short: For longrope: the factor of each pair's period, for sequences within the original length.
+        long: For longrope: the factor of each pair's period, for longer sequences.
     """
 
     kind: RopeKind = "default"
@@ -47,7 +50,7 @@ class RopeConfig:
 
 
 def _stated(raw: Mapping[str, Any]) -> Any:
-    """Return `rope_scaling` of config.json, or else `rope_parameters`, or {}; transformers has this precedence."""
+    # transformers has this precedence
     return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
@@ -55,10 +58,10 @@ def rotary_part(raw: Mapping[str, Any], head_dim: int, mistakes: list[str], abse
     """Return the number of rotated values of a head, from `partial_rotary_factor` of config.json.
 
     Args:
-        raw: config.json.
-        head_dim: Values of a head.
-        mistakes: Receives a message if the factor is invalid.
-        absent: The factor if config.json has none.
+        raw: The content of config.json.
+        head_dim: The number of values of a head, which is the result if the factor is invalid.
+        mistakes: Receives an error message if the factor is invalid.
+        absent: The default factor.
     """
     source = _stated(raw)
     stated = source.get("partial_rotary_factor") if isinstance(source, Mapping) else None
@@ -80,14 +83,14 @@ def parse_rope(
     partial: bool = False,
     absent_theta: float = 10_000.0,
 ) -> RopeConfig:
-    """Read the parameters of the rotary embedding in config.json.
+    """Return the parameters of the rotary embedding in config.json.
 
     Args:
-        raw: config.json.
+        raw: The content of config.json.
         max_positions: The maximum length of a sequence in tokens.
-        mistakes: Receives a message for each invalid value.
-        partial: If False, a `partial_rotary_factor` other than 1 is a mistake.
-        absent_theta: The theta if config.json has none.
+        mistakes: Receives an error message for each invalid value.
+        partial: If False, a `partial_rotary_factor` other than 1 is not supported.
+        absent_theta: The default of `rope_theta`.
     """
     source = _stated(raw)
     if not isinstance(source, Mapping):
@@ -171,7 +174,7 @@ def _parse_yarn(fields: Fields, theta: float, original: int, max_positions: int)
 
 
 def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    """Return YaRN's factor of cos and sin: stated, or by YaRN's rule (3.4), or with mscale by DeepSeek's."""
+    # YaRN's rule is in its section 3.4; DeepSeek's uses mscale
     stated = fields.optional_number("attention_factor")
     mscale, mscale_all_dim = fields.optional_number("mscale"), fields.optional_number("mscale_all_dim")
     if stated is not None:
@@ -182,11 +185,11 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
 
 
 def yarn_scale(raw: Mapping[str, Any], rope: RopeConfig) -> float:
-    """Return DeepSeek's factor of queries and of keys in addition to the rotation; 1 without `mscale_all_dim`.
+    """Return DeepSeek's factor of queries and keys, in addition to YaRN's own; 1 without `mscale_all_dim`.
 
     Args:
-        raw: config.json.
-        rope: The rotary embedding that was read from it.
+        raw: The content of config.json.
+        rope: The rotary embedding, from `parse_rope`.
     """
     stated = _stated(raw)
     weight = stated.get("mscale_all_dim") if isinstance(stated, Mapping) else None

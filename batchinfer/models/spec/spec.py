@@ -41,8 +41,9 @@ class NormSpec:
         eps: The epsilon.
         kind: "rms" or "layer".
         biased: True if the norm has a bias.
-        offset: Added to the weights before values are multiplied with them; Gemma's weights are differences from 1.
-        heads: If set, the input has this many groups of `width` values, each with its own weights.
+        offset: Is added to the weights, as Gemma's weights are differences from 1.
+        heads: If set, the input consists of this number of heads with `width` values, and each head has its own
+            weights.
     """
 
     width: int
@@ -64,17 +65,16 @@ class LinearSpec:
 
     Args:
         name: The name of the product.
-        inputs: Inputs per token.
-        parts: The parameters that are concatenated in the weight, such as "q", with their numbers of outputs.
+        inputs: Number of inputs per token.
+        parts: The name and number of outputs of each parameter that is concatenated in the weight, such as "q".
         biased: True if each part has a bias.
-        activation: The function after the product.
+        activation: The activation of the results. None: there is none.
         gated: If True, the first half of the outputs is the gate of the second half.
-        exact: If True, the weight is never quantised, and the results are float32.
+        exact: If True, the weight is never quantised, and the results are float32, as for a router.
         experts: The number of experts whose weights are concatenated; 0 if the product does not belong to experts.
         chosen: The number of experts that compute a token.
-        heads: If not 0, the weight has a part per head, with which queries and results of latent attention are
-            multiplied.
-        form: How the weight is quantised or sparse in memory. None: in the dtype of the run.
+        heads: If not 0, the weight computes K and V from latents, and has a part for each of this number of heads.
+        form: How the weight is quantised or sparse in memory. None: it is in the dtype of the run.
     """
 
     name: str
@@ -91,27 +91,33 @@ class LinearSpec:
 
     @property
     def outputs(self) -> int:
-        """Return the outputs per token; of a single expert if the product belongs to experts."""
+        """Return the number of outputs per token.
+
+        If the product belongs to experts, it is the number of a single expert.
+        """
         return sum(outputs for _, outputs in self.parts) // max(1, self.experts)
 
     @property
     def stored(self) -> bool:
-        """Return True if the weight stays in memory as in the checkpoint: quantised, or sparse without its zeros."""
+        """Return True if the weight is in memory as in the checkpoint: quantised, or 2:4 sparse without its zeros."""
         return self.form is not None and self.form.stored
 
     @property
     def stored_codes(self) -> bool:
-        """Return True if the weight stays in memory as in the checkpoint, and is quantised."""
+        """Return True if the weight is in memory with the quantised values of the checkpoint."""
         return self.form is not None and self.form.stored and self.form.coded
 
     @property
     def values(self) -> int:
-        """Return the number of values of the weight (of all experts), without the bias."""
+        """Return the number of values of the weight, without the bias.
+
+        If the product belongs to experts, all are counted.
+        """
         return self.inputs * self.outputs * max(1, self.experts)
 
     @property
     def active_values(self) -> int:
-        """Return the number of weight values that one token is multiplied with, which leaves out unchosen experts."""
+        """Return the number of weight values that are used per token. Experts that are not chosen do not count."""
         return self.inputs * self.outputs * self.chosen
 
 
@@ -122,7 +128,7 @@ def form_of(linear: LinearSpec, codes: WeightCodes) -> WeightForm:
     """Return the form of a weight that is quantised on loading.
 
     Args:
-        linear: The product. If its weight has a part per head, it uses int8 instead of int4.
+        linear: The matrix product. If its weight computes K and V from latents, int8 is used instead of int4.
         codes: The type of the quantised values.
     """
     if codes != "int4":
@@ -132,13 +138,13 @@ def form_of(linear: LinearSpec, codes: WeightCodes) -> WeightForm:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The KV cache of a layer.
+    """The sizes of a layer's KV cache.
 
     Args:
         heads: The number of KV heads.
-        dim: Values of K, and of V, per head.
+        dim: The number of values of K, and of V, per head.
         window: The number of tokens that a query sees, its own included. None: all.
-        latent: If True, K and V are computed from the same values, which are stored once.
+        latent: If True, the cache stores latents, from which both K and V are computed, in one tensor.
         shared: The earlier layer whose K and V this layer reads; this layer then stores none. None: it stores its own.
         dtype: The dtype of quantised values: one byte each, and a float32 scale per head. None: the dtype of the run.
     """
@@ -151,7 +157,7 @@ class CacheSpec:
     dtype: CacheDtype | None = None
 
     def head_bytes(self, dim: int, itemsize: int) -> int:
-        """Return the bytes of some values of one head of one token.
+        """Return the bytes that a number of values of one head of one token take in the cache, scale included.
 
         Args:
             dim: The number of values.
@@ -165,7 +171,7 @@ class CacheSpec:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Return what determines the layout of a token in a block; layers with equal layouts can share blocks."""
+        """Return a value that is equal for layers that can share blocks, as they store tokens in the same layout."""
         return self.heads, self.dim, self.latent, self.dtype
 
     @property
@@ -186,7 +192,11 @@ def own_caches(caches: Caches) -> dict[int, CacheSpec]:
 
 
 def cache_mistakes(caches: Caches) -> Iterator[str]:
-    """Yield error messages about the caches of a model's layers that contradict each other."""
+    """Yield an error message for each contradiction between the KV caches of a model's layers.
+
+    Args:
+        caches: The cache of each layer; None for a layer without attention.
+    """
     own = own_caches(caches)
     if not own:
         yield "no layer keeps K and V"
@@ -205,9 +215,9 @@ class Rotation:
     """The rotary embedding of a layer.
 
     Args:
-        rope: The angles. None: nothing is rotated.
+        rope: The parameters of the angles. None: nothing is rotated.
         dim: The number of rotated values of a head. They are its first values.
-        interleaved: If True, pairs are (2i, 2i + 1), otherwise (i, i + dim / 2).
+        interleaved: If True, values 2i and 2i + 1 are rotated as a pair. Otherwise, values i and i + dim / 2 are.
     """
 
     rope: RopeConfig | None
@@ -217,12 +227,12 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """The mask and score rules of a layer's attention, and the dtype of its cache.
+    """The kind of a layer's attention, by which its kernels are chosen: mask, rules of scores, and dtype of the cache.
 
     Args:
-        window: The number of keys that a query sees, its own included. None: all.
+        window: The number of keys that a query attends to, its own included. None: all.
         soft_cap: If set, scores become soft_cap * tanh(score / soft_cap).
-        sinks: If True, each query head has a score without a value that takes part in every softmax.
+        sinks: If True, the softmax of each query head includes one more score, which has no value.
         codes: The dtype of the quantised KV cache. None: it is not quantised.
     """
 
@@ -240,17 +250,18 @@ class AttentionSpec:
         q_heads: The number of query heads.
         kv_heads: The number of KV heads.
         head_dim: The head size.
-        scale: Factor of scores.
+        scale: The factor of scores.
         rotation: The rotary embedding of q and k.
-        window: The number of keys that a query sees, its own included. None: all.
+        window: The number of keys that a query attends to, its own included. None: all.
         soft_cap: If set, scores become soft_cap * tanh(score / soft_cap).
-        sinks: If True, each query head has a score without a value that takes part in every softmax.
-        q_norm: The norm of q before the rotation: of each head if it is as wide as a head, else of all heads together.
-        k_norm: The same for k.
+        sinks: If True, the softmax of each query head includes one more score, which has no value.
+        q_norm: The norm of q before the rotation. If it is as wide as a head, each head is normed, and otherwise all
+            heads together. None: there is none.
+        k_norm: The norm of k before the rotation. None: there is none.
         qkv_bias: True if q, k and v have biases.
         o_bias: True if the output projection has a bias.
         kv_layer: An earlier layer whose K and V this layer reads (Brandon et al., 2024, "cross-layer attention"). Both
-            have equal KV heads and windows, and k_norm is that layer's.
+            have equal KV heads and windows, and the earlier layer norms k. None: the layer has its own K and V.
         cache_dtype: The dtype of the quantised KV cache. None: the dtype of the run.
     """
 
@@ -276,7 +287,7 @@ class AttentionSpec:
 
     @property
     def rules(self) -> AttentionRules:
-        """Return the mask and score rules, and the dtype of the cache."""
+        """Return the properties of this attention by which kernels are chosen: mask, rules of scores, cache dtype."""
         return AttentionRules(self.window, self.soft_cap, self.sinks, self.cache_dtype)
 
     @property
@@ -291,24 +302,28 @@ class AttentionSpec:
 
     @property
     def norms_heads(self) -> bool:
-        """Return True if an RMSNorm over single heads precedes the rotation, which the same operator computes."""
+        """Return True if an RMSNorm per head norms q and k. The operator of the rotation then computes it, too."""
         norm = self.q_norm
         return norm is not None and norm.shape == (self.head_dim,) and norm.kind == "rms"
 
     @property
     def cache(self) -> CacheSpec:
-        """Return the KV cache of the layer."""
+        """Return the sizes of the layer's KV cache."""
         return CacheSpec(
             self.kv_heads, self.head_dim, window=self.window, shared=self.kv_layer, dtype=self.cache_dtype
         )
 
     @property
     def first(self) -> str:
-        """Return the name of the product that reads the layer's input: "qkv", or "q" with `kv_layer`."""
+        """Return the name of the matrix product that reads the layer's input: "qkv"; or "q" if `kv_layer` is set."""
         return "qkv" if self.kv_layer is None else "q"
 
     def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
-        """Return the matrix products in the order in which they run; `hidden` is the size of a hidden state."""
+        """Return the matrix products in the order of their computation.
+
+        Args:
+            hidden: The size of a hidden state.
+        """
         q, kv = ("q", self.q_width), (("k", self.kv_width), ("v", self.kv_width))
         return (
             LinearSpec(self.first, hidden, (q, *kv) if self.kv_layer is None else (q,), self.qkv_bias),
@@ -317,7 +332,10 @@ class AttentionSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """Return the norms of q and k by parameter name; None for a norm that the layer does not have."""
+        """Return the norms of q and k by name; None for a norm that the layer does not have.
+
+        The norm of k is left out if the layer reads another layer's K and V.
+        """
         return {"q_norm": self.q_norm} | ({"k_norm": self.k_norm} if self.kv_layer is None else {})
 
 
@@ -325,20 +343,21 @@ class AttentionSpec:
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-AI, 2024, "DeepSeek-V2").
 
-    K and V of all heads are products of one normed vector per token, the latent. The cache stores the latent and the
+    K and V of all heads are computed from one normed vector per token, the latent. The cache stores the latent and the
     rotated values of k, which all heads share.
 
     Args:
         q_heads: The number of query heads.
-        rank: Values of the latent.
-        plain_dim: Values of a head of q and k that are not rotated; the rotated values follow.
-        v_dim: Values of a head of v.
-        scale: Factor of scores.
+        rank: The number of values of a latent.
+        plain_dim: The number of values of a head of q and k that are not rotated. The rotated values follow them.
+        v_dim: The number of values of a head of v.
+        scale: The factor of scores.
         rotation: The rotary embedding.
-        q_rank: If set, q is a product of a normed vector with this many values.
+        q_rank: If set, q is computed from a normed vector with this number of values. None: q is computed from the
+            hidden state.
         biased: True if the products q_a, kv_a and o have biases.
         eps: The epsilon of the norms of latents and of compressed queries.
-        window: Always None: a query sees all keys.
+        window: Always None: a query attends to all keys.
         kv_heads: Always 1: all query heads read the same cached values.
     """
 
@@ -357,28 +376,34 @@ class LatentAttentionSpec:
 
     @property
     def group(self) -> int:
-        """Return the number of query heads per KV head, which is all of them: the cache has one head."""
+        """Return the number of query heads per KV head.
+
+        The cache has one head, so it is the number of all query heads.
+        """
         return self.q_heads
 
     @property
     def q_dim(self) -> int:
-        """Return the number of values of a head of q."""
+        """Return the number of values of a head of q: unrotated and rotated ones."""
         return self.plain_dim + self.rotation.dim
 
     @property
     def head_dim(self) -> int:
-        """Return the number of cached values of a token: the latent, and the rotated values of k."""
+        """Return the number of cached values per token: the latent and the rotated values of k."""
         return self.rank + self.rotation.dim
 
     @property
     def cache(self) -> CacheSpec:
-        """Return the KV cache of the layer, which stores latents."""
+        """Return the sizes of the layer's cache, which stores latents."""
         return CacheSpec(1, self.head_dim, latent=True)
 
     def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
-        """Return the matrix products in the order in which they run; `hidden` is the size of a hidden state.
+        """Return the matrix products in the order of their computation.
 
-        In `kv_b`, k and v of each head are adjacent.
+        In the outputs of `kv_b`, k and v of each head are adjacent.
+
+        Args:
+            hidden: The size of a hidden state.
         """
         width = self.q_heads * self.q_dim
         if self.q_rank is None:
@@ -396,7 +421,7 @@ class LatentAttentionSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """Return the norms of compressed queries (None without any) and of latents by parameter name."""
+        """Return the norms of compressed queries (None if queries are not compressed) and of latents, by name."""
         q = None if self.q_rank is None else NormSpec(self.q_rank, self.eps)
         return {"q_a_norm": q, "kv_a_norm": NormSpec(self.rank, self.eps)}
 
@@ -421,11 +446,11 @@ class FeedForwardSpec:
 
     @property
     def first(self) -> str:
-        """Return the name of the product that reads the input: "gate_up" or "up"."""
+        """Return the name of the matrix product that reads the input: "gate_up", or "up" without a gate."""
         return "gate_up" if self.gated else "up"
 
     def linears(self, hidden: int, start: str = "") -> tuple[LinearSpec, LinearSpec]:
-        """Return the matrix products in the order in which they run.
+        """Return the matrix products in the order of their computation.
 
         Args:
             hidden: The size of a hidden state.
@@ -444,8 +469,9 @@ class HeldExpert:
     """An expert that a rank holds. Several ranks may hold the same expert.
 
     Args:
-        number: The number of the expert in the layer.
-        turn: The rank computes the expert's tokens whose position in the step is `turn` modulo `copies`.
+        number: The index of the expert in the layer.
+        turn: The rank's turn among the ranks that hold the expert. It computes the tokens of the expert whose position
+            in the step is `turn` modulo `copies`.
         copies: The number of ranks that hold the expert.
     """
 
@@ -458,16 +484,18 @@ class HeldExpert:
 class ExpertsSpec:
     """A mixture of experts (Shazeer et al., 2017): gated feed-forward halves, a few of them per token.
 
-    A router computes logits, `routing` chooses experts by them, and the weighted results are added up.
+    A router computes a logit per expert, some experts are chosen by these logits, and their weighted results are added
+    up.
 
     Args:
-        routing: How experts are chosen for a token.
+        routing: The rule by which experts are chosen for a token.
         inner: The number of intermediate values of an expert.
         activation: The activation of an expert.
         biased: True if the products of experts have biases.
         router_biased: True if the router has a bias.
-        shared: A feed-forward half that all tokens use; its results are added. None: there is none.
-        shared_gated: If True, the results of `shared` are multiplied with a sigmoid gate, one value per token.
+        shared: A feed-forward half that all tokens use. Its results are added to the results of experts. None: there is
+            none.
+        shared_gated: If True, the results of `shared` are multiplied by a sigmoid gate, one value per token.
         held: The experts of this rank in ascending order. None: all.
     """
 
@@ -482,17 +510,21 @@ class ExpertsSpec:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers of the experts of this rank, ascending."""
+        """Return the indices of the experts that this rank holds, ascending."""
         return tuple(range(self.routing.experts) if self.held is None else (one.number for one in self.held))
 
     @property
     def chosen(self) -> int:
-        """Return how many experts of this rank a token uses on average, rounded down, at least 1."""
+        """Return how many of this rank's experts compute a token on average, rounded down, and at least 1."""
         each = len(self.numbers) if self.held is None else sum(1 / one.copies for one in self.held)
         return max(1, int(self.routing.chosen * each / self.routing.experts + 1e-9))
 
     def linears(self, hidden: int) -> Iterator[LinearSpec]:
-        """Yield the matrix products in the order in which they run; `hidden` is the size of a hidden state."""
+        """Yield the matrix products in the order of their computation.
+
+        Args:
+            hidden: The size of a hidden state.
+        """
         numbers, routed = self.numbers, self.routing.experts
         yield LinearSpec("router", hidden, (("router", routed),), self.router_biased, exact=True)
         into = tuple((f"expert.{e}.{name}", self.inner) for e in numbers for name in ("gate", "up"))
@@ -508,7 +540,7 @@ class ExpertsSpec:
 
     @property
     def vectors(self) -> dict[str, int]:
-        """Return name and length of the parameters that belong to no product: "correction", if routing uses it."""
+        """Return name and length of the parameters that are vectors: "correction" of the router, if routing uses it."""
         return {"correction": self.routing.experts} if self.routing.corrected else {}
 
 
@@ -522,13 +554,15 @@ class LayerSpec:
     Args:
         hidden: The size of a hidden state.
         input_norm: The norm before attention.
-        attention: None: the layer is the feed-forward half only, and has neither input_norm nor attention_norm.
+        attention: The attention. None: the layer consists of the feed-forward half, and has neither input_norm nor
+            attention_norm.
         post_norm: The norm before the feed-forward half.
         feed_forward: The feed-forward half.
         attention_norm: The norm after attention.
         feed_forward_norm: The norm after the feed-forward half.
-        residual_multiplier: The factor of both halves' results.
-        parallel: If True, both halves read the input of the layer, through the same norm if there is no post_norm.
+        residual_multiplier: The factor m of the results of attention and feed-forward half.
+        parallel: If True, the feed-forward half reads h from before attention. Without a post_norm, both halves use
+            input_norm.
         norms_sums: If True, the layer is h = attention_norm(h + attention(h)), then h = feed_forward_norm(h +
             feed_forward(h)), as in the first Transformer (Vaswani et al., 2017), and has no other norms.
         forms: The forms of weights that are quantised or stay sparse, by name of the product.
@@ -562,24 +596,30 @@ class LayerSpec:
 
     @property
     def cache(self) -> CacheSpec | None:
-        """Return the KV cache that the layer stores or reads; None without attention."""
+        """Return the sizes of the KV cache that the layer writes or reads; None without attention."""
         return None if self.attention is None else self.attention.cache
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """Return the matrix products in the order in which they run."""
+        """Return the matrix products of the layer in the order of their computation."""
         attending = () if self.attention is None else self.attention.linears(self.hidden)
         found, forms = (*attending, *self.feed_forward.linears(self.hidden)), dict(self.forms)
         return tuple(replace(each, form=forms.get(each.name)) for each in found) if forms else found
 
     def quantized(self, codes: WeightCodes) -> LayerSpec:
-        """Return a copy of the layer with weights quantised to `codes`, except exact and already quantised ones."""
+        """Return a copy of the layer whose weights are quantised on loading.
+
+        Weights that must not be quantised, and weights that already have a quantised or sparse form, are unchanged.
+
+        Args:
+            codes: The type of the quantised values.
+        """
         forms = ((each.name, each.form or form_of(each, codes)) for each in self.linears if not each.exact)
         return replace(self, forms=tuple(forms))
 
     @property
     def vectors(self) -> dict[str, int]:
-        """Return name and length of the parameters that belong to no product or norm; they are float32."""
+        """Return name and length of the vectors among the parameters, such as attention sinks. They are float32."""
         attention = self.attention
         of_experts = self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
         if isinstance(attention, AttentionSpec) and attention.sinks:
@@ -588,7 +628,7 @@ class LayerSpec:
 
     @property
     def norms(self) -> dict[str, NormSpec]:
-        """Return the norms that the layer has, by parameter name."""
+        """Return the norms that the layer has, by name."""
         found = {
             "input_norm": self.input_norm,
             "attention_norm": self.attention_norm,
@@ -601,14 +641,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierSpec:
-    """A classification head of an encoder: out(norm(activation(dense(x)))), with x the pooled hidden states.
+    """A classification head of an encoder. It computes out(norm(activation(dense(x)))) from pooled hidden states x.
 
     Args:
-        labels: The number of labels, and of logits per row.
-        activation: The activation after dense.
-        pooling: How hidden states of a row are pooled.
-        biased: True if dense has a bias; out always has one.
-        norm: The norm before out. None: there is none.
+        labels: The number of labels, which is the number of logits per text.
+        activation: The activation after the linear layer `dense`.
+        pooling: How the hidden states of a text are pooled.
+        biased: True if `dense` has a bias. The linear layer `out` always has one.
+        norm: The norm before `out`. None: there is none.
     """
 
     labels: int
@@ -620,17 +660,17 @@ class ClassifierSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """An encoder: each token also sees later tokens, and no tokens are generated.
+    """The properties of an encoder, in which tokens also attend to later tokens, and which generates no tokens.
 
-    It has no head for logits of tokens, but may have a `classifier`. A window extends to both sides: a query sees the
-    keys at a distance less than the window.
+    An encoder has no head for logits of tokens, but may have a `classifier`. A sliding window extends to both sides: a
+    query attends to keys at a distance of less than the window.
 
     Args:
         embedding_norm: The norm of the sum of the embeddings of token, position and type.
-        token_types: The number of token types; 0 without an embedding of types.
-        first_position: The row of the first token's position in the table of learned positions.
-        distance_buckets: If set, each head adds a learned number to scores, by the distance of query and key (MPNet;
-            see models/decoder/positions.py).
+        token_types: The number of token types. 0: there is no embedding of token types.
+        first_position: The row of the table of learned positions that belongs to the first token.
+        distance_buckets: If not 0, each head adds a learned number to scores, which depends on the distance of query
+            and key (MPNet; see models/decoder/positions.py).
         classifier: The classification head. None: there is none.
     """
 
@@ -643,7 +683,7 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder with an embedding, layers, a norm and a head; or an encoder without the head; or a shard of a model.
+    """The structure and sizes of a model: a decoder (embedding, layers, norm and head), an encoder, or a shard.
 
     Args:
         family: The `model_type` of its family.
@@ -651,20 +691,20 @@ class ModelSpec:
         vocab: The number of tokens in the vocabulary.
         layers: The layers.
         final_norm: The norm after the last layer. None: there is none.
-        tied: If True, the head is the embedding, unless the checkpoint has a different head.
+        tied: If True, the head uses the weight of the embedding, unless the checkpoint stores a different head.
         max_positions: The maximum length of a sequence in tokens.
         eos_token_ids: The tokens that end a sequence.
-        bos_token_id: The token at the start of a sequence. None: not stated.
-        dtype: The dtype that config.json states. None: none, or an unsupported one.
-        embedding_multiplier: Factor of embeddings, rounded to the dtype of the run.
-        logit_multiplier: Factor of logits.
-        logit_cap: If set, logits become cap * tanh(logit / cap).
+        bos_token_id: The token at the start of a sequence. None: config.json does not state it.
+        dtype: The dtype that config.json states. None: it states none, or one that is not supported.
+        embedding_multiplier: The factor of embeddings, rounded to the dtype of the run.
+        logit_multiplier: The factor of logits.
+        logit_cap: If set, logits become logit_cap * tanh(logit / logit_cap).
         learned_positions: If True, a learned embedding of the position is added to the embedding of a token.
         encoder: The properties of an encoder. None: the model is a decoder.
         head_form: The form of the head if it is quantised. None: it is in the dtype of the run.
         begins: True if this shard has the embedding.
         ends: True if this shard has the final norm and the head.
-        tokens: The tokens whose rows embedding and head of this shard have, (first, end). None: all.
+        tokens: The range of token ids whose rows of embedding and head this shard has, (first, end). None: all.
     """
 
     family: str
@@ -694,7 +734,7 @@ class ModelSpec:
 
     @property
     def has_head(self) -> bool:
-        """Return True if the model, or this shard of it, computes logits of tokens."""
+        """Return True if the model computes logits of tokens. A shard only does so if it has the head."""
         return self.causal and self.ends
 
     @property
@@ -708,22 +748,26 @@ class ModelSpec:
         return None if self.encoder is None else self.encoder.classifier
 
     def without_classifier(self) -> ModelSpec:
-        """Return a copy of the model without its classification head."""
+        """Return a copy of the model without its classification head. A model without one is returned unchanged."""
         encoder = self.encoder
         return self if encoder is None else replace(self, encoder=replace(encoder, classifier=None))
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec:
-        """Return the attention of the first layer that has one; all layers share its heads and sizes."""
+        """Return the attention of the first layer that has one. All layers have the same heads and sizes."""
         return next(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def caches(self) -> Caches:
-        """Return the KV cache of each layer; None for a layer without attention."""
+        """Return the sizes of each layer's KV cache; None for a layer without attention."""
         return tuple(layer.cache for layer in self.layers)
 
     def with_cache_dtype(self, kept: KvCacheDtype) -> ModelSpec:
-        """Return a copy of the model with a KV cache of dtype `kept`. "auto" changes nothing; latents keep theirs."""
+        """Return a copy of the model with another dtype of the KV cache.
+
+        Args:
+            kept: The dtype. "auto" changes nothing. Caches of latents keep their dtype.
+        """
         if kept == "auto":
             return self
         layers = (
@@ -735,9 +779,12 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def quantized(self, quantization: Quantization) -> ModelSpec:
-        """Return a copy of the model whose weights are quantised on loading, except already quantised ones.
+        """Return a copy of the model whose weights, head included, are quantised on loading.
 
-        Other values than "int4", "int8" and "fp8" change nothing.
+        Weights that already have a quantised or sparse form are unchanged.
+
+        Args:
+            quantization: "int4", "int8" or "fp8". Other values change nothing.
         """
         if quantization not in ("int4", "int8", "fp8"):
             return self
@@ -747,31 +794,41 @@ class ModelSpec:
 
     @property
     def forms(self) -> frozenset[WeightForm]:
-        """Return the different forms of all quantised or sparse weights, head included."""
+        """Return the set of forms that quantised or sparse weights have, head included."""
         linears = (*self.linears(), *([self.head] if self.has_head else []))
         return frozenset(linear.form for linear in linears if linear.form is not None)
 
     @property
     def long_rope_beyond(self) -> int | None:
-        """Return the length in tokens beyond which sequences use LongRoPE's long rotation; None without LongRoPE."""
+        """Return the number of tokens beyond which sequences use LongRoPE's angles for long sequences.
+
+        Returns None without LongRoPE.
+        """
         rope = self.attention.rotation.rope
         return rope.original_max_positions if rope is not None and rope.kind == "longrope" else None
 
     def content_roots(self, max_model_len: int) -> ContentRoots:
-        """Return the rule by which requests may share cached blocks, for up to `max_model_len` tokens per request."""
+        """Return an object that computes content roots of requests. Requests with equal roots may share cached blocks.
+
+        Args:
+            max_model_len: The maximum number of tokens of a request.
+        """
         return ContentRoots(max_model_len, self.long_rope_beyond)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the window in tokens of each layer with attention; None for a layer that sees all tokens."""
+        """Return the sliding window of each layer with attention, in tokens.
+
+        Returns None for a layer that attends to all tokens.
+        """
         return tuple(cache.window for cache in self.caches if cache is not None)
 
     @property
     def head(self) -> LinearSpec:
-        """Return the matrix product that computes logits (lm_head)."""
+        """Return the matrix product of the output layer (lm_head), which computes logits."""
         return LinearSpec("lm_head", self.hidden, (("head", self.rows),), form=self.head_form)
 
     def linears(self) -> Iterator[LinearSpec]:
-        """Yield the matrix products of all layers, without the head."""
+        """Yield the matrix products of all layers. The output layer is left out."""
         for layer in self.layers:
             yield from layer.linears

@@ -57,15 +57,15 @@ def prefill_contest(
     layers: Mapping[AttentionRules, int],
     clock: Clock = time.perf_counter,
 ) -> PromptContest | None:
-    """Return the contest between batchinfer's kernel and the installed libraries, or None if no library can be used.
+    """Return a contest that finds the fastest attention of prompts: batchinfer's kernel or an installed library.
 
-    The reason why an installed library is not used is logged, as a warning if it is broken or has an unknown interface.
+    None if no library can be used. The reason why an installed library is not used is logged.
 
     Args:
         ops: The operators of the model.
-        sizes: The job's largest step of prompts.
+        sizes: The size of the job's largest step of prompts.
         device: The device of the model.
-        layers: The number of layers with each kind of attention.
+        layers: The number of layers per kind of attention.
         clock: Returns the time in seconds.
     """
     if not isinstance(ops, PromptOps):
@@ -92,7 +92,7 @@ def _is_able(
 
 
 class PromptContest:
-    """A comparison of batchinfer's attention of prompts with libraries."""
+    """A contest for the fastest attention of prompts, between batchinfer's kernel and libraries."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class PromptContest:
         libraries: list[type[AnyPrefill]],
         clock: Clock,
     ) -> None:
-        """Create a comparison of batchinfer's attention of prompts with libraries.
+        """Prepare the contest.
 
         Args:
             ops: The operators of the model.
-            sizes: The job's largest step of prompts.
+            sizes: The size of the job's largest step of prompts.
             device: The device of the model.
-            layers: The number of layers with each kind of attention.
+            layers: The number of layers per kind of attention.
             libraries: The libraries that support the model.
             clock: Returns the time in seconds.
         """
@@ -122,9 +122,9 @@ class PromptContest:
         self._sound: dict[str, Ops] | None = None
 
     def decide(self) -> str:
-        """Time all libraries and return the name of the fastest, or OURS for batchinfer's kernel.
+        """Time all libraries and batchinfer's kernel, and return the name of the fastest; OURS for batchinfer's kernel.
 
-        If the trial runs out of memory, or a library breaks while it is timed, the result is OURS.
+        The result is OURS, too, if memory runs out, or a library breaks while it is timed.
         """
         self._sound = {}
         try:
@@ -150,12 +150,12 @@ class PromptContest:
         return chosen
 
     def winner(self, chosen: str) -> Ops:
-        """Return the operators for a choice of `decide`, made here or in another engine.
+        """Return the operators with the attention of prompts that `decide` chose, here or in another engine.
 
-        If the library cannot be used here, a warning is logged and the operators with batchinfer's kernel are returned.
+        If the library cannot be used here, a warning is logged, and the operators keep batchinfer's kernel.
 
         Args:
-            chosen: The name of a library, or OURS.
+            chosen: The result of `decide`: the name of a library, or OURS.
         """
         sound = self._sound
         if sound is None:
@@ -186,9 +186,13 @@ class PromptContest:
         return f"{name}{'' if version is None else f' {version}'} takes {1e3 * seconds:.2f} ms a layer"
 
     def _try_library(self, name: str, steps: list[Trial]) -> Ops | None:
-        """Return operators with a library's attention of prompts, or None, with a warning, if its results differ.
+        """Return operators with a library's attention of prompts; None if its results differ from batchinfer's kernel.
 
-        The results are compared with batchinfer's kernel on `steps` and on short steps.
+        A difference is logged.
+
+        Args:
+            name: The name of the library.
+            steps: Steps on which to compare the results. Short steps are added.
         """
         library, device = self._libraries[name], self._device
         known = [rules for rules in self._layers if library.supports(rules)]
@@ -205,7 +209,12 @@ class PromptContest:
         return theirs
 
     def _time(self, contestants: Mapping[str, Ops], steps: list[Trial]) -> dict[str, float]:
-        """Return the seconds that all steps take in one layer, on average over the model's layers, by name."""
+        """Return the mean seconds per layer that all steps take together, by name of the contestant.
+
+        Args:
+            contestants: Operators with the attention of prompts to time, by name.
+            steps: The steps.
+        """
         began, layers = self._clock(), self._layers
         took: dict[tuple[str, AttentionRules], list[float]]
         took = {(name, rules): [] for name in contestants for rules in layers}
@@ -236,7 +245,6 @@ def _warn(library: type[AnyPrefill], error: BaseException) -> None:
 
 
 def _check(ours: Tensor, theirs: Tensor) -> None:
-    """Raise ValueError if results differ by more than rounding."""
     off = float((ours.float() - theirs.float()).abs().max())
     if not off <= TOLERANCE[ours.dtype]:  # also True for NaN
         raise ValueError(

@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptTables:
-    """The chunks of a step and their blocks, as arguments of FlashAttention: rows [first, last) of q.
+    """The prompt chunks of a step and their cache blocks, as arguments of FlashAttention.
 
-    All tensors are int32 on the device.
+    The chunks are the rows [first, last) of the step's queries q. All tensors are int32 on the device.
 
     Attributes:
         first: The first row of q.
         last: The row after the last.
-        starts: (n + 1,), the first row of each of n sequences, counted from `first`, and the number of all rows.
+        starts: (n + 1,), the first row of each of n sequences, counted from `first`; and at the end the number of all
+            rows.
         keys: (n,), the number of keys of each sequence in its blocks.
         tables: (n, maximum blocks), the blocks of each sequence.
     """
@@ -56,15 +57,15 @@ class PromptTables:
     def of(
         cls, inputs: AttentionInputs, block_size: int, windows: frozenset[int | None]
     ) -> PromptTables | None:
-        """Return the tables of a step's prompt chunks, or None without chunks of at least two queries.
+        """Return the tables of a step's prompt chunks; None if no chunk has at least two queries.
 
-        Tables begin with the first block that a query attends to. Earlier blocks may hold NaN, and a kernel multiplies
-        masked keys in a tile by 0, but 0 * NaN is NaN.
+        The table of a sequence begins with the first block that a query attends to. Earlier blocks may contain NaN. A
+        kernel multiplies masked keys in a tile by 0, and 0 * NaN is NaN.
 
         Args:
             inputs: The inputs of the step.
             block_size: The number of tokens in a block.
-            windows: The sliding windows of the layers, with None for a layer without one.
+            windows: The sliding windows of the layers; None for a layer without a window.
         """
         rows = PromptRows.of(inputs)
         if rows is None:
@@ -82,7 +83,6 @@ class PromptTables:
 
 
 def _unseen(rows: PromptRows, windows: frozenset[int | None]) -> Longs:
-    """Return the number of leading keys of each sequence that no query attends to through any window, (n,)."""
     widest = [window for window in windows if window is not None]
     if None in windows or not widest:
         return np.zeros(len(rows.lens), np.int64)
@@ -91,7 +91,7 @@ def _unseen(rows: PromptRows, windows: frozenset[int | None]) -> Longs:
 
 
 class FlashAttentionPrefill(PromptPrefill[PromptTables]):
-    """The kernels of FlashAttention-4, which also support windows, soft caps and sinks."""
+    """Attention of prompts by the kernels of FlashAttention-4, which also support windows, soft caps and sinks."""
 
     name = "FlashAttention-4"
     distribution = "flash-attn-4"
@@ -108,7 +108,13 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why FlashAttention-4 does not support the sizes or the GPU, or None."""
+        """Return the reason why FlashAttention-4 does not support the GPU or the sizes; None if it does.
+
+        Args:
+            head_dim: The size of a head.
+            block_size: The number of tokens in a block.
+            device: The device of the model.
+        """
         major = capability(device)
         if major not in cls.CAPABILITIES:
             return "it reads from blocks on GPUs of compute capability 9, 10 and 11"
@@ -121,19 +127,24 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Return True if FlashAttention-4 supports layers with these rules: if their cache is not quantised."""
+        """Return True if FlashAttention-4 supports layers with these rules, so if the KV cache is not quantised."""
         return rules.codes is None
 
     def can_read(self, cache: LayerCache) -> bool:
-        """Return True if FlashAttention-4 can read the cache: it has the model's dtype and is aligned."""
+        """Return True if FlashAttention-4 can read this KV cache: it has the dtype of the model and is aligned."""
         return cache.k.dtype == self._shape.dtype and is_aligned(cache.k) and is_aligned(cache.v)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptTables | None:
-        """Return the tables of the step's prompt chunks, or None without chunks of at least two queries."""
+        """Return the chunks of a step's prompts for FlashAttention-4; None if no chunk has at least two queries.
+
+        Args:
+            inputs: The inputs of the step.
+            windows: The sliding windows of the layers; None for a layer without a window.
+        """
         return PromptTables.of(inputs, self._block_size, windows)
 
     def run(self, pages: PromptTables, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Write the attention of the chunks, rows [pages.first, pages.last) of q, to the same rows of `out`."""
+        """Compute the attention of the chunks, and write it to their rows of `out`; see `PromptPrefill.run`."""
         rows = slice(pages.first, pages.last)
         self._forward(
             q[rows],

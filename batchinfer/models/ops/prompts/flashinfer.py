@@ -31,16 +31,19 @@ WRAPPERS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPages:
-    """The chunks of a step and their blocks, as arguments of FlashInfer: rows [first, last) of q.
+    """The prompt chunks of a step and their cache blocks ("pages"), as arguments of FlashInfer.
 
-    All tensors are int32, on the host except `pages`.
+    The chunks are the rows [first, last) of the step's queries q. All tensors are int32, and only `pages` is on the
+    device.
 
     Attributes:
         first: The first row of q.
         last: The row after the last.
-        starts: (n + 1,), the first row of each of n sequences, counted from `first`, and the number of all rows.
-        page_starts: (n + 1,), the index in `pages` of each sequence's first block, and the number of all blocks.
-        pages: (page_starts[n],), the blocks of all sequences, on the device.
+        starts: (n + 1,), the first row of each of n sequences, counted from `first`; and at the end the number of all
+            rows.
+        page_starts: (n + 1,), the index in `pages` of each sequence's first block; and at the end the number of all
+            blocks.
+        pages: (page_starts[n],), the blocks of all sequences in order.
         last_page: (n,), the number of keys in the last block of each sequence.
     """
 
@@ -53,7 +56,12 @@ class PromptPages:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, block_size: int) -> PromptPages | None:
-        """Return the pages of a step's prompt chunks, or None without chunks of at least two queries."""
+        """Return the pages of a step's prompt chunks; None if no chunk has at least two queries.
+
+        Args:
+            inputs: The inputs of the step.
+            block_size: The number of tokens in a block.
+        """
         rows = PromptRows.of(inputs)
         if rows is None:
             return None
@@ -72,15 +80,6 @@ class PromptPages:
 
 @dataclass(slots=True, eq=False)
 class _Wrapper:
-    """A wrapper object of FlashInfer, and its current plan.
-
-    Attributes:
-        theirs: The object of FlashInfer.
-        pages: The pages that were planned.
-        scale: The factor of scores that was planned.
-        copied: Occurs when the plan has been copied to the device.
-    """
-
     theirs: Any
     pages: PromptPages | None = None
     scale: float = 0.0
@@ -88,7 +87,7 @@ class _Wrapper:
 
 
 class FlashInferPrefill(PromptPrefill[PromptPages]):
-    """The kernels of FlashInfer, for layers without windows, soft caps, sinks and quantised caches."""
+    """Attention of prompts by FlashInfer's kernels, without windows, soft caps, sinks and quantised caches."""
 
     name = "FlashInfer"
     distribution = "flashinfer-python"
@@ -108,7 +107,13 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why FlashInfer does not support the head size, or None."""
+        """Return the reason why FlashInfer does not support the head size; None if it does.
+
+        Args:
+            head_dim: The size of a head.
+            block_size: Not used.
+            device: Not used.
+        """
         return None if head_dim in cls.HEAD_DIMS else f"it has no kernels for heads of {head_dim}"
 
     @classmethod
@@ -117,21 +122,25 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
         return rules == AttentionRules()
 
     def can_read(self, cache: LayerCache) -> bool:
-        """Return True if the cache has the model's dtype."""
+        """Return True if FlashInfer can read this KV cache: it has the dtype of the model."""
         return cache.k.dtype == self._shape.dtype
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptPages | None:
-        """Return the pages of the step's prompt chunks, or None if there are none or all layers have windows."""
+        """Return the chunks of a step's prompts for FlashInfer; None if there are none, or if all layers have windows.
+
+        Args:
+            inputs: The inputs of the step.
+            windows: The sliding windows of the layers; None for a layer without a window.
+        """
         return PromptPages.of(inputs, self._block_size) if None in windows else None
 
     def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Write the attention of the chunks, rows [pages.first, pages.last) of q, to the same rows of `out`."""
+        """Compute the attention of the chunks, and write it to their rows of `out`; see `PromptPrefill.run`."""
         assert (rules.window, rules.soft_cap, rules.sinks) == (None, None, None)
         rows = slice(pages.first, pages.last)
         self._plan_wrapper(pages, rules.scale).run(q[rows], (cache.k, cache.v), out=out[rows])
 
     def _plan_wrapper(self, pages: PromptPages, scale: float) -> Any:
-        """Return a wrapper object of FlashInfer with a plan for these pages, made once per step and scale."""
         newest = self._wrappers[-1]
         if newest.pages is pages and newest.scale == scale:
             return newest.theirs

@@ -27,11 +27,11 @@ HOPPER = 9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptItems:
-    """The work items of a step's chunks.
+    """The prompt chunks of a step as work items of the Gluon kernel.
 
     Attributes:
         items: (n, 5) int32 on the device, from `prefill_items`.
-        tables: The step's block tables.
+        tables: (sequences, maximum blocks), the block tables of the step.
     """
 
     items: Tensor
@@ -39,7 +39,7 @@ class PromptItems:
 
 
 def has_gluon() -> bool:
-    """Return True if triton has the part of Gluon that the kernel needs."""
+    """Return True if triton has the part of its language Gluon that the kernel for prompts needs."""
     try:
         return find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
     except ModuleNotFoundError:
@@ -47,7 +47,7 @@ def has_gluon() -> bool:
 
 
 class GluonPrefill(PromptPrefill[PromptItems]):
-    """The kernel `hopper_prefill`, which also supports windows, soft caps, sinks and quantised caches."""
+    """Attention of prompts by the Gluon kernel `hopper_prefill`, also with windows, sinks and quantised caches."""
 
     name = "batchinfer's kernel in triton's Gluon"
     distribution = "triton"
@@ -64,12 +64,20 @@ class GluonPrefill(PromptPrefill[PromptItems]):
 
     @classmethod
     def remedy(cls) -> str:
-        """Return a remedy for a kernel that does not work: another version of triton."""
+        """Return advice for the user if the Gluon kernel does not work: another version of triton."""
         return "another version of triton may help"
 
     @classmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why the Gluon kernel does not support the sizes, the GPU or triton's version, or None."""
+        """Return the reason why the Gluon kernel does not support the sizes, the GPU or triton's version.
+
+        Returns None if it does.
+
+        Args:
+            head_dim: The size of a head.
+            block_size: The number of tokens in a block.
+            device: The device of the model.
+        """
         if capability(device) != HOPPER:
             return "it is for GPUs of compute capability 9"
         if not has_gluon():
@@ -83,7 +91,7 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return True
 
     def can_read(self, cache: LayerCache) -> bool:
-        """Return True if the kernel supports the cache's dtype and block size, and the cache is aligned."""
+        """Return True if the Gluon kernel can read this KV cache, given its dtype, block size and alignment."""
         values = cache.k
         if values.dtype not in (self._shape.dtype, torch.int8, torch.float8_e4m3fn):
             return False
@@ -97,7 +105,12 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return not short and super().covers(cache, rules)
 
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> PromptItems | None:
-        """Return the work items of the step's prompt chunks, or None without chunks of at least two queries."""
+        """Return the work items of a step's prompt chunks; None if no chunk has at least two queries.
+
+        Args:
+            inputs: The inputs of the step.
+            windows: The sliding windows of the layers; None for a layer without a window.
+        """
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if not len(several):
@@ -109,10 +122,10 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return PromptItems(upload(items, inputs.block_tables.device), inputs.block_tables)
 
     def run(self, pages: PromptItems, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Write the attention of the chunks to their rows of `out`; q and out are (tokens, query heads, head size).
+        """Compute the attention of the chunks, and write it to their rows of `out`; see `PromptPrefill.run`.
 
         Raises:
-            RuntimeError: If the kernel does not compile.
+            RuntimeError: The kernel does not compile.
         """
         try:
             self._attend(

@@ -30,17 +30,17 @@ ALIGNED_BYTES = 16  # bytes that GPUs load at once
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptRows:
-    """Rows [first, last) of a step's queries, from the first chunk of at least two queries to the last such chunk.
+    """The rows of a step that a library for prompts computes: from the first to the last chunk of at least two queries.
 
-    A single query between chunks is among the rows, with one key. Its result is overwritten by the kernel for single
-    queries.
+    Sequences with a single query between them are included, with one key. The kernel for single queries overwrites
+    their results.
 
     Attributes:
-        first: The first row.
-        last: The row after the last.
-        lens: (n,), the queries of each of n sequences.
-        contexts: (n,), the keys of each sequence, including the keys of its queries.
-        sequences: (n,), the number of each sequence in the step.
+        first: The first of these rows of the step's queries.
+        last: The end of the rows (exclusive).
+        lens: (n,), the number of queries of each of n sequences.
+        contexts: (n,), the number of keys of each sequence, including the keys of its queries.
+        sequences: (n,), the index of each sequence in the step.
         tables: The block tables of the step, in the host's memory.
     """
 
@@ -53,7 +53,13 @@ class PromptRows:
 
     @classmethod
     def of(cls, inputs: AttentionInputs) -> PromptRows | None:
-        """Return the rows of a step, or None without chunks of at least two queries or block tables on the host."""
+        """Return the rows of a step that a library for prompts can compute.
+
+        None if no chunk has at least two queries, or if the host has no block tables.
+
+        Args:
+            inputs: The inputs of the step.
+        """
         lens = np.asarray(inputs.query_lens, np.int64)
         several = np.flatnonzero(lens > 1)
         if inputs.host_tables is None or not len(several):
@@ -66,18 +72,27 @@ class PromptRows:
 
 
 def offsets(counts: Longs) -> NDArray[np.int32]:
-    """Return the offset of each of n consecutive pieces with these sizes, and their total, (n + 1,)."""
+    """Return where each of n consecutive parts with these sizes begins, and the total size, (n + 1,).
+
+    Args:
+        counts: (n,), the sizes.
+    """
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
 def upload(values: NDArray[np.int32], device: torch.device) -> Tensor:
-    """Return the values on the device, copied from pinned memory without a host synchronisation."""
+    """Copy values to a device from pinned memory, so that the host does not wait.
+
+    Args:
+        values: The values.
+        device: The device.
+    """
     staged = torch.from_numpy(values)
     return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged
 
 
 def capability(device: torch.device) -> int | None:
-    """Return the major compute capability of a GPU, or None for another device."""
+    """Return the major compute capability of a GPU, such as 9; None for another device."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
 
 
@@ -88,17 +103,17 @@ def is_aligned(cache: Tensor) -> bool:
 
 
 class PromptPrefill(ABC, Generic[Pages]):
-    """The attention of prompts by a library or a special kernel, for a model of one shape.
+    """An implementation of attention for chunks of prompts, by a library or a special kernel, for one model.
 
-    Type `Pages` is the plan of a step in the form that the library needs.
+    The type `Pages` is the plan of a step in the form that the library needs.
 
     Attributes:
-        name: The usual name, for messages.
-        distribution: The package that contains it.
+        name: The name of the library, for messages.
+        distribution: The name of the package that contains the library.
         extra: The suffix of the operators' name in the report; for a library also the extra of batchinfer that installs
             it.
-        is_installed: True if a user has installed it, so that the reason why it is not used is logged.
-        DTYPES: The supported dtypes.
+        is_installed: True if users install the library themselves. The reason why it is not used is then logged.
+        DTYPES: The supported dtypes of queries.
     """
 
     name: ClassVar[str]
@@ -121,7 +136,10 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @classmethod
     def version(cls) -> str | None:
-        """Return the version of the installed library, or None. Nothing is imported, since that takes seconds."""
+        """Return the version of the installed library; None if it is not installed.
+
+        It is not imported, as this takes seconds.
+        """
         try:
             return version(cls.distribution)
         except PackageNotFoundError:
@@ -129,14 +147,14 @@ class PromptPrefill(ABC, Generic[Pages]):
 
     @classmethod
     def remedy(cls) -> str:
-        """Return the remedy for a broken library, as text for a message."""
+        """Return advice for the user if the library is broken, for a message."""
         return (
             f"run `pip install '.[{cls.extra}]'` in the clone of batchinfer, or uninstall {cls.distribution}"
         )
 
     @classmethod
     def why_not(cls, shape: AttentionShape, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why a model cannot use the library, or None if it can.
+        """Return the reason why a model cannot use the library; None if it can.
 
         Args:
             shape: The attention of the model.
@@ -156,7 +174,7 @@ class PromptPrefill(ABC, Generic[Pages]):
     @classmethod
     @abstractmethod
     def why_not_here(cls, head_dim: int, block_size: int, device: torch.device) -> str | None:
-        """Return the reason why the library does not support the sizes or the device, or None.
+        """Return the reason why the library does not support the sizes or the device; None if it does.
 
         Args:
             head_dim: The size of a head.
@@ -167,36 +185,46 @@ class PromptPrefill(ABC, Generic[Pages]):
     @classmethod
     @abstractmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Return True if the library supports layers with these rules."""
+        """Return True if the library supports layers with this kind of attention.
+
+        Args:
+            rules: The kind of attention: its window, soft cap, sinks, and the dtype of a quantised cache.
+        """
 
     @abstractmethod
     def can_read(self, cache: LayerCache) -> bool:
-        """Return True if the library supports the dtype and the layout of this cache."""
+        """Return True if the library supports the dtype and the layout of this KV cache."""
 
     def covers(self, cache: LayerCache, rules: ScoreRules) -> bool:
-        """Return True if the library supports a layer with these rules and this cache."""
+        """Return True if the library can compute a layer's attention.
+
+        Args:
+            cache: The KV cache of the layer.
+            rules: The scale, window, soft cap, sinks and bias of scores.
+        """
         asked = AttentionRules(rules.window, rules.soft_cap, rules.sinks is not None)
         return rules.bias is None and self.supports(asked) and self.can_read(cache)
 
     @abstractmethod
     def plan(self, inputs: AttentionInputs, windows: frozenset[int | None]) -> Pages | None:
-        """Return the library's plan of a step's prompt chunks, or None if there are no chunks for the library.
+        """Return the library's plan of a step's prompt chunks; None if there are no chunks for the library.
 
         Args:
             inputs: The inputs of the step.
-            windows: The sliding windows of the layers, with None for a layer without one.
+            windows: The sliding windows of the layers; None for a layer without a window.
         """
 
     @abstractmethod
     def run(self, pages: Pages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Write the attention of the planned chunks to their rows of `out`.
+        """Compute the attention of the planned chunks in one layer, and write it to their rows of `out`.
 
         Args:
-            pages: The plan of the step.
+            pages: The result of `plan`.
             q: (tokens, query heads, head size), for all tokens of the step.
             cache: The layer's cache.
-            rules: The layer's rules of scores.
-            out: As `q`; other rows may be changed too, and must be computed afterwards.
+            rules: The scale, window, soft cap, sinks and bias of scores.
+            out: Receives the result, with the shape of `q`. Rows of single queries may be changed too, and must be
+                computed afterwards.
         """
 
 

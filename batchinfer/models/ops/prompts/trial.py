@@ -37,11 +37,11 @@ Clock = Callable[[], float]
 
 @runtime_checkable
 class PromptOps(Protocol):
-    """Operators whose attention of prompts can be replaced."""
+    """Operators that can use another implementation for the attention of prompts."""
 
     @property
     def shape(self) -> AttentionShape:
-        """Return the properties of the model's attention."""
+        """Return the properties of the model's attention, such as its dtype and numbers of heads."""
 
     def with_prefill(self, prefill: AnyPrefill) -> Ops:
         """Return a copy of the operators that computes the attention of prompts with `prefill`."""
@@ -49,7 +49,7 @@ class PromptOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptSizes:
-    """A job's largest step of prompts.
+    """The size of a job's largest step of prompts.
 
     Attributes:
         tokens: The number of tokens of the step.
@@ -64,14 +64,14 @@ class PromptSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """A step of prompts with random values.
+    """A step of prompts with random values, on which implementations of attention are compared and timed.
 
     Attributes:
-        inputs: The lengths and block tables of the sequences.
+        inputs: Lengths and block tables of the sequences.
         q: (tokens, query heads, head size).
         block_size: The number of tokens in a block.
-        sinks: (query heads,), for layers with sinks.
-        caches: The KV caches used so far, by the dtype of quantised values, or None.
+        sinks: (query heads,), attention sinks for layers that have them.
+        caches: The KV caches that were created so far, by the dtype of quantised values; None for an unquantised cache.
     """
 
     inputs: AttentionInputs
@@ -82,13 +82,13 @@ class Trial:
 
     @classmethod
     def timed(cls, ops: PromptOps, sizes: PromptSizes, part: int, device: torch.device) -> Trial:
-        """Return a step full of sequences whose length is min(sizes.longest, MOST_KEYS) / part.
+        """Return a full step, for timing, of sequences whose length is min(sizes.longest, MOST_KEYS) / part.
 
         If one sequence has more tokens than the step, only its last tokens are queries.
 
         Args:
             ops: The operators of the model.
-            sizes: The job's largest step of prompts.
+            sizes: The size of the job's largest step of prompts.
             part: The divisor of the maximum length.
             device: The device of the tensors.
         """
@@ -99,11 +99,11 @@ class Trial:
 
     @classmethod
     def short(cls, ops: PromptOps, sizes: PromptSizes, count: int, device: torch.device) -> Trial:
-        """Return a step of `count` sequences of 2 tokens, or fewer if a step has fewer tokens.
+        """Return a step of short sequences, for comparing results: `count` sequences of 2 tokens, or fewer.
 
         Args:
             ops: The operators of the model.
-            sizes: The job's largest step of prompts.
+            sizes: The size of the job's largest step of prompts.
             count: The number of sequences.
             device: The device of the tensors.
         """
@@ -123,10 +123,14 @@ class Trial:
         return cls(inputs, q, block, torch.randn(shape.q_heads, device=device))
 
     def cache(self, ops: Ops, codes: CacheDtype | None) -> LayerCache:
-        """Return a cache with random values, or with quantised values in the dtype `codes`.
+        """Return a KV cache with random values. It is created once per dtype of quantised values.
 
-        After the end of each sequence, values or scales are NaN. In a job, a block may hold NaN of an earlier sequence,
-        and the result must not depend on it.
+        After the end of each sequence, values or scales are NaN. In a job, a block may contain NaN of an earlier
+        sequence, and the result must not depend on it.
+
+        Args:
+            ops: The operators that allocate the cache.
+            codes: The dtype of quantised values. None: the cache is not quantised.
         """
         if codes not in self.caches:
             self.caches[codes] = self._fill_cache(ops, codes)
@@ -154,7 +158,7 @@ class Trial:
 
         Args:
             ops: The operators to use.
-            rules: The rules of the layers.
+            rules: The kind of attention of the layers.
 
         Returns:
             (tokens, query heads, head size).
@@ -169,7 +173,13 @@ class Trial:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
-    """Return the duration of a call of `run` in seconds, until the device has finished."""
+    """Return the seconds that a call takes until the device has finished.
+
+    Args:
+        run: The function to call.
+        device: The device on which it launches work.
+        clock: Returns the time in seconds.
+    """
     _synchronize(device)
     began = clock()
     run()
