@@ -218,7 +218,7 @@ def make_checkpoint(
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """As loading in that dtype does: `model.to` would round the rotary frequencies, too."""
+    """Cast like loading in that dtype does. `model.to` would round the rotary frequencies, too."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 

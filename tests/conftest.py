@@ -42,13 +42,13 @@ MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# An example that takes long says that the machine is busy: no property is a matter of milliseconds.
+# A slow example only means that the machine is busy: no property has a limit of milliseconds.
 settings.register_profile(
     "patient", max_examples=examples(15, 100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
 
-# Files with tests of many seconds. Begun last, one of two test processes would wait for the other's.
+# Files with long tests. Started last, they would leave one of two test processes idle.
 LONG = (
     "test_gpu_suite.py",
     "test_captured_stages_job.py",

@@ -59,7 +59,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 12,
 }
 ALTERNATING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-# Model types that need no options besides SMALL
+# Model types that only need the options SMALL
 _PLAIN = (
     *("apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "ctrl", "cwm", "dots1", "ernie4_5"),
     *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4_unified_text", "glm", "glm4"),
@@ -69,7 +69,7 @@ _PLAIN = (
     *("ministral3", "nanochat", "nemotron", "olmo", "olmoe", "opt", "persimmon", "phi", "phimoe"),
     *("seed_oss", "smollm3", "solar_open", "starcoder2"),
 )
-# Model type → what its configuration is made with beside SMALL. Each gives transformers' own greedy tokens.
+# Model type → options in addition to SMALL. Each gives transformers' own greedy tokens.
 RUNS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in _PLAIN},
     "afmoe": ALTERNATING,

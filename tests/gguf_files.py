@@ -28,7 +28,7 @@ SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "initializer_range": 0.08,
 }  # fmt: skip
-# Where the float16 scales of blocks lie for which the package has no quantisation
+# Offsets of float16 scales in blocks that the package cannot quantise
 _SCALES = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
            Type.IQ4_NL: (0,), Type.IQ4_XS: (0,)}  # fmt: skip
 _CONFIG = {

@@ -9,7 +9,7 @@ from typing import Any
 
 Path = tuple[str | int, ...]
 DEEP = 100_000
-# JSON texts that take the place of a value. Python's own parser reads NaN, and numbers without a limit.
+# JSON texts that replace a value. Python's own parser reads NaN, and numbers without a limit.
 VALUES = {
     "null": "null",
     "true": "true",

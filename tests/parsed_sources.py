@@ -9,7 +9,7 @@ from functools import cache
 from typing import TypeVar
 
 Node = TypeVar("Node", bound=ast.AST)
-# What tests ask for. Others, which are most, are not kept: the collector of garbage would look at them again and again.
+# Kinds of nodes that tests use. Other nodes, the majority, are dropped: they would slow garbage collection down.
 KINDS = (
     ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.Import, ast.ImportFrom,
     ast.Call, ast.Attribute, ast.Raise,

@@ -45,7 +45,7 @@ from tests.suite.run import ROOT
 from tests.suite.section import BenchModel, BenchSection, Part, Result, WrongResult
 from tests.suite.worker import parts_of
 
-# On a machine that is only to be measured there is none of these
+# Packages that a measured machine does not have
 MISSING = ("duckdb", "pydantic", "numba", "ruamel", "llguidance", "jsonschema")
 KERNELS = {
     "attention": {

@@ -1,4 +1,4 @@
-"""What child processes do in tests. It imports little: children start fast, and have used hardly any CPU time."""
+"""Tasks of child processes in tests. The module imports little: children start fast and use little CPU time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of whole commands share: a checkpoint that every job may name, and a place with a job that is right."""
+"""Fixtures for tests of whole commands: a checkpoint for all jobs, and a folder with a right job."""
 
 from __future__ import annotations
 

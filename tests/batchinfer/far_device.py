@@ -43,7 +43,7 @@ class FarTensor(Tensor):
 
 
 class _Everywhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Also handles operators without tensors, and with tensors of the host only."""
+    """Handles all operators, also those without tensors or with tensors of the host only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})

@@ -51,7 +51,7 @@ def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_lists_equal_the_rows_of_single_answers(
     tmp_path: Path, model: Path, sampling: dict[str, Any], per_file: int
 ) -> None:
-    """With log-probabilities of answers and prompts. Changing the option computes nothing."""
+    """Rows have log-probabilities of answers and prompts. Changing the option computes nothing."""
     rows: list[Any] = rows_of(8)
     rows[3]["text"] = None
     asked = sampling | {"logprobs": 1, "prompt_logprobs": 0}

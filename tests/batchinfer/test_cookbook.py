@@ -16,7 +16,7 @@ from tests.batchinfer.wrong_jobs import Place
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cookbook.md").read_text("utf-8")
 ALL_QUERIES = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
-# Those of reasoning are answered over the result of a job that reasons, in test_reasoning_job.py
+# test_reasoning_job.py runs the queries about reasoning
 QUERIES = [sql for sql in ALL_QUERIES if "reasoning" not in sql]
 FEWEST = 12
 # Queries without a row, as the run has no such data

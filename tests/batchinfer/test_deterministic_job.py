@@ -106,5 +106,5 @@ def check_codes(at_once: Place, grown: Place, model: Path) -> None:
     dim, layers = config["hidden_size"] // config["num_attention_heads"], config["num_hidden_layers"]
     (few, touched), (many, as_often) = moved(at_once, layers), moved(grown, layers)
     assert touched == as_often
-    # K and V of each head: of every value one byte instead of two, and a scale of four
+    # per value of K and V one byte instead of two, and per head a scale of four bytes
     assert many - few == touched * config["num_key_value_heads"] * 2 * (dim - 4)

@@ -83,7 +83,7 @@ def job(folder: Path, models: Path, adapters: bool, **sections: Any) -> Path:
 def test_a_divided_model_answers_as_one_process_does(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, what: str, division: dict[str, int]
 ) -> None:
-    """With log-probabilities. The single process has no drafts."""
+    """Log-probabilities are compared, too. The single process has no drafts."""
     has_cores(monkeypatch, 4)
     sections = dict(WORK[what])
     if sections.get("drafts") == "MODEL":

@@ -283,7 +283,7 @@ def test_a_draft_model_changes_no_row(
     row = got.row
     assert row["draft_model_runs"] == runs
     assert not row["worker_restarts"]
-    # Which rows run beside one another, and which climb in time to be served as duplicates, is a matter of time
+    # Timing decides which rows run together, and which are answered as duplicates
     if kind not in ("replicas", "ladder"):
         assert row["sampled_tokens"] == wanted.row["sampled_tokens"]
     assert row["model_accepted"] > (0.7 if runs == "beside" else 0.5) * row["model_drafted"]

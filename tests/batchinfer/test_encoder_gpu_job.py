@@ -21,9 +21,9 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no triton", allow_module_level=True)
 
 INTERPRETED = RunOptions(engine="tests.batchinfer.engine.interpreted_gpu:build_quick")
-# Steps of several prompts, of one, and of prompts of one token, as limits cut them
+# Steps of several prompts, of one prompt, and of prompts of one token
 ENGINE = {"device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 70, "kv_memory": "1MiB"}
-# As many layers as there are kinds of them: the interpreter takes seconds for each
+# One layer per kind, as the interpreter takes seconds for each
 CASES = [
     ("modernbert", "cls_token", {"num_hidden_layers": 2, "global_attn_every_n_layers": 2}),
     ("gemma3_text", "mean_tokens", {"num_hidden_layers": 2}),

@@ -36,7 +36,7 @@ def test_vectors_equal_transformers(tmp_path: Path) -> None:
     assert outcome.row["dimensions"] == embeddings(path).shape[1]
     wanted = reference(model, [*TEXTS, TEXTS[3], "a" * 126, "a" * 126], "cls_token")
     np.testing.assert_allclose(embeddings(path), wanted.numpy(), atol=1e-4)
-    # of two texts that are the same one once they are cut, one runs
+    # two texts that are equal after cutting run once
     assert outcome.row["computed_requests"] == 31
     assert table(path)[-1]["prompt_tokens"] == 128
     write_job(tmp_path, model, texts[::-1], prompt=prompt)

@@ -108,7 +108,7 @@ def test_a_job_with_another_schema_has_other_columns(place: Place, cli_of: CliOf
 def test_a_tokenizer_without_constraints_is_reported_before_the_model_loads(
     place: Place, cli_of: CliOf
 ) -> None:
-    """For a constraint of the job. Rows with their own constraint are error rows, and others run."""
+    """The job has a constraint. Rows with their own constraint are error rows, and others run."""
     validate = cli_of(NO_ENGINE)
     words().save(str(place.own_model() / "tokenizer.json"))
     place.rows({"id": "a", "text": "yes", "choice": ["no"]}, {"id": "b", "text": "no"})

@@ -93,7 +93,7 @@ def test_duplicates_run_again_once_and_samples_separately(tmp_path: Path, model:
         on_invalid=[{"temperature": 0.1}, {"temperature": 0}],
     )
     run(path)
-    # a row that is sampled and its equal are different work; with temperature 0 they are the same
+    # sampled duplicates are different work; with temperature 0 they are equal
     assert len(computed(log)) == 16 + 12 + 4
     assert attempts(path) == [(1, "stop"), (2, "stop"), (3, "length"), (3, "length")] * 4
 

@@ -43,7 +43,7 @@ from tests.batchinfer.test_quickstart_job import accuracy, run
 QUICKSTART = Path(__file__).parents[2] / "jobs" / "quickstart"
 SAMPLE, THINNED = 400, 40
 OUTLIERS = [17, 101]  # of 192 channels
-# How many times as large. In int8 as they are: 1.0e-4, 2.3e-3 and 4.1 nats
+# Factors of outliers. Int8 without smoothing loses 1.0e-4, 2.3e-3 and 4.1 nats
 TIMES = (10, 30, 300)
 # Nats. Over 15,096 positions of 400 rows: float32 from bfloat16 4e-6 on average and 0.03 at worst, int8 4e-5
 # and 0.11.

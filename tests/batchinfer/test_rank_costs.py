@@ -31,7 +31,7 @@ pytestmark = [
 REAL = RunOptions(waves_from_s=float("inf"))
 FLOAT32 = 4  # bytes
 KV_BYTES = 24 << 20  # of all ranks
-# Besides weights and cache: libraries' own memory, a layer that is packed, activations, what loading leaves unused
+# In addition to weights and cache: libraries, a layer being packed, activations, and unused memory of loading
 REST_BYTES = 64 << 20
 # The weights are at least 160 MiB: a rank that loads all of them is noticed
 SIZES: dict[str, dict[str, Any]] = {

@@ -45,7 +45,7 @@ def prompt(**section: Any) -> dict[str, str]:
     return {"prompt": json.dumps({"user": "{{ text }}", **section})}
 
 
-# Sections in place of the right ones (None: without it), and words of the message
+# Replaced sections (None removes one), and words of the message
 CASES: list[tuple[dict[str, str | None], tuple[str, ...]]] = [
     (PLAIN | {"task": "classify"}, ("classify.choices: are missing",)),
     (PLAIN | {"task": "classify", "classify": "{choices: [a]}"}, ("classify.choices: has one label",)),
@@ -303,7 +303,7 @@ REFUSED = {
     "a store in a file": Wrong(74, ("cache: is a file",), lambda p: (p.bytes(b"x", "cache"),
         p.job("cache: {path: cache}"))),
 }  # fmt: skip
-# Found by processes that import transformers, as tests of models and tokenizers have it, too
+# Found by processes that import transformers; tests of models and tokenizers cover them, too
 IN_PROCESSES = ("a tokenizer that cannot be converted", "unsupported architecture")
 FREE = re.compile(r"[\d.]+ GiB are free")  # other processes use the disk, too
 

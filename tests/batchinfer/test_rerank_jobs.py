@@ -72,7 +72,7 @@ def test_steps_and_engines_change_no_byte(tmp_path: Path, checkpoint: Path) -> N
 
 
 def test_a_pair_that_is_too_long_is_reported(tmp_path: Path, checkpoint: Path) -> None:
-    """With advice that the job can follow. The last token of an answer takes no position."""
+    """The message has advice that the job can follow. The last token of an answer takes no position."""
     fits = {"query": "", "document": "a" * 8}
     rows, room = [fits, fits | {"document": "b" * 9}], {"text": "document"}
     model = {"path": str(checkpoint), "max_model_len": 8}

@@ -334,7 +334,7 @@ def test_labels_equal_brute_force_also_when_calibrated(
     path = written(rows)
     outcome = run(path, REAL)
     plain, prior, differ = table(path), scores("none", "none"), 0
-    # A prompt runs once for all labels: the prompts, which share their beginning, and the labels' trie
+    # A prompt runs once for all labels: the prompts with their shared prefix, and the labels' trie
     prompts = [
         reference.encode(f"{'A long text. ' * 9}Rate {row['text']} by {row['id']}:") for row in rows[:6]
     ]

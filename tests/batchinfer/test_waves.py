@@ -51,7 +51,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         waves, "MOST_AGAIN", 1.0
     )  # prompts are so short that any number in them is a beginning
-    # so few rows at a time that engines are given some while a plan is made
+    # few rows at a time: engines get some during planning
     monkeypatch.setattr(run_plans, "REQUEST_BATCH", AT_ONCE)
     monkeypatch.setattr(replica_pool, "max_queued_requests", lambda _: 3 * AT_ONCE)
     monkeypatch.setenv("FAKE_ENGINE_BATCH", str(AT_ONCE))
@@ -159,7 +159,7 @@ class Counting(Progress):
 
 
 def test_all_rows_have_their_answers_at_the_end(tmp_path: Path, model: Path) -> None:
-    """Also duplicates of earlier waves, and rows that were answered during planning."""
+    """Some rows are duplicates of earlier waves, or were answered during planning."""
     progress, notices = Counting(None, quiet=True), list[str]()
     path = job(tmp_path / "job", model, deadline="2999-01-01T06:00")
     outcome = run_job(load_job(path), IN_WAVES, progress, Interrupts(), notices.append)

@@ -25,7 +25,7 @@ def run(cli_of: CliOf) -> Command:
     return cli_of(NO_ENGINE)
 
 
-# --- output.path at which no rename can put a folder
+# --- output.path where a folder cannot be renamed to
 
 
 def test_a_mounted_disk_as_output_path_is_refused_before_anything_runs(
@@ -71,7 +71,7 @@ def test_a_full_disk_has_a_next_step(tmp_path: Path) -> None:
         write_bytes(tmp_path / "x", b"x", Full())
 
 
-# --- what is so
+# --- messages about success
 
 
 def test_a_run_that_still_reads_has_nothing_to_query_yet(place: Place, run: Command) -> None:

@@ -134,7 +134,7 @@ def test_a_pipe_is_no_input(place: Place) -> None:
     assert "pipe.jsonl: is not a regular file" in ended.stderr
 
 
-# One bad thing a row, of each stage that finds some: (line, error code, error class)
+# A mistake per row, for each stage that finds mistakes: (line, error code, error class)
 TEMPLATE = (
     "{% if times is defined %}{{ text * times }}{% elif divisor is defined %}{{ 1 // divisor }}"
     "{% else %}{{ text }}{% endif %}"

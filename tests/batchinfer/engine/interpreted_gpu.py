@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.kernels.gpu import interpreter
 
-# Here, too: a job's engine is a process of its own, which imports this to build it
+# Also here: a job's engine is a separate process, which imports this module
 if interpreter.is_wanted():
     interpreter.switch_on()
 
@@ -44,7 +44,7 @@ class NoMeter:
         return 1 << 30
 
     def restart(self) -> None:
-        """Nothing is counted."""
+        """Do nothing, as no memory is counted."""
 
     def peak(self) -> int:
         return 0

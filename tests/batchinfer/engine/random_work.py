@@ -14,7 +14,7 @@ VOCAB = 9
 TOKENS = st.integers(0, VOCAB - 1)
 WINDOWS = st.sampled_from([(None,), (None,), (5,), (None, 3), (12, None, 1)])
 EASY = Limits(budget=64, seqs=8, blocks=180, block_size=4)  # the rows fit without a preemption
-# Answers that rows may be constrained to; see `word_constraints`
+# Choices for constrained rows; see `word_constraints`
 WORDS = st.lists(st.text("bcd", min_size=1, max_size=7), min_size=1, max_size=5).map(tuple)
 
 

@@ -86,7 +86,7 @@ def test_a_fifth_of_the_places_and_all_that_waits_are_never_held_back(places, en
 
 
 def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
-    """The peak, step by step, for sequences that share whole blocks of their first tokens."""
+    """Return the peak of blocks by walking through all steps, for sequences that share leading blocks."""
     peak = 0
     for step in range(max(s for s, _ in ends) + 1):
         alive = [seq for last, seq in ends if step <= last]
@@ -101,7 +101,7 @@ def walked(ends: list[tuple[int, Sequence]], size: int) -> int:
 
 
 def places_taken(launch_s: float, prompt: int, outputs: list[int]) -> list[int]:
-    """How many rows each step admits, after the first: 10 places, and rows of these output lengths."""
+    """Return the number of rows that each later step admits, with 10 slots and these output lengths."""
     costs = AdmissionCosts(launch_s, 0.0, 0.0, 0.01, 0.001, 0.0) if launch_s else None
     rows = [sequence([key] * prompt, output, key, exact=True) for key, output in enumerate(outputs)]
     driver = driver_for(rows, blocks=1000, seqs=10, budget=100, admission_costs=costs)
@@ -150,7 +150,7 @@ def test_the_forecast_equals_a_walk_through_all_steps(rows, size):
 )
 @settings(max_examples=examples(15, 200), deadline=None, print_blob=True)
 def test_nothing_is_preempted_when_lengths_are_known(rows, blocks, budget, windows):
-    """With any shared prefixes and any windows."""
+    """Rows have any shared prefixes, and layers any windows."""
     sequences = [
         sequence([99] * shared + [key] * prompt, output, key, exact=True)
         for key, (shared, prompt, output) in enumerate(rows)
@@ -217,7 +217,7 @@ def test_wrong_estimates_cost_little_and_never_thrash(kind):
     known = simulate([Row(*row) for row in rows], **limits)
     guessed = simulate([Row(*row, most) for row in rows], **limits)
     assert known.preemptions == 0
-    # A few at the beginning, when nothing is known of lengths, however many rows there are
+    # A few at the start, while lengths are unknown, for any number of rows
     assert guessed.preemptions <= 0.25 * len(rows) + 5
     assert guessed.recomputed_tokens <= 0.15 * guessed.tokens
     assert guessed.seconds <= 1.15 * known.seconds

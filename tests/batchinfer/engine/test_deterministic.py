@@ -35,7 +35,7 @@ MODELS = {
     "qwen3": ("qwen3", {"num_key_value_heads": 1}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "qwen2-moe": ("qwen2_moe", {}),
-    # heads, groups and widths as real models have them, and an odd number of outputs
+    # heads, groups and widths of real models, and an odd number of outputs
     "llama-wide": ("llama", {"hidden_size": 256, "head_dim": 64, "intermediate_size": 391, "vocab": 1021}),
 }
 ARITHMETICS: tuple[tuple[Dtype, Quantization], ...] = (
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantizati
     loaded, wanted = yardstick(name, dtype, quantization)
     forced = Forced(loaded, rows(), way)
     assert different(forced.run(), wanted) == []
-    # each way must really have done what it is there for
+    # guard: each way had its effect
     assert (sum(s.cached_tokens for s in forced.steps) > 0) == way.caching
     assert (sum(s.copied_tokens for s in forced.steps) > 0) == way.caching
     assert (sum(s.preemptions for s in forced.steps) > 0) == (way.blocks is not None)

@@ -87,7 +87,7 @@ VARIANTS = {
     "deepseek-v3-yarn": ("deepseek_v3", {"rope": "yarn-mscale", "num_hidden_layers": 3}),
     "qwen3-tied-yarn": ("qwen3", {"tied": True, "rope": "yarn", "num_key_value_heads": 1}),
 }
-# these run under every setting below
+# rows of every setting below
 FULL = ("llama", "mistral-window", "qwen2-mixed", "qwen3", "qwen2-moe")
 
 

@@ -46,7 +46,7 @@ PLAIN, AMONG_FEW = (request(0, [1], ANSWER, **ASKED[at]).params for at in (0, 4)
 
 
 class MedusaOf:
-    """Medusa heads. Each head reads the state before a row's last token."""
+    """A reference of Medusa heads, which all read the state before a row's last token."""
 
     def __init__(self, heads: Any, model: Any) -> None:
         self._heads, self._model = heads, model.eval()

@@ -66,7 +66,7 @@ CODED = ("int8", "fp8")
 MODELS["whole"] = MadeUp((0, 1, 2, 3))
 # Quantised caches, of layers that share K and V or have a window
 MODELS |= {dtype: MadeUp((0, 1, 1, 0), (None, 24, 24, None), {"cache_dtype": dtype}) for dtype in CODED}
-# Blocks that are scarce where windows give theirs back
+# Few blocks, so windows must free theirs
 SCARCE = {"shared-windows": {"blocks": 75}, "both": {"blocks": 58}}
 ALWAYS = (SETTINGS[1], SETTINGS[2], SETTINGS[5])  # mixed and shared; private pieces; preempted
 
@@ -312,7 +312,7 @@ def test_quantised_cache_values_count_as_a_byte(dtype: Any, device: str) -> None
     cost, values = model_cost(spec, 2), model_cost(plain, 2)
     assert cost.kv_bytes(300) * 32 == values.kv_bytes(300) * 20
     read = step_cost(values, "attention", 5)[1] - step_cost(cost, "attention", 5)[1]
-    # a byte less of each value of K and V, and a scale of 4 for each head
+    # a byte less per value of K and V, and a scale of 4 bytes per head
     assert read == 5 * cost.seen(100) * 2 * 2 * (16 - 4)
 
 

@@ -38,7 +38,7 @@ from tests.batchinfer.models.foreign.kit import make
 OUTPUT = 10
 TOLERANCE = 1e-4
 LENGTHS = (1, 6, 17, 33, 40, 40, 29, 12, 21)
-# of every kind some rows ask and some do not
+# some rows of each kind have log-probabilities
 KINDS: list[dict[str, Any]] = [
     {"logprobs": 5},
     {},

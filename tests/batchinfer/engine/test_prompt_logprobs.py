@@ -38,7 +38,7 @@ from tests.batchinfer.engine.speculating import Drafts, remembered
 from tests.examples import examples
 
 OUTPUT = 6
-# Of every kind some rows ask about their prompts, and some do not
+# Some rows of each kind have prompt log-probabilities
 KINDS: list[dict[str, Any]] = [
     {"prompt_logprobs": 3},
     {},

@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "answer's penalties": {"presence_penalty": 1.2, "frequency_penalty": 0.8},
     "logit_bias": {"logit_bias": ((0, 2.5), (7, -1.5), (EOS, -100.0))},
     "allowed_token_ids": {"allowed_token_ids": (0, 4, 7, EOS, 20)},
-    # the last would begin in the prompt
+    # the last one would start in the prompt
     "bad_words": {"bad_tokens": ((5,), (7, 2, EOS), (9, 2, 7), (2, 20), (1, 7, 5, 7, 2, 7))},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": (20,)},
     "temperature": {"temperature": 0.6},

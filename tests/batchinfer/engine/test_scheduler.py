@@ -135,7 +135,7 @@ def test_a_prefix_is_kept_for_a_waiting_row_within_its_windows(windows):
     driver, (first, second) = shared_rows(windows, later=False)
     while first not in driver.finished:
         driver.step()
-    # 10 blocks where all tokens are kept; before the token that comes next windows of 8 and 9 see 2, and of 1 none
+    # 10 blocks without a window. Before the next token, windows of 8 and 9 see 2 blocks, a window of 1 none
     kept = {None: 10, 8: 2, 9: 2, 1: 0}
     assert driver.scheduler.pool.cached == sum(kept[window] for window in windows)
     driver.drain()

@@ -161,7 +161,7 @@ def test_tokens_equal_the_cpus(monkeypatch, variant, setting):
         levels.append(find(*arguments))
         return levels[-1]
 
-    # so little is shared here that it would not be worth it
+    # these prefixes are too short to be shared otherwise
     monkeypatch.setattr(attention_plan, "LEAST_SHARED_KEYS", 32)
     monkeypatch.setattr(attention_plan, "LEAST_SHARERS", 2)
     monkeypatch.setattr(attention_plan, "find_shared", watched)
@@ -433,7 +433,7 @@ def test_all_of_the_gpus_path_in_int4(monkeypatch, many):
 @pytest.mark.parametrize("processors", [78, 132])  # of an H20 and an H100
 @pytest.mark.parametrize("kind", ["int8", "half"])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-def test_the_warm_up_compiles_all_specialisations_of_products(kind, outputs, inputs, processors):
+def test_the_warm_up_meets_all_specialisations_of_products(kind, outputs, inputs, processors):
     """The layers of an 8B model: tiles depend on the number of rows, and kernels on numbers that are 1 or
     multiples of 16."""
 

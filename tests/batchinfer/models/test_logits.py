@@ -26,7 +26,7 @@ LENGTHS = (1, 2, 17, 63, 100, 300) if everything() else (1, 17, 63, 100)
 # (tokens of each prompt a step, block size). Small ones take most of the time: `test_small_chunks` has them always.
 CHUNKS = ((None, 16), (64, 8), *(((7, 16),) if everything() else ()))
 
-# Families whose rotary embedding may be scaled in the ways that most know
+# Families with the common ways to scale rotary embeddings
 SCALED = [family for family in FAMILIES if family not in ("phi3", "gpt2", "gemma3_text")]
 
 
@@ -144,7 +144,7 @@ def test_dynamic_rope_is_the_default_within_the_context(tmp_path: Path) -> None:
 
 QWEN = {"use_sliding_window": True, "sliding_window": 9}
 SOME_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-# What checkpoints of a family may have and most have not, as much of it as goes together
+# Rare options of each family, combined if possible
 UNUSUAL: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "rope": "llama3", "head_dim": 2}, (None,) * 3),
     ("mistral", {"sliding_window": 24, "head_dim": 80, "rope": "yarn-attention-factor"}, (24, 24, 24)),

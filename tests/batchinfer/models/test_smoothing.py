@@ -27,7 +27,7 @@ from tests.lora_adapters import make_adapter
 # Of each kind: dense, plain GPT with biased norms, parallel with one norm, experts and shared ones, latents, offsets
 FAMILIES = ("llama", "llama with biases", "gpt2", "cohere", "qwen2_moe", "deepseek_v3", "gemma2")
 LOUD, TIMES = [3, 11], 100.0
-# Modules that adapters may change, whatever they are called
+# Modules that adapters may change, by their names in all families
 PRODUCTS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("c_attn", "c_proj", "c_fc", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),

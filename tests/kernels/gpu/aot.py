@@ -112,7 +112,7 @@ def _worker() -> _Worker:
     return _Worker()
 
 
-# ---- what follows runs in the child
+# ---- the rest runs in the child
 
 
 class StubDriver:

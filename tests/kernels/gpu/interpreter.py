@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-# Conversions know their types and are handled apart.
+# Conversions know their types and are handled separately.
 _CONVERSIONS = ("create_fp_to_fp", "create_fp_trunc", "create_fp_ext", "create_fp_to_si", "create_fp_to_ui")
 _MORE = (
     "create_minimumf",
@@ -30,7 +30,7 @@ _MORE = (
     "create_dot",
 )
 
-# What drivers of NVIDIA, of NVIDIA under Windows, and of AMD put there
+# Device files of NVIDIA, of NVIDIA under Windows, and of AMD
 _DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 
 

@@ -148,7 +148,7 @@ def test_several_queries_a_sequence_and_trees_of_drafts(
     )
     assert in_flight(named(of_trees, "decode")) == in_flight(named(plain, "decode"))
     assert "merge" in plain[-1].kernel
-    # A tile of a deterministic kernel has 64 rows, however few queries there are
+    # A tile of a deterministic kernel has 64 rows for any number of queries
     larger = PRODUCTS[target] if deterministic or queries * group > 32 else REGISTERS
     assert_multiplies(named(plain, "decode"), larger)
     stack = STACK_OF_SEVEN if (target, group) == ("sm_80", 7) else STACK_LIMIT
@@ -206,7 +206,7 @@ def test_registers_suffice_in_the_largest_cases(
     ("target", "sizes", "deterministic", "variant"), [case for case in swept() if case.values[3][0] is None]
 )
 def test_sweep_of_trees(target: str, sizes: Sizes, deterministic: bool, variant: tuple) -> None:
-    # With two loops and sums kept apart, some put eight values aside
+    # With two loops and separate sums, some kernels spill eight values
     stack = 2 * STACK_LIMIT if deterministic else STACK_LIMIT
     assert len(compiled("tree", target, *sizes, *variant[1:], deterministic, stack=stack)) == 1
     few = compiled("few", target, 8, *sizes, *variant, deterministic, True, stack=stack)

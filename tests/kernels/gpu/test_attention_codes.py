@@ -12,7 +12,7 @@ from batchinfer_kernels.gpu import attention_launch
 from tests.kernels.gpu.attention_cases import SCALE, Case, decode, paged_case
 
 LENGTHS = (1, 17, 64, 129, 200)
-# How a cache is read → its dtype, and compute capabilities that read it so
+# Way to read a cache → its dtype, and a compute capability that uses this way
 KINDS = {
     "int8": (torch.int8, "90"),
     "fp8": (torch.float8_e4m3fn, "90"),

@@ -133,7 +133,7 @@ def test_the_longest_items_are_first() -> None:
 
 
 def test_lists_of_a_graph_have_few_lengths() -> None:
-    """By default two: without and with parts. With fixed cuts, powers of two."""
+    """Lists have two lengths, without and with parts. With fixed cuts, lengths are powers of two."""
     draw = np.random.default_rng(0)
     steps = [draw.integers(1, top, 256) for top in (300, 2000, 16_000, 60_000)]
     steps.append(np.array([60_000] + [300] * 255))

@@ -82,7 +82,7 @@ def test_rules_that_no_kernel_knows_are_refused() -> None:
 def test_rows_are_sorted(
     tokens: int, chosen: int, experts: int, counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also more rows than a program reads at once, and experts without rows."""
+    """There are more rows than a program reads at once, and experts without rows."""
     monkeypatch.setattr(sorting, "BLOCK", 128)
     used = max(chosen, experts // 2)
     choice = choose_experts(random(tokens, used), Routing(used, chosen))

@@ -16,7 +16,7 @@ from tests.kernels.gpu.aot import compile_launch
 
 
 def launch_masks() -> None:
-    """Compile kernels. A failed compilation, of a tile that is no power of two, does not silence the next
+    """Compile kernels. A failed compilation (its tile is no power of two) does not silence the next
     one."""
     said: list[object] = []
 

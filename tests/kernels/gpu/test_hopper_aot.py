@@ -43,8 +43,8 @@ CASES = [
     ("bfloat16", 64, 4, 16, 4096, 30.0, "float8_e4m3fn"),
     ("float16", 80, 5, 16, None, None, "int8"),
 ]
-# Of the stack, where codes are widened: what partitions compute alike is computed before any begins, put aside, and
-# read once by each
+# Bytes of stack for quantised values: common results of partitions are computed first, spilled, and read once by
+# each
 PUT_ASIDE = 80
 
 

@@ -140,7 +140,7 @@ def test_log_probabilities_of_a_row_do_not_depend_on_other_rows(device):
         assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
 
 
-# ---- what is refused, and nothing to do
+# ---- errors, and empty inputs
 
 
 def test_wrong_operands_are_refused():

@@ -94,7 +94,7 @@ def test_sizes_swept(kind: tuple[str, torch.dtype], rows: int, size: tuple[int, 
     ),
 )
 def test_a_gated_layer_rounds_once(name: str, dtype: torch.dtype, activation: str, inputs: int) -> None:
-    """With whole sums (50 inputs) and with sums of segments (1100)."""
+    """Sums are whole (50 inputs) or made of segments (1100)."""
     check(name, dtype, (5, inputs, 74), activation=activation)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import batchinfer_kernels.gpu
 
 HERE = Path(batchinfer_kernels.gpu.__file__).parent
-# They fetch a value from the device, or copy one there
+# Calls that copy a value from or to the device
 WAITS = {"item", "tolist", "cpu", "synchronize", "nonzero", "numpy"}
 
 

@@ -53,7 +53,7 @@ def triton_ops(deterministic: bool = False) -> TritonOps:
     return TritonOps(AttentionShape(DTYPE, 4, 2, 64, deterministic=deterministic))
 
 
-# --- codes of float8
+# --- float8
 
 
 @pytest.fixture(autouse=True)
@@ -406,7 +406,7 @@ def test_experts_that_the_library_has_no_product_for(grouped, monkeypatch) -> No
         assert LibraryGrouped.of(into, back, "silu") is None
 
 
-# --- all of them
+# --- all products
 
 
 @pytest.mark.parametrize("library_of", ["quack", "grouped"])

@@ -284,7 +284,7 @@ def test_the_head_of_ranks_finds_the_argmax_of_all() -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_step_sends_two_sums_a_layer(tmp_path: Path, experts: bool) -> None:
-    """And the embedding, and the requested logits."""
+    """It also sends the embedding and the requested logits."""
     checkpoint = made(tmp_path, "mixtral", num_hidden_layers=3, num_local_experts=4)
     sent: list[int] = []
 

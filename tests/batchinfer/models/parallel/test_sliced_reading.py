@@ -144,7 +144,7 @@ def test_read_ahead_stays_within_the_read_ranges(tmp_path: Path) -> None:
     assert ahead == sum(info.nbytes for info in whole.values()) // 4 + 2 * gate // 4 + norms
 
 
-# Formats whose stored tensors no rank reads a part of
+# Formats whose stored tensors are always read as a whole
 REFUSED = (
     "gptq of 8 bits, desc_act, v2", "w8a16, actorder", "nvfp4", "nvfp4 of modelopt", "2:4 sparse", "sparse",
     "2:4 sparse fp8", "nf4", "nf4, double", "fp4", "torchao int4", "torchao intx", "int8 of bitsandbytes",

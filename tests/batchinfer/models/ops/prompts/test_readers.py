@@ -105,7 +105,7 @@ CASES = [
     ),  # with one KV head, blocks have the package's layout anyway
     *(("hopper", rule, SHAPE) for rule in ("plain", "all")),
 ]
-# A prompt; rows that decode before prompts, the ends of longer ones; and rows before, between and behind prompts
+# A prompt; decoding rows before prompts and last chunks; and rows before, between and after prompts
 STEPS = [([11], [11]), ([1, 1, 70, 5], [20, 9, 90, 16]), ([1, 3, 1, 1, 9, 1], [17, 8, 25, 1, 9, 30])]
 
 
