@@ -59,7 +59,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "between the pieces; `eager`: launched one operator at a time; null on a CPU",
     ),
     seconds("capture_s", "capturing graphs for the step; null on a CPU"),
-    count("graph_bytes", "bytes", "GPU memory of these graphs; null on a CPU"),
+    count("graph_bytes", "bytes", "GPU memory of the graphs of `capture_s`; null on a CPU"),
     *drafts(of_run=False),
     seconds(
         "collective_s",

@@ -29,8 +29,12 @@ ANSWERS: tuple[Column, ...] = (
     ),
     ratio("mean_label_probability", "mean `probability` of all labels (`classify`); null for other tasks"),
     count("scored_tokens", "tokens", "tokens that have a log-probability (`score`); null for other tasks"),
-    real("mean_logprob", "nats", "mean log-probability of these tokens; perplexity is exp(−`mean_logprob`)"),
-    count("greedy_rows", "rows", "rows in which each of these tokens is the most likely one (`is_greedy`)"),
+    real(
+        "mean_logprob",
+        "nats",
+        "mean log-probability of the `scored_tokens`; perplexity is exp(−`mean_logprob`)",
+    ),
+    count("greedy_rows", "rows", "rows in which each scored token is the most likely one (`is_greedy`)"),
     *(
         real(f"score_p{at}", "", f"the rows' `score`, {at}th percentile (`rerank`); null for other tasks")
         for at in (10, 50, 90)

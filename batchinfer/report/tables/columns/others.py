@@ -68,6 +68,6 @@ CALIBRATION_COLUMNS: tuple[Column, ...] = (
     ratio("to_probability", "upper bound of the probability, excluded unless it is 1"),
     count("rows", "rows", "labelled rows with such an answer"),
     count("right_rows", "rows", "part of `rows`: the answer is the expected one after both are normalised"),
-    ratio("mean_probability", "mean probability of these answers"),
+    ratio("mean_probability", "mean probability of the answers in this tenth"),
     ratio("accuracy", "`right_rows` ÷ `rows`", formula=over("right_rows", "rows")),
 )

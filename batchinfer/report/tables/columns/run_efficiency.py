@@ -58,7 +58,7 @@ EFFICIENCY: tuple[Column, ...] = (
     real(
         "total_tokens_per_s",
         "tokens/s",
-        "sum of the two above",
+        "`prompt_tokens_per_s` + `output_tokens_per_s`",
         formula=known_sum("prompt_tokens_per_s", "output_tokens_per_s"),
     ),
     *spread("queue", "from the arrival of the request in the engine to the start of its first step"),
@@ -68,7 +68,9 @@ EFFICIENCY: tuple[Column, ...] = (
     *spread("tpot", "seconds per output token after the first, one value per request"),
     *spread("itl", "gap between two tokens of a sequence, one value per decoded token"),
     *spread("latency", "from the arrival of the request in the engine to its last token"),
-    real("energy_j", "J", "energy that the machine used while the engine ran: the sum of the next two"),
+    real(
+        "energy_j", "J", "energy that the machine used while the engine ran: `cpu_energy_j` + `gpu_energy_j`"
+    ),
     real(
         "cpu_energy_j",
         "J",

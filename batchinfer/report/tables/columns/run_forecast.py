@@ -74,7 +74,11 @@ FORECAST: tuple[Column, ...] = (
         formula=deadline_met,
     ),
     count("deadline_rows", "rows", "rows that this run had answered by the deadline, without error rows"),
-    count("deadline_output_tokens", "tokens", "tokens of these answers, each answer counted once"),
+    count(
+        "deadline_output_tokens",
+        "tokens",
+        "tokens of the answers of `deadline_rows`; an answer of several rows counts once",
+    ),
     real(
         "goodput_tokens_per_s",
         "tokens/s",

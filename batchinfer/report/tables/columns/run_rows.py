@@ -22,10 +22,10 @@ ROW_COUNTS: tuple[Column, ...] = (
     ratio(
         "mean_probability", "mean of the answers' probabilities, in labelled rows; null: answers have none"
     ),
-    ratio("calibration_error", "expected calibration error of these probabilities, in ten bins"),
+    ratio("calibration_error", "expected calibration error of the answers' probabilities, in ten bins"),
     ratio(
         "brier_score",
-        "mean squared distance of these probabilities from 1 for right answers, 0 for wrong ones",
+        "mean squared distance of the answers' probabilities from 1 for right answers, 0 for wrong ones",
     ),
     count("distinct_requests", "requests", "distinct requests of the rows without an input error"),
     count("duplicate_rows", "rows", "rows that got the answer of an equal row"),

@@ -23,7 +23,7 @@ SETTING: tuple[Column, ...] = (
         formula=wall_s,
     ),
     count("exit_code", "", "exit code of the command"),
-    text("exit_status", "how the run ended, one of the values above"),
+    text("exit_status", "[how the run ended](#how-a-run-ended)"),
     Column("trial", pa.bool_(), "", "whether `--limit` ran only the first rows"),
     Column("versions", TEXTS, "", "versions of Python and of the packages that determine the results"),
     text("device", "`cpu` or `cuda`"),
@@ -43,9 +43,10 @@ SETTING: tuple[Column, ...] = (
         "the calibration has not seen; null without a calibration",
     ),
     ratio(
-        "int4_same_token", "share of these tokens at which both models have the same most likely next token"
+        "int4_same_token",
+        "share of the `int4_tokens` at which both models have the same most likely next token",
     ),
-    count("int4_tokens", "tokens", "number of these tokens"),
+    count("int4_tokens", "tokens", "number of tokens at which `int4_kl` was measured"),
     seconds(
         "calibration_s", "part of `other_s`: calibrating int4 weights; null if they were calibrated already"
     ),

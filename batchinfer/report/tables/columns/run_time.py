@@ -27,7 +27,9 @@ TIMES: tuple[Column, ...] = (
         "part of `load_s`: capturing graphs, in the replica that took longest; null on a CPU",
     ),
     count(
-        "load_graph_bytes", "bytes", "GPU memory of these graphs, in the replica with the most; null on a CPU"
+        "load_graph_bytes",
+        "bytes",
+        "GPU memory of the graphs captured while loading, in the replica with the most; null on a CPU",
     ),
     count(
         "load_free_bytes",
@@ -37,7 +39,7 @@ TIMES: tuple[Column, ...] = (
     seconds("engine_s", "computing, measured by the parent process"),
     seconds("publish_s", "counting errors, joining and publishing the results"),
     seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
-    seconds("other_s", "part of `wall_s`: time outside of the phases above"),
+    seconds("other_s", "part of `wall_s`: time outside of the other phases"),
     seconds(
         "engine_wall_s",
         "start of the first step to end of the last, idle time included, in the replica that took longest",
@@ -83,7 +85,8 @@ TIMES: tuple[Column, ...] = (
     ),
     seconds(
         "idle_devices_s",
-        "the sum of the five columns above; all are null for a run that computed nothing",
+        "`idle_input_s` + `idle_load_s` + `idle_plan_s` + `idle_tail_s` + `idle_publish_s`; all are null for a run "
+        "that computed nothing",
         formula=known_sum("idle_input_s", "idle_load_s", "idle_plan_s", "idle_tail_s", "idle_publish_s"),
     ),
     text(
@@ -121,7 +124,7 @@ TIMES: tuple[Column, ...] = (
     ),
     seconds(
         "metering_s",
-        "time of these measurements: in the engine, for each step, and in the command",
+        "time of measuring for this report: in the engine, for each step, and in the command",
         sql=mean_of_engines("metering_s"),
     ),
     seconds(

@@ -13,11 +13,11 @@ def _launches() -> Iterator[Column]:
     for mode, how in LAUNCHED.items():
         each, share = _launched("count(*)", mode)
         yield count(f"{mode}_steps", "steps", f"number of `steps` that were {how}; null on a CPU", each)
-        yield ratio(f"{mode}_steps_share", "their share of `steps`", share)
+        yield ratio(f"{mode}_steps_share", f"`{mode}_steps` ÷ `steps`", share)
     for mode in LAUNCHED:
         each, share = _launched("sum(tokens)", mode)
         yield count(f"{mode}_tokens", "tokens", f"computed in `{mode}_steps`, recomputed ones included", each)
-        yield ratio(f"{mode}_tokens_share", "their share of all computed tokens", share)
+        yield ratio(f"{mode}_tokens_share", f"`{mode}_tokens` ÷ all computed tokens", share)
 
 
 def _launched(sums: str, mode: str) -> tuple[str, str]:
@@ -48,9 +48,9 @@ WORK: tuple[Column, ...] = (
     count(
         "duplicate_saved_tokens",
         "tokens",
-        "prompt tokens not computed because a row is a duplicate (counted as in the definitions above)",
+        "prompt tokens not computed because rows [are duplicates](#saved-and-repeated-tokens)",
     ),
-    count("duplicate_saved_output_tokens", "tokens", "output tokens not sampled for the same reason"),
+    count("duplicate_saved_output_tokens", "tokens", "output tokens not sampled because rows are duplicates"),
     count(
         "decode_tokens_run",
         "tokens",
