@@ -19,7 +19,7 @@ class ScoreSection(Section):
 
     continuation: Text | None = Field(
         default=None,
-        description="Column with the text whose probability after the prompt is computed. `null`: score the prompt "
+        description="Column with the text whose log-probability after the prompt is computed. `null`: score the prompt "
         "itself, except its first token.",
     )
     per_token: bool = Field(
@@ -39,14 +39,14 @@ class ClassifySection(Section):
     )
     length_normalized: bool = Field(
         default=False,
-        description="Whether labels are compared by the mean log-probability of their tokens; else by the sum, which "
+        description="`true`: compare labels by the mean log-probability of their tokens. `false`: by the sum, which "
         "favours short labels.",
     )
     calibrate: bool | Annotated[Text, ValidValues("a text, such as N/A")] = Field(
         default=False,
-        description="Whether probabilities are [divided by those after an empty "
-        "prompt](scores.md#labels-that-the-model-likes-too-much), in which `N/A` replaces all values of "
-        "a row. A text replaces `N/A`.",
+        description="`true`: divide each label's probability by its probability after [a prompt without "
+        "content](scores.md#labels-that-the-model-likes-too-much), in which `N/A` replaces all values of a row. "
+        "A text is used in place of `N/A`.",
     )
 
     @property

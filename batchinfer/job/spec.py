@@ -148,7 +148,7 @@ class DraftModelSection(Section):
     runs: Literal["auto", "first", "beside"] = Field(
         default="auto",
         description="`first`: the draft model answers all rows before the job's model is loaded. `beside`: both are "
-        "loaded, and it drafts tokens while rows decode. `auto`: the faster of the two by the forecast.",
+        "loaded, and it drafts tokens while rows decode. `auto`: [the faster way](drafts.md#a-draft-model).",
     )
 
 
@@ -411,8 +411,8 @@ class CommitSection(Section):
 
     rows: Auto | Whole = Field(
         default="auto",
-        description="Commit after this number of finished rows, or after `commit.seconds`. `auto`: 1,000, and up to "
-        "32,768 of the rows that finish within one second.",
+        description="Commit after this number of finished rows, or after `commit.seconds`. `auto`: 1,000 rows, or the "
+        "rows that finish in one second if these are more (up to 32,768).",
     )
     seconds: float = Field(
         default=30.0,
