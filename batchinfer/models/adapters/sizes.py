@@ -53,9 +53,9 @@ class AdapterSizes:
 
     @property
     def slot_values(self) -> int:
-        """Return the number of values in an adapter slot on a GPU.
+        """Return the number of values in an adapter slot on a GPU, which is large enough for each of the adapters.
 
-        All slots have one size, which fits each of the adapters.
+        All slots have the same size.
         """
         return sum(product.width * max(MIN_RANK, *product.ranks) for product in self.products)
 

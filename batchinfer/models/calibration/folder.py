@@ -104,7 +104,8 @@ class CalibratedFolder:
     def finish(self) -> None:
         """Write the tensors that calibration left unchanged, config.json, and copies of the other files.
 
-        Raises OSError.
+        Raises:
+            OSError: Writing failed.
         """
         changed = self._packed | set(self._files)
         spec, prefixes = self._checkpoint.spec, self._checkpoint.prefixes

@@ -25,7 +25,7 @@ GATE_UP, DOWN = EXPERTS + "gate_up", EXPERTS + "down"
 class WatchedLinear(Linear):
     """Wraps a linear layer, and sums X^T X of its inputs X, (tokens, in).
 
-    Only tokens that calibration counts are included.
+    Only tokens that calibration counts are included: a prefix that several rows share counts once.
     """
 
     def __init__(self, inner: Linear, counted: Iterator[Tensor], device: torch.device) -> None:

@@ -366,7 +366,7 @@ def _missing(
 ) -> list[str]:
     """Return the expected tensors that a checkpoint lacks.
 
-    A head or embedding that is tied to a stored tensor may be missing.
+    If head and embedding are tied, a checkpoint may lack either.
 
     Args:
         spec: The model.

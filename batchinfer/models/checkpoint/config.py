@@ -39,7 +39,7 @@ def load_config(folder: Path) -> ModelSpec:
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelSpec:
     """Return the spec of the model that configuration files describe.
 
-    Of a multimodal model, it is the spec of its decoder.
+    For a multimodal model, it is the spec of the decoder.
 
     Args:
         raw: The content of config.json.

@@ -61,7 +61,7 @@ class SmoothedWeights(Weights):
     def layer(self, index: int) -> LayerWeights:
         """Return a layer's weights.
 
-        Outlier channels are divided in norms and up projections, and multiplied in their readers.
+        Outlier channels are divided in norms and up projections, and multiplied in the weights that read them.
         """
         layer, weights = self._spec.layers[index], dict(self._weights.layer(index))
         linears = {linear.name: linear for linear in layer.linears}
@@ -161,7 +161,7 @@ def scale_factors(weights: dict[str, Tensor], start: str, factors: Tensor) -> No
 def has_outliers(sizes: Tensor) -> bool:
     """Return True if any channel is at least OUTLIER_RATIO times as large as the median channel.
 
-    False if the median is 0.
+    If the median is 0, the result is False.
 
     Args:
         sizes: (K,), the magnitudes of the channels.

@@ -38,7 +38,7 @@ class StoredPart:
 
     @property
     def key(self) -> object:
-        """Return a value that is equal for parameters of the same matrix and slices, so that it is read only once."""
+        """Return a value that is equal for parameters that can be taken from the same read of a stored matrix."""
         return (
             self.stored.tensor,
             self.stored.index,
@@ -68,7 +68,8 @@ class StoredParts:
     def tables(self) -> dict[str, StoredPart]:
         """Return where the rank reads each parameter outside of layers, such as the embedding, by name.
 
-        Raises CannotSplit.
+        Raises:
+            CannotSplit: A stored tensor cannot be cut like this.
         """
         whole = self._checkpoint
         names = table_names(whole.spec, whole.prefixes)
@@ -85,10 +86,13 @@ class StoredParts:
         return {name: self._part(stored, table_cut(spec, name)) for name, stored in found.items()}
 
     def layer(self, index: int) -> dict[str, StoredPart]:
-        """Return where the rank reads each parameter of a layer, by name. Raises CannotSplit.
+        """Return where the rank reads each parameter of a layer, by name.
 
         Args:
             index: The number of the layer in the shard, from 0.
+
+        Raises:
+            CannotSplit: A stored tensor cannot be cut like this.
         """
         whole, shard = self._checkpoint, self._shard
         first = 0 if shard.layers is None else shard.layers[0]

@@ -79,11 +79,10 @@ class Tables:
 
     @classmethod
     def of(cls, found: Mapping[str, Tensor]) -> Tables:
-        """Assign tensors to fields.
+        """Create the tables from tensors by parameter name.
 
         Args:
-            found: The tensors by parameter name. If either head or embedding is missing, both fields get the other
-                tensor.
+            found: The tensors. If either head or embedding is missing, both fields get the other tensor.
         """
         embedding, head = found.get(EMBEDDING), found.get(HEAD)
         table = embedding if embedding is not None else found[HEAD]
@@ -116,7 +115,7 @@ class Weights(ABC):
 
     @abstractmethod
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of the layer with number `index`, by name. Their memory is not used by other layers."""
+        """Return the weights of the layer with number `index`, by name. The tensors share no memory with others."""
 
 
 class ReadCount:
@@ -181,7 +180,7 @@ class CheckpointWeights(Weights):
     def tables(self) -> Tables:
         """Read the weights outside of layers: embeddings, final norm and head.
 
-        Within a `with` block, reading ahead starts.
+        Within a `with` block, it also starts to read layers ahead.
         """
         if self._ahead is not None:
             self._ahead.tables()
@@ -288,7 +287,8 @@ class StoredCodes:
 def segments_of(tensor: Tensor, stored: StoredParameter) -> Tensor:
     """Return the view of a stored tensor that contains only a parameter: (segments, outputs per segment, …).
 
-    It has one segment if the outputs of the parameter are contiguous.
+    If the outputs of the parameter are contiguous, they form a single segment. Otherwise, the tensor stores them in
+    segments, such as one per head.
 
     Args:
         tensor: The stored tensor.
@@ -327,9 +327,9 @@ class _OpenFiles:
         self._stack.close()
 
     def found(self, part: StoredPart) -> Tensor | FileSegment:
-        """Return where a parameter is in a file, without reading it.
+        """Return where a parameter is in a file, for a copy without mapping the file.
 
-        If it is not contiguous there, read and return its tensor.
+        If its values are not stored contiguously, its tensor is read and returned instead.
         """
         return segment_of(self._checkpoint.tensors, part) or self.parameter(part)
 

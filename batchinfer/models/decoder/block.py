@@ -72,10 +72,7 @@ class Block(DecoderLayer):
 
     @property
     def attends(self) -> bool:
-        """Return True if the layer has attention.
-
-        Only then can it be computed by `begin` and `end` instead of a call.
-        """
+        """Return True if the layer has attention. Otherwise, it must be called, as `begin` and `end` need attention."""
         return self._attention is not None
 
     @property

@@ -89,7 +89,8 @@ class Fields:
             raw: The JSON object.
             name: The name of the file, for messages.
             mistakes: Receives an error message for each invalid value.
-            theirs: Per key that callers read, its name in the file, for messages. Other keys have one name.
+            theirs: The names of keys in the file, by the names under which callers read them. Messages quote the names
+                in the file.
         """
         self.raw = raw
         self.name = name
@@ -100,7 +101,8 @@ class Fields:
         """Return a reader of the same object for a family that names some keys differently.
 
         Args:
-            theirs: Per key that callers will read, its name in the file. Messages quote the name in the file.
+            theirs: The names of keys in the file, by the names under which callers will read them. Messages quote the
+                names in the file.
         """
         usual = {key: self.raw[own] for key, own in theirs.items() if own in self.raw}
         return Fields({**self.raw, **usual}, self.name, self.mistakes, theirs)

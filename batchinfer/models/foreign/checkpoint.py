@@ -79,7 +79,7 @@ class ForeignCheckpoint(WeightFiles):
     def modelling(self) -> str:
         """Return "transformers" and its version, the program that computes the model.
 
-        It enters the work keys of the model.
+        The text enters the work keys of the model's answers.
         """
         return f"transformers {self.spec.version}"
 

@@ -55,7 +55,7 @@ def silence_transformers() -> Iterator[None]:
 class Attending(Protocol):
     """Computes the attention of a model in place of transformers.
 
-    The model calls `mask` for a step, and `attend` for each layer.
+    A forward pass of the model calls `mask` first, and then `attend` for each layer.
     """
 
     def attend(

@@ -66,7 +66,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Return a context manager that tracks which modules of a model are running, to record `outermost`."""
+        """Return a context manager that tracks which modules of a model are running. `outermost` needs this."""
         hooks = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._path.append(name)))

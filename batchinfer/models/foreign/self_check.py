@@ -69,7 +69,7 @@ def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wan
 
 
 def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: torch.dtype) -> None:
-    """Run the rows of a test in the same steps, in chunks and with a paged cache, and compare their logits.
+    """Run the test rows together in the engine, in chunks and with a paged cache, and compare their logits.
 
     Args:
         model: The model in the engine.

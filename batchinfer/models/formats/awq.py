@@ -101,7 +101,7 @@ class AwqTensor(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: int4 in groups.
 
-        None: they must be dequantised.
+        Returns None if they must be dequantised.
         """
         return int4_form(self.group)
 

@@ -155,8 +155,8 @@ class Fp8Tensor(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: fp8 with a scale per output or block.
 
-        None: they must be dequantised. This holds for E5M2, for tensors that are no matrices, for blocks of other than
-        128 columns, and if activations must not be quantised.
+        Returns None if they must be dequantised. This holds for E5M2, for tensors that are no matrices, for blocks of
+        other than 128 columns, and if activations must not be quantised.
         """
         if self.dtype != DTYPES[0] or len(self.shape) != 2 or self.alone:
             return None

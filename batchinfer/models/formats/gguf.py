@@ -45,7 +45,7 @@ class GgufWeight(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: int4 for Q4_0, Q4_1 and Q4_K if `less` is 0.
 
-        None: they must be dequantised.
+        Returns None if they must be dequantised.
         """
         offset = _INT4.get(self.type.name)
         return None if offset is None or self.less else int4_form(_GROUP, whole_zeros=not offset)

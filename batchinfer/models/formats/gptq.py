@@ -58,7 +58,7 @@ class GptqFormat(QweightFormat):
     def find(self, tensors: Stored) -> PackedTensors:
         """Return the quantised weights among a checkpoint's tensors.
 
-        The first `qzeros` tensor decides on the layout of all zero points.
+        The first tensor named `qzeros` shows how all zero points of the checkpoint are stored.
         """
         first = next((name for name in tensors if name.endswith(".qzeros")), None)
         if first is None:
@@ -173,7 +173,7 @@ class GptqTensor(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: int4 in groups.
 
-        None: they must be dequantised.
+        Returns None if they must be dequantised, as with other than 4 bits or with ordered groups.
         """
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 

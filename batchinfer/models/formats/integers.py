@@ -112,7 +112,7 @@ class PackedIntegers(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: int4 in groups.
 
-        None: they must be dequantised.
+        Returns None if they must be dequantised, as with other than 4 bits or with ordered groups.
         """
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
@@ -224,8 +224,8 @@ class Int8Tensor(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: int8 with a scale per output.
 
-        None: they must be dequantised. This also holds if there are zero points, or if activations must not be
-        quantised.
+        Returns None if they must be dequantised. This also holds if there are zero points, or if activations must not
+        be quantised.
         """
         by_channel = self.scales in ((self.shape[0],), (self.shape[0], 1))
         if self.alone or not by_channel or len(self.stored) > 2:

@@ -139,7 +139,7 @@ class SparseTensor(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the weight: 2:4 sparse.
 
-        None: it must be filled up with zeros, as the mask is not 2:4, or the shape is unsupported.
+        Returns None if it must be filled up with zeros, as the mask is not 2:4, or the shape is unsupported.
         """
         return sparse_form(self.shape) if self.masked.half else None
 
@@ -172,7 +172,7 @@ class SparseCodes(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the quantised values with zeros filled up.
 
-        None: they must be dequantised.
+        Returns None if they must be dequantised.
         """
         return self.inner.form
 

@@ -203,7 +203,7 @@ class IntxTensor(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: int4 in groups.
 
-        None: they must be dequantised.
+        Returns None if they must be dequantised.
         """
         return int4_form(self.group)
 
@@ -249,17 +249,15 @@ class TorchaoInt4(PackedTensor):
     def form(self) -> WeightForm | None:
         """Return the form in which operators can use the stored values: int4 with fractional zero points.
 
-        None: they must be dequantised, as operators do not support groups of this size.
+        Returns None if they must be dequantised, as operators do not support groups of this size.
         """
         return int4_form(self.group, whole_zeros=False)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
         """Read the quantised values as int8 (outputs, inputs), with scales and zero points (outputs, groups).
 
-        The zero points are fractional:
-
-        a zero point is -offset / scale. If the scale of a group is 0, all its weights are the offset. Such a group gets
-        the values 1, the offset as scale, and the zero point 0.
+        A zero point is -offset / scale, which is usually not an integer. If the scale of a group is 0, all its weights
+        are the offset. Such a group gets the values 1, the offset as scale, and the zero point 0.
 
         Args:
             read: Returns a stored tensor by name.

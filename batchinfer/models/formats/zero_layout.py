@@ -46,7 +46,7 @@ class ZeroLayout:
     def subtracted(self, bits: int) -> int:
         """Return the number that is subtracted from each int32 word of zero points when it is stored.
 
-        Returns 0 for some layouts.
+        It is 0 for layouts that store zero points unchanged.
 
         Args:
             bits: Bits of a zero point.

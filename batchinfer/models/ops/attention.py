@@ -46,9 +46,9 @@ class LayerCache:
 
     @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of tensors (for K and for V) to copy when tokens move within the cache, with 4 dimensions each.
+        """Yield the pairs of tensors in which values must be copied when tokens move within the cache.
 
-        The pairs are K and V and, for a quantised cache, their scales.
+        The pairs are K and V and, for a quantised cache, their scales. Each tensor has 4 dimensions.
         """
         yield self.k, self.v
         if self.scales is not None:

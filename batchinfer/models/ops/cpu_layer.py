@@ -46,9 +46,9 @@ class ItemPlan(AttentionPlan):
         self.step.append(self)
 
     def find_room(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
-        """Return the buffers of the step whose tensors are x and residual, as an earlier layer returned them.
+        """Return the buffers of the step that contain x and residual, as an earlier layer left them there.
 
-        Returns None without any.
+        Returns None if x and residual are not in such buffers.
 
         Args:
             x: (T, hidden), the input of the next layer.

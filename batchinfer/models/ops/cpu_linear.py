@@ -70,7 +70,7 @@ class CompiledAdapters(Adapters):
         return AddedValues(self._compiled.low_rank(x, self.factors, rows), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Pack an adapter for use in place of the adapter that is at `place`; see `Adapters.place`.
+        """Pack an adapter so that it replaces the adapter that was packed at a place; see `Adapters.place`.
 
         Args:
             number: The number of the adapter, from 1.

@@ -174,7 +174,8 @@ def plain_weights(heads: LatentHeads) -> tuple[Tensor, Tensor]:
 def decompressed_sizes(q: Tensor, heads: LatentHeads) -> LatentSizes | None:
     """Return the sizes by which to decide for which sequences K and V are computed from latents.
 
-    None if the weights of heads are quantised: these are only applied to queries and results, and never to latents.
+    Returns None if the weights of heads are quantised: these are only applied to queries and results, and never to
+    latents.
 
     Args:
         q: (tokens, heads, unrotated + rotated values), the queries.

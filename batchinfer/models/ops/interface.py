@@ -201,7 +201,7 @@ class Ops(ABC):
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's expert results, (tokens, N).
 
-        It is bitwise equal to the sum that `Experts` of these operators return, for ranks that hold different experts.
+        It is bitwise equal to what `Experts` of these operators return. Ranks that hold different experts need this.
 
         Args:
             made: (tokens * chosen, N), the results of the experts that the router chose for each token, in the router's

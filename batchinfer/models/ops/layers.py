@@ -46,7 +46,7 @@ class AddedValues:
     def spread(self) -> Tensor:
         """Return the adapters' values in the order of the step's tokens, (tokens, outputs).
 
-        Returns 0 for tokens without an adapter.
+        Tokens without an adapter have 0.
         """
         missing = len(self.rows.order) - len(self.values)
         whole = torch.nn.functional.pad(self.values, (0, 0, missing, 0)) if missing else self.values

@@ -106,7 +106,10 @@ class TorchGroup:
         self._processes.send([x], to, 0).wait()
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x with the tensor that the rank `source` sends, and return x. Waits for it."""
+        """Overwrite x with the tensor that the rank `source` sends, and return x.
+
+        Waits until the tensor has arrived.
+        """
         self._processes.recv([x], source, 0).wait()
         return x
 

@@ -69,7 +69,7 @@ def tensor_sizes(spec: ModelSpec, shard: ModelShard = WHOLE_MODEL) -> list[int]:
 def expert_sizes(spec: ModelSpec) -> list[int]:
     """Return the numbers of ranks, up to MAX_RANKS, that divide the experts of every layer evenly.
 
-    Returns [] without experts.
+    Returns [] for a model without experts.
     """
     counts = {len(fed.numbers) for layer in spec.layers if isinstance(fed := layer.feed_forward, ExpertsSpec)}
     return [size for size in range(1, MAX_RANKS + 1) if counts and all(count % size == 0 for count in counts)]

@@ -18,9 +18,12 @@ _MULTIPLIED = ("silu", "gelu", "gelu_tanh")
 
 
 def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each norm of a layer whose outputs are read by matrix products only, and the names of these products.
+    """Yield the name of each norm whose outputs only matrix products read, and the names of these products.
 
-    Factors can be moved from such a norm to the products. The result also has the name of the norm, first.
+    Factors can be moved from the weight of such a norm to the weights of the products.
+
+    Args:
+        layer: The layer.
     """
     feeding = tuple(_first_of(layer.feed_forward))
     alone = layer.parallel and layer.post_norm is None

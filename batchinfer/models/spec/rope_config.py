@@ -27,9 +27,10 @@ class RopeConfig:
         low_freq_factor: For llama3: angles with a wavelength above original length / low_freq_factor are divided by
             `factor`.
         high_freq_factor: For llama3: angles with a wavelength below original length / high_freq_factor are kept.
-        beta_fast: For yarn: pairs with more rotations over the original length are kept.
-        beta_slow: For yarn: pairs with fewer rotations over the original length are interpolated.
-        truncate: For yarn: if True, the bounds of the ramp between kept and interpolated pairs are whole dimensions.
+        beta_fast: For yarn: the angles of pairs that rotate more often over the original length are kept.
+        beta_slow: For yarn: the angles of pairs that rotate less often over the original length are divided by
+            `factor`.
+        truncate: For yarn: if True, the range of pairs between the two is rounded to whole numbers of pairs.
         attention_factor: For yarn and longrope: the factor of cosines and sines.
         short: For longrope: the factor of each pair's period, for sequences within the original length.
         long: For longrope: the factor of each pair's period, for longer sequences.

@@ -143,7 +143,7 @@ class CacheSpec:
     Args:
         heads: The number of KV heads.
         dim: The number of values of K, and of V, per head.
-        window: The number of tokens that a query sees, its own included. None: all.
+        window: The number of keys that a query attends to, its own included. None: all.
         latent: If True, the cache stores latents, from which both K and V are computed, in one tensor.
         shared: The earlier layer whose K and V this layer reads; this layer then stores none. None: it stores its own.
         dtype: The dtype of quantised values: one byte each, and a float32 scale per head. None: the dtype of the run.
@@ -781,7 +781,7 @@ class ModelSpec:
     def quantized(self, quantization: Quantization) -> ModelSpec:
         """Return a copy of the model whose weights, head included, are quantised on loading.
 
-        Weights that already have a quantised or sparse form are unchanged.
+        Weights that already have a quantised or sparse form are unchanged. For int4, the head is quantised to int8.
 
         Args:
             quantization: "int4", "int8" or "fp8". Other values change nothing.
@@ -819,7 +819,7 @@ class ModelSpec:
     def windows(self) -> tuple[int | None, ...]:
         """Return the sliding window of each layer with attention, in tokens.
 
-        Returns None for a layer that attends to all tokens.
+        A layer that attends to all tokens has None.
         """
         return tuple(cache.window for cache in self.caches if cache is not None)
 

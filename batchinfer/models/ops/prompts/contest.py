@@ -59,7 +59,7 @@ def prefill_contest(
 ) -> PromptContest | None:
     """Return a contest that finds the fastest attention of prompts: batchinfer's kernel or an installed library.
 
-    None if no library can be used. The reason why an installed library is not used is logged.
+    Returns None if no library can be used. The reason why an installed library is not used is logged.
 
     Args:
         ops: The operators of the model.

@@ -47,7 +47,10 @@ def has_gluon() -> bool:
 
 
 class GluonPrefill(PromptPrefill[PromptItems]):
-    """Attention of prompts by the Gluon kernel `hopper_prefill`, also with windows, sinks and quantised caches."""
+    """Attention of prompts by the Gluon kernel `hopper_prefill`, for GPUs of compute capability 9.0.
+
+    The kernel also supports windows, soft caps, sinks and quantised caches.
+    """
 
     name = "batchinfer's kernel in triton's Gluon"
     distribution = "triton"

@@ -55,7 +55,7 @@ class PromptRows:
     def of(cls, inputs: AttentionInputs) -> PromptRows | None:
         """Return the rows of a step that a library for prompts can compute.
 
-        None if no chunk has at least two queries, or if the host has no block tables.
+        Returns None if no chunk has at least two queries, or if the host has no block tables.
 
         Args:
             inputs: The inputs of the step.
