@@ -52,7 +52,7 @@ class DraftModelRunner:
     Attributes:
         runner: Runs the draft model. Its KV cache has the target model's number of blocks (`blocks`), followed by the
             draft model's spare blocks.
-        roots: Creates the content roots of the draft model's requests, with the draft model's maximum length.
+        roots: The draft model's maximum length of a sequence, and the start values of its content hashes.
         vocab: The vocabulary size of the draft model.
         blocks: The number of KV cache blocks of the target model.
         max_num_seqs: Maximum number of running sequences of the engine.
@@ -358,11 +358,7 @@ class DraftModelSource:
         return next(missing, full) * size
 
     def _note(self, one: _RowState, start: int, end: int) -> None:
-        """Record the content hashes of the blocks with the positions from `start` to `end` of the row in `one`.
-
-        A block that is not full of prompt tokens has no known content afterwards. The last proposed token is never
-        written to the cache: nothing is proposed after it, and it may have no block.
-        """
+        # The last proposed token is never written to the cache: nothing is proposed after it, and it may have no block
         row, size = one.row, self._size
         table, full = one.own.tables[0], row.prompt_blocks(one.confirmed, size)
         for at in range(start // size, -(-end // size)):

@@ -39,15 +39,15 @@ _Found = tuple[Sequence, str, Proposal]
 
 @dataclass(slots=True)
 class _Row:
-    """The draft state of a sequence.
+    """The draft state of a sequence. Both proposals are None before the first drafts.
 
     Attributes:
         texts: The back-off of the sources that search texts.
         model: The back-off of the draft model.
         source: The name of the source of the newest drafts.
         proposal: The proposal that the newest drafts were taken from.
-        rest: The proposed tokens after the newest rejected draft. They may be right if a copied text differs in one
-            token.
+        rest: The proposed tokens after the newest rejected draft, or None. They may be right if a copied text differs
+            in one token.
         drafts: The number of the newest drafts.
         expected: The expected number of accepted tokens among the newest drafts.
     """
@@ -326,16 +326,6 @@ class CostedDrafter:
     def _draft_counts(
         self, found: list[_Found], decodes: int, others: int
     ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Choose how many tokens of each of n proposals the step verifies.
-
-        Args:
-            found: The proposals.
-            decodes: The number of sequences that decode in the step.
-            others: The number of tokens that sequences in prefill run in the step.
-
-        Returns:
-            The acceptance rate of each proposal's tokens, and the number of its tokens to verify, both [n].
-        """
         rates = np.array([self._acceptance.rate(source, proposal) for _, source, proposal in found])
         lengths = np.array([_verified(row, proposal) for row, _, proposal in found], np.int64)
         lengths, seconds = np.minimum(lengths, self._most_drafts), self._costs.seconds

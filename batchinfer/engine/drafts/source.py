@@ -36,7 +36,8 @@ class Proposal(NamedTuple):
     def kind(self) -> tuple[int, bool]:
         """The key by which proposals with a similar acceptance rate are counted.
 
-        It consists of the bit length of the number of matching tokens, and of `agreed`.
+        Returns:
+            The bit length of the number of matching tokens, and `agreed`.
         """
         return min(self.matched, 32).bit_length(), self.agreed
 

@@ -53,6 +53,9 @@ class GraphRecorder(ABC):
     def warm_up(self, run: Callable[[], object]) -> None:
         """Run a function once before its capture. This compiles kernels and allocates the work spaces of libraries.
 
+        Args:
+            run: The function. Its result is ignored.
+
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.
         """
@@ -63,6 +66,9 @@ class GraphRecorder(ABC):
 
         The launches may also be executed once. Later captures reuse memory that the function frees, so captures must
         be replayed in the order in which they were made.
+
+        Args:
+            run: The function.
 
         Returns:
             The result of the function, and a function that replays its launches.
@@ -115,6 +121,9 @@ class GpuRecorder(GraphRecorder):
 
     def warm_up(self, run: Callable[[], object]) -> None:
         """Run a function once in the CUDA stream in which functions are captured.
+
+        Args:
+            run: The function. Its result is ignored.
 
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.

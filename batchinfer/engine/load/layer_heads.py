@@ -99,10 +99,13 @@ class LoadedLayer(LoadedHeads):
         return replace(own, model=watched)
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, DraftModelRunner]:
-        """Allocate the KV cache of the draft head, and return the runners of the target model and of the head.
+        """Allocate the KV cache of the draft head.
 
         Args:
             model: The target model with its KV cache.
+
+        Returns:
+            The runner of the target model, and the runner of the draft head.
 
         Raises:
             OutOfMemory: The head's cache does not fit.

@@ -179,10 +179,13 @@ class LoadedHeads(ABC):
 
     @abstractmethod
     def of(self, model: HeadedModel) -> tuple[ModelRunner, AnyProposer]:
-        """Return the runner of the target model that the engine uses, and the runner of the draft heads.
+        """Allocate the KV cache of the draft heads, if they need one, and return the runners that the engine uses.
 
         Args:
             model: The target model with its KV cache. Its runner was returned by `tapped_runner`.
+
+        Returns:
+            The runner of the target model, and the runner of the draft heads.
 
         Raises:
             OutOfMemory: The KV cache of the heads does not fit.

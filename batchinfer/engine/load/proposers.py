@@ -58,12 +58,13 @@ class LoadedMedusa(LoadedHeads):
         return self.stored.state_bytes(kept_rows(max_num_seqs), self.itemsize) if self.on_gpu else 0
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, MedusaRunner]:
-        """Return the runners of the target model and of the Medusa heads.
-
-        The target model's runner stores the hidden states that the heads read.
+        """Create the runner of the Medusa heads, and make the target model's runner store the states that they read.
 
         Args:
             model: The target model with its KV cache.
+
+        Returns:
+            The runner of the target model, and the runner of the heads.
         """
         own = model.runner
         kept = KeptStates(KEPT_STEPS if isinstance(own, DeviceRunner) else None)
@@ -98,7 +99,12 @@ def load_heads(config: LoadConfig, arithmetic: Arithmetic, rank_groups: RankGrou
 
 @dataclass(frozen=True, slots=True)
 class Proposers:
-    """The loaded draft model or the loaded draft heads of an engine. One field or both are None."""
+    """The loaded draft model or the loaded draft heads of an engine.
+
+    Attributes:
+        draft_model: The draft model. None: the engine has none.
+        heads: The draft heads. None: the engine has none. An engine never has both.
+    """
 
     draft_model: DraftModelWeights | None = None
     heads: LoadedHeads | None = None

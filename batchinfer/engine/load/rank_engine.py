@@ -69,6 +69,9 @@ def first_layer(source: Source) -> int:
     """Return the index, in the whole model, of the first layer that this process runs.
 
     It is 0 without pipeline parallelism.
+
+    Args:
+        source: The checkpoint, or the shard of it that this rank loads.
     """
     layers = source.ranks.shard.layers if isinstance(source, ModelSource) else None
     return 0 if layers is None else layers[0]

@@ -36,7 +36,7 @@ _NAN_LOGITS = RowError("nan_logits", "engine", "the model's logits are not finit
 
 
 def output_kind(params: SamplingParams) -> str:
-    """Return the kind of output that a request asks for.
+    """Return the kind of output that a request with given sampling parameters asks for.
 
     It is "tokens", "scores" (log-probabilities of given continuations), or, for example, "vectors (mean)" or "logits
     (cls)". The word in brackets says how hidden states are pooled.

@@ -47,7 +47,7 @@ class EngineLimits:
     """The properties of the model that limit each sequence.
 
     Attributes:
-        roots: The maximum length of a sequence. It also creates the content roots of requests.
+        roots: The maximum length of a sequence, and the start values of content hashes.
         eos_token_ids: The end-of-sequence tokens of the model.
     """
 
@@ -439,14 +439,6 @@ class Engine:
         logprobs: Mapping[Sequence, TokenLogprobs],
         now: float,
     ) -> list[tuple[Sequence, End]]:
-        """Append the tokens of a step to its sequences, and return the sequences that end, with their ends.
-
-        Args:
-            step: The step.
-            tokens: The new tokens of each sequence in `step.sampling`, in the same order.
-            logprobs: The log-probabilities of the new tokens, for sequences that request them.
-            now: The current time in seconds since the engine's start.
-        """
         ends, dropped = [], step.dropped
         for sequence, given in zip(step.sampling, tokens, strict=True):
             if dropped and sequence in dropped:

@@ -109,7 +109,7 @@ class InFlight:
         reads: True if the step runs prompt tokens or recomputes any tokens.
         began_s: When the scheduling of the step began, in seconds since the engine's start.
         launched_s: When the launch of the step began, in seconds since the engine's start.
-        result: The results of the step, which may still be computed.
+        result: The results of the step, which may still be computed. None before the launch.
         shapes: The shape of the step's useful work; with multi-step decoding, of each decode step.
         irregular: The results of the sequences that had drafts or did not get exactly one token.
         dropped: The sequences that turned out, after the launch, to have ended before it.

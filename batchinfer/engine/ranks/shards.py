@@ -49,7 +49,15 @@ def rank_shard(
 
 
 def expert_ranks(spec: ModelSpec, division: Division) -> int:
-    """Return the number of ranks among which the experts of a layer are divided, or 1 if each rank has all experts."""
+    """Return the number of ranks among which the experts of each layer are divided.
+
+    Args:
+        spec: The specification of the model.
+        division: How the model is sharded.
+
+    Returns:
+        1 if each rank holds all experts.
+    """
     share = rank_shard(0, division, spec).experts
     return 1 if share is None else share.size
 

@@ -219,7 +219,7 @@ class DeviceRunner(ModelRunner):
         graphs: The CUDA graphs of decode steps. None: decode steps are not captured.
         mixed: The piecewise CUDA graphs, for steps that no decode graph covers, such as steps with prompts. None: such
             steps are not captured.
-        recorder: The recorder that captured the graphs.
+        recorder: The recorder that captured the graphs. None: nothing was captured.
         micro_batches: Limits the tokens per forward pass after the device ran out of memory.
         device_tokens: The tokens that the previous step sampled.
         tables: The block tables on the device.
@@ -355,14 +355,6 @@ class DeviceRunner(ModelRunner):
         return _Ran([(0, found)], found.tokens, ran.padded, ["full_graph"])
 
     def _keep(self, states: Tensor | None, tokens: Tensor | None, plan: StepPlan, whole: HostBatch) -> None:
-        """Move the keys and values of accepted draft tree nodes, and store hidden states for draft heads.
-
-        Args:
-            states: The hidden states of the n sampled rows, [n, hidden]. None: no draft heads need them.
-            tokens: The sampled tokens, [n]. None: nothing was sampled.
-            plan: The plan of the step.
-            whole: The inputs of the step, before it was split into micro-batches.
-        """
         if whole.tree is not None and tokens is not None:
             order = move_accepted_nodes(whole, tokens, self._moved)
             states = None if states is None else states.index_select(0, order)

@@ -65,12 +65,6 @@ class StepTrees(NamedTuple):
 
 
 def _parents(bits: NDArray[np.int32], places: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the index of each node's parent in its tree, or -1, [R, M].
-
-    Args:
-        bits: [R, M], for each node, a bit set of the node and its ancestors.
-        places: [M], the numbers 0, 1, … M - 1.
-    """
     others = bits.view(np.uint32) & ~(np.uint32(1) << places.astype(np.uint32))
     return np.frexp(others.astype(np.float64))[1].astype(np.int64) - 1
 

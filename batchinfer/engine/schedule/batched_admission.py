@@ -93,10 +93,7 @@ class BatchedAdmission:
         return self._wasted_s < self._idle_s(costs, running, cached)
 
     def _idle_s(self, costs: AdmissionCosts, running: int, cached: int) -> float:
-        """Return the estimated seconds that the device would wait for the host if sequences were admitted now.
-
-        The host launches a step while the device runs the previous step and the beginning of the launched step.
-        """
+        # The host launches a step while the device runs the previous step and the beginning of the launched step
         host_s = costs.host_step_s + running * costs.host_row_s
         decode_s = max(costs.weights_s, running * costs.token_s) + cached * costs.kv_token_s
         before_s = (

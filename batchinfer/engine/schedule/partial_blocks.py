@@ -52,8 +52,8 @@ class Copy(NamedTuple):
 class SortedPrompts:
     """Sequences sorted by prompt, to find the sequence with the longest common prefix.
 
-    One of the two neighbours in the order has the longest common prefix with a sequence. Sequences with different
-    content roots share no blocks and are kept in separate lists.
+    One of the two neighbours in the order has the longest common prefix with a sequence. Sequences whose content
+    hashes start from different values share no blocks and are kept in separate lists.
     """
 
     def __init__(self) -> None:

@@ -590,10 +590,6 @@ class Scheduler:
         return len(sequence.tokens) - found - self.partial.match(sequence, found // self.pool.block_size)
 
     def _fits(self, sequence: Sequence, budget: int) -> bool:
-        """Return True if a sequence can be admitted now.
-
-        Its first chunk must fit into available blocks, and all sequences must be expected to end without a preemption.
-        """
         if self._chunk_blocks(sequence, budget) > self.pool.available:
             return False
         if self._max_blocks + self._blocks_bound(sequence) <= self.pool.total:

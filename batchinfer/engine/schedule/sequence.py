@@ -129,8 +129,8 @@ class Sequence:
         bad: The token sequences that the answer must not contain.
         watched: True if a new token needs more checks than for stop tokens and for the maximum length.
         queued_s: When the request was queued. All times are in seconds since the engine's start.
-        scheduled_s: When the first step of the sequence began.
-        first_token_s: When the step ended that sampled the first token.
+        scheduled_s: When the first step of the sequence began. None: it has not begun.
+        first_token_s: When the step ended that sampled the first token. None: it has not ended.
         constraint: The state of the constraint.
         mask: The number by which step plans refer to the constraint's token mask.
         needs_sync: True if the sequence must not be scheduled again before its newest tokens are known.
@@ -222,7 +222,7 @@ class Sequence:
 
         Args:
             request: The request.
-            roots: The maximum length of a sequence. It also creates content roots.
+            roots: The maximum length of a sequence, and the start values of content hashes.
             stop_stream: Searches the output for stop strings. None: the request has none.
             now: The current time in seconds since the engine's start.
             eos_token_ids: The end-of-sequence tokens of the model.

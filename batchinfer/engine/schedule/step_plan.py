@@ -240,7 +240,8 @@ class SamplingPlan:
     """The outputs of a step's sampled rows, and how their tokens are chosen.
 
     A sampled row is a token of the step that has an output. Rows are given as indices among the sampled rows that get
-    tokens. Only `states` and `scored` contain indices among all sampled rows.
+    tokens. Only `states` and `scored` contain indices among all sampled rows. Fields that no row needs are empty or
+    None.
 
     Attributes:
         argmax: True if each token is the argmax of the logits, among the tokens that the row's mask allows.

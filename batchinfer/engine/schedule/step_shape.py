@@ -68,15 +68,6 @@ def decode_shape(
 
 
 def _attended(starts: Sequence[int], lengths: Sequence[int], window: int | None) -> tuple[int, int]:
-    """Return the number of (query, key) pairs of one layer, and the number of cached tokens that the layer reads.
-
-    Blocks that sequences share are counted for each sequence.
-
-    Args:
-        starts: The position of each chunk's first token.
-        lengths: The number of tokens of each chunk.
-        window: The sliding window of the layer in tokens. None: the layer sees all tokens.
-    """
     if window is not None:
         each = list(zip(starts, lengths, strict=True))
         pairs = sum(min(at + 1, window) for start, n in each for at in range(start, start + n))
