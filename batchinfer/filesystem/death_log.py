@@ -12,13 +12,18 @@ MOST_BYTES = 1 << 20  # maximum size of the file; a traceback takes about 5 KB
 
 
 class DeathLog:
-    """Appends tracebacks of engines that died to a log file. A file above MOST_BYTES is started again."""
+    """Appends tracebacks of engines that died to a log file.
+
+    If the file exceeds 1 MiB, its old content is dropped before the next traceback is added.
+    """
 
     def __init__(self, path: Path, ops: FileOps) -> None:
         self._path, self._ops = path, ops
 
     def add(self, what: str, traceback: str) -> str:
-        """Append a traceback to the log file, and return a clause for the user that names the file.
+        """Append a traceback to the log file, and return a clause for the user that names the log file.
+
+        If the file cannot be written, the clause says why, and no error is raised.
 
         Args:
             what: The engine that died, and the reason.

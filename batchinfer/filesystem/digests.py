@@ -35,7 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """Properties of a file that change whenever its bytes change. Times are in ns."""
+    """Properties of a file. They cannot all stay the same if its bytes change.
+
+    Times are Unix times in ns.
+    """
 
     device: int
     inode: int
@@ -50,14 +53,19 @@ class FileState(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Return True if a change of the file from now on would change its times."""
+        """Return True if the file's times are so old that any later change of the file must change them.
+
+        File systems store times in steps of up to 2 seconds. Two changes within a step can have equal times.
+        """
         return time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9 >= SETTLED_S
 
 
 class FileDigests:
     """The sha256 of the files in a folder, cached between runs.
 
-    With `fresh`, all digests are computed again and then cached. `known` has the cached digests by file name.
+    Args:
+        known: The cached digests: for each file name, the file's state when it was read, and its sha256.
+        fresh: Compute all digests again, instead of using cached ones.
     """
 
     def __init__(self, known: Mapping[str, tuple[FileState, str]], *, fresh: bool = False) -> None:
@@ -66,7 +74,10 @@ class FileDigests:
         self._fresh = fresh
 
     def of(self, path: Path) -> str:
-        """Return the sha256 (hex) of a file in the folder. Raises StorageError."""
+        """Return the sha256 (hex) of a file in the folder, from the cache if the file is unchanged.
+
+        Raises StorageError if the file cannot be read.
+        """
         with storage(path, "read"), path.open("rb") as file:
             before = FileState.of(os.fstat(file.fileno()))
             state, digest = self.known.get(path.name, (None, ""))
@@ -79,7 +90,7 @@ class FileDigests:
         return digest
 
     def _learn(self, name: str, state: FileState | None, digest: str) -> None:
-        """Cache a file's digest, or forget it if `state` is None: a later change might not be detected."""
+        # Without a state, the digest is forgotten: a later change of the file might not be detected
         before = self.known.pop(name, None)
         if state is not None:
             self.known[name] = (state, digest)
@@ -95,9 +106,9 @@ def _sha256(file: Any) -> str:
 
 @contextmanager
 def file_digests(folder: Path, *, fresh: bool = False) -> Iterator[FileDigests]:
-    """Open the digests of a folder's files.
+    """Yield the sha256 digests of a folder's files, which are read from and saved to a cache of this user.
 
-    Digests that the block computes are cached when it ends, even after an error.
+    Digests that are computed in the block are saved when the block ends, even after an error.
 
     Args:
         folder: The folder.
@@ -113,7 +124,6 @@ def file_digests(folder: Path, *, fresh: bool = False) -> Iterator[FileDigests]:
 
 
 def _memory_of(folder: Path) -> Path | None:
-    """Return the cache file for the digests of a folder, or None if this user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
     return Path(base, "batchinfer", "digests", f"{name}.json") if os.path.isabs(base) else None
@@ -130,7 +140,7 @@ def _read(memory: Path) -> dict[str, tuple[FileState, str]]:
 
 
 def _remember(memory: Path, folder: Path, known: Mapping[str, tuple[FileState, str]]) -> None:
-    """Write the digests of existing files to the cache file. An error is ignored: it only costs time."""
+    # An error is ignored: it only costs time
     kept = {
         name: [*state, digest] for name, (state, digest) in known.items() if os.path.lexists(folder / name)
     }

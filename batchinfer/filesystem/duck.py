@@ -31,7 +31,7 @@ Watched = Callable[[Any], AbstractContextManager[Any]]
 
 
 def working_memory() -> int:
-    """Return the bytes for a join or sort in DuckDB: a quarter of the available memory, from 128 MiB to 1 GiB."""
+    """Return the maximum bytes for a DuckDB join or sort: 1/4 of the free memory, from 128 MiB to 1 GiB."""
     return min(max(available_memory() // _SHARE, _LEAST), _MOST)
 
 
@@ -45,7 +45,8 @@ def connection(
         spill: The folder. DuckDB creates and removes it.
         memory_limit: In DuckDB's format, such as 1GiB. None: `working_memory`.
         threads: Maximum threads. Fewer are used if memory is low.
-        watched: Makes queries interruptible, see `interruptible`.
+        watched: The function that `interruptible` yields, so that signals interrupt the queries of this
+            database. By default, queries are not interrupted.
 
     Raises:
         StorageError: The folder cannot be written, or a file cannot be read.
@@ -73,11 +74,14 @@ def _connect(settings: dict[str, str]) -> AbstractContextManager[duckdb.DuckDBPy
 
 @contextmanager
 def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
-    """Let signals interrupt the queries of `database` while the block runs.
+    """Let signals, such as Ctrl-C, interrupt the queries of a DuckDB database while the block runs.
 
-    Python's signal handlers then run soon. It yields a function that does the same for another database.
-    DuckDB only checks for signals between its tasks, and a task of a large join may take hours. Do not use it
-    where signals are deferred, because the query ends anyway.
+    DuckDB itself only checks for signals between its tasks, and a task of a large join may take hours. An
+    interrupted query ends at once, and Python's signal handlers run. Do not use this where signals are
+    deferred, because the query ends anyway.
+
+    Yields:
+        A function that returns the same kind of context manager for another database.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield nullcontext
@@ -107,7 +111,6 @@ class _Running:
 
     @contextmanager
     def watched(self, database: duckdb.DuckDBPyConnection) -> Iterator[None]:
-        """Interrupt the queries of a database at a signal while the block runs."""
         with self._lock:
             self._databases.append(database)
         try:
@@ -117,21 +120,13 @@ class _Running:
                 self._databases.remove(database)
 
     def interrupt(self) -> None:
-        """Interrupt the queries of all databases."""
         with self._lock:
             for database in self._databases:
                 database.interrupt()
 
 
 def _interrupt_when(heard: int, running: _Running) -> None:
-    """Interrupt the databases repeatedly after a signal, until the pipe is closed.
-
-    A single interrupt may come just before a query starts.
-
-    Args:
-        heard: The file descriptor from which a byte per signal is read.
-        running: The databases.
-    """
+    # A signal is followed by repeated interrupts: a single one may come just before a query starts
     signalled = False
     while True:
         if select.select([heard], [], [], _AGAIN_S if signalled else None)[0]:
@@ -143,7 +138,11 @@ def _interrupt_when(heard: int, running: _Running) -> None:
 
 @contextmanager
 def translate_errors(place: Path) -> Iterator[None]:
-    """Convert DuckDB's I/O and memory errors to StorageError and OutOfMemory, with messages about `place`."""
+    """Convert DuckDB's errors of disk or memory in the block to StorageError and OutOfMemory.
+
+    Args:
+        place: The path at the start of the message.
+    """
     try:
         yield
     except (
@@ -160,13 +159,13 @@ def translate_errors(place: Path) -> Iterator[None]:
 
 
 def parquet(paths: Sequence[Path], options: str = "") -> str:
-    """Return the SQL table function that reads these files in this order.
+    """Return the SQL table function that reads these Parquet files in this order.
 
-    Names are escaped: otherwise `a[1]/x.parquet` would also match `a1/x.parquet`.
+    Special characters in names are escaped: otherwise `a[1]/x.parquet` would also match `a1/x.parquet`.
 
     Args:
         paths: The files.
-        options: Further arguments of `read_parquet`, with a leading comma.
+        options: Further arguments of `read_parquet`, such as ", union_by_name=true".
 
     Raises:
         StorageError: A path is not UTF-8.

@@ -35,19 +35,19 @@ class ExchangeUnsupported(OSError):
 
 
 class FileOps:
-    """The operations that change the disk, one method each. Tests override them to inject faults."""
+    """The operations that change files and folders, one method each. Tests override them to inject faults."""
 
     def open(self, path: Path) -> int:
         """Create or truncate a file for writing, and return its file descriptor.
 
-        Prompts are protected by the mode of the state folder, not of the file.
+        Other users may read the file. Prompts are protected by the mode of the state folder around it.
         """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def create(self, path: Path) -> int:
-        """Create a file that must not exist, and return its file descriptor.
+        """Create a file that must not exist yet, and return its file descriptor.
 
-        In shared folders this prevents writing through someone else's link.
+        In a folder that others may write to, a symbolic link with this name could lead to any file.
         """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
@@ -138,7 +138,7 @@ def describe(error: OSError) -> str:
 
 
 def next_step(error: OSError) -> str:
-    """Return what the user can do about an error of the disk, as the end of a sentence, or ""."""
+    """Return advice for the user after an error of the disk, as the end of a sentence; "" without advice."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             "; make room on that disk, then run the same command again: it continues where this one stopped"
@@ -155,22 +155,23 @@ class Digest:
 
 
 class DurableFile:
-    """A binary file for sequential writing that gets its name in `commit()`.
+    """A binary file for sequential writing.
 
-    It implements the part of Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method
-    raises StorageError. A failed fsync is final: Linux may report it once and drop the pages, so the file is
-    discarded and never synced again. The caller may write its contents again under the same name.
+    It has a temporary name until `commit()` makes it durable and renames it. It implements the part of
+    Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method raises StorageError. A
+    failed fsync is final: Linux may report the error once and drop the data, so the file is discarded and
+    never synced again. The caller may write the same content to a new file.
     """
 
     def __init__(self, path: Path, ops: FileOps, temporary: Path | None = None) -> None:
-        """Create a temporary file, which `commit` renames.
+        """Create a file with a temporary name, which `commit` renames.
 
         Args:
             path: The final name.
             ops: File operations.
-            temporary: The name before `commit`. The default is for folders that only batchinfer writes to. In
-                other folders it might be someone else's file, so pass a unique name; an existing file is
-                replaced.
+            temporary: The temporary name; an existing file with this name is replaced. None: `path` with a
+                suffix, for folders that only batchinfer writes to. Elsewhere that could be someone else's
+                file, so pass a unique name.
         """
         self.path = path
         self.temporary = temporary or path.with_name(path.name + TEMPORARY)
@@ -190,7 +191,7 @@ class DurableFile:
     def write(self, data: Any) -> int:
         """Add all bytes of a bytes-like object to the file, and return their number.
 
-        They are written to disk in large pieces.
+        Small writes are buffered.
         """
         if self._abandoned:  # ParquetWriter's destructor still writes a footer
             return len(data)
@@ -200,11 +201,11 @@ class DurableFile:
         return len(data)
 
     def tell(self) -> int:
-        """Return the position at the end of the file, in bytes."""
+        """Return the number of bytes written so far, including buffered bytes."""
         return self._bytes + len(self._buffer)
 
     def flush(self) -> None:
-        """Do nothing: only `commit` makes data durable. ParquetWriter needs this method."""
+        """Do nothing. ParquetWriter calls this method, but only `commit` makes data durable."""
 
     def writable(self) -> bool:
         """Return True because the file can be written."""
@@ -224,27 +225,27 @@ class DurableFile:
             self.abandon()
 
     def flush_to_disk(self) -> Digest:
-        """Write everything to disk under the temporary name, and return the digest."""
+        """Write and sync all bytes under the temporary name, and return the size and digest."""
         self.drain()
         with storage(self.temporary, "fsync"):
             self._ops.fsync(self._fd)
         return Digest(self._bytes, self._hash.hexdigest())
 
     def commit(self, announce: Callable[[Digest], None] | None = None) -> Digest:
-        """Sync and close the file, rename it to its final name, and sync the folder. Return its digest.
+        """Sync and close the file, rename it to its final name, and return its size and digest.
 
         The file is discarded after an error.
 
         Args:
-            announce: Called with the digest just before the rename. If it raises, the file is discarded as
-                well.
+            announce: Called with the digest just before the rename, for example to record it. If it raises,
+                the file is discarded as well.
         """
         return self._commit(announce, self._ops.rename)
 
     def commit_new(self) -> Digest:
-        """Commit the file, but never replace another one.
+        """Commit the file like `commit`, unless its final name is taken. Then raise OutputConflict.
 
-        Return its digest. Raises OutputConflict if the name is taken.
+        Return its size and digest.
         """
         return self._commit(None, self._put_if_absent)
 
@@ -265,10 +266,7 @@ class DurableFile:
         return digest
 
     def _put_if_absent(self, source: Path, target: Path) -> None:
-        """Give the file its name if no other file has it.
-
-        Without hard links, the check and the rename are not atomic.
-        """
+        # Without hard links, the check and the rename are not atomic
         try:
             self._ops.link(source, target)
         except FileExistsError:
@@ -280,7 +278,7 @@ class DurableFile:
             self._ops.unlink(source)
 
     def abandon(self) -> None:
-        """Close and remove the unfinished file. Later writes are ignored, and errors of the disk, too."""
+        """Close and remove the unfinished file. Errors of the disk are ignored, and so are later writes."""
         self._abandoned = True
         self.closed = True
         for undo in (self._close_descriptor, self._remove):
@@ -311,7 +309,10 @@ class DurableFile:
 
 
 def write_bytes(path: Path, data: bytes, ops: FileOps) -> Digest:
-    """Write a small file durably, and return its digest. Raises StorageError."""
+    """Write a small file, sync it to disk, and return its size and digest. Raises StorageError.
+
+    A file with the same name is replaced atomically.
+    """
     file = DurableFile(path, ops)
     try:
         file.write(data)
@@ -322,11 +323,13 @@ def write_bytes(path: Path, data: bytes, ops: FileOps) -> Digest:
 
 
 def write_new(path: Path, pieces: Iterable[bytes], ops: FileOps) -> Digest:
-    """Write a file durably that must not exist, in a folder that others may use. Return its digest.
+    """Create a file, sync it to disk, and return its size and digest. An existing file is never replaced.
+
+    The folder may be one that other users write to.
 
     Args:
         path: The file.
-        pieces: Its content.
+        pieces: Its content, in pieces.
         ops: File operations.
 
     Raises:
@@ -354,19 +357,23 @@ def _exists_error(path: Path) -> OutputConflict:
 
 
 def write_json(path: Path, value: object, ops: FileOps) -> Digest:
-    """Write a value as canonical, readable JSON durably, and return the digest. Raises StorageError."""
+    """Write a value as canonical, readable JSON, sync the file to disk, and return its size and digest.
+
+    A file with the same name is replaced atomically. Raises StorageError.
+    """
     return write_bytes(path, json_text(value), ops)
 
 
 def json_text(value: object) -> bytes:
-    """Return a value as canonical, readable JSON: sorted keys and a final newline."""
+    """Return a value as canonical, readable JSON in UTF-8: sorted keys, indented, with a final newline."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def replace_bytes(path: Path, content: bytes, ops: FileOps) -> None:
-    """Write a small file atomically: readers see the old contents or the new contents. Raises StorageError.
+    """Write a small file atomically: readers see the complete old or the complete new content.
 
-    Nothing is synced: after a power failure the old file may be back, or the file may be missing.
+    Nothing is synced: after a power failure the old file may be back, or the file may be missing. Raises
+    StorageError.
     """
     temporary = path.with_name(path.name + TEMPORARY)
     data = memoryview(content)

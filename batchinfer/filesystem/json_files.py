@@ -16,18 +16,21 @@ _log = logging.getLogger(__name__)
 
 
 def read_strings(path: Path) -> dict[str, str]:
-    """Return the strings by name that `write_strings` wrote, or an empty dict if the file is unusable."""
+    """Return the dict of strings in a JSON file that `write_strings` wrote.
+
+    It is empty if the file is damaged or missing.
+    """
     value = read_json(path)
     return {k: v for k, v in value.items() if isinstance(v, str)} if isinstance(value, dict) else {}
 
 
 def write_strings(path: Path, values: dict[str, str], ops: FileOps | None = None) -> None:
-    """Write strings by name, such as digests by file, to a JSON file. Raises StorageError."""
+    """Write a dict of strings, such as digests by file name, to a JSON file durably. Raises StorageError."""
     write_json(path, values, ops or FileOps())
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file, or None if it is missing or unusable."""
+    """Return the value in a JSON file, or None if the file is missing, unreadable or not valid JSON."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -29,7 +29,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """The location of a file or folder of user data, or a pattern of locations.
+    """The location of a file or folder of user data, or a glob pattern of locations.
 
     Methods raise OSError, including FileNotFoundError.
 
@@ -72,7 +72,7 @@ class Location:
 
     @property
     def is_pattern(self) -> bool:
-        """Return True if the location's text has wildcards."""
+        """Return True if the location's text has glob wildcards."""
         return glob.has_magic(self.text)
 
     @property
@@ -89,7 +89,7 @@ class Location:
         return open(self.text, "rb")
 
     def facts(self) -> FileFacts | None:
-        """Return size, times and inode of the file at the location, or None for a pipe, a device or a folder."""
+        """Return size, times and inode of the file at the location, or None for a folder, pipe or device."""
         found = os.stat(self.text)
         if not stat.S_ISREG(found.st_mode):
             return None
@@ -120,7 +120,10 @@ class Location:
         return absolute if relative.startswith("..") else relative
 
     def nearest(self) -> Location | None:
-        """Return the existing file or folder that was probably meant if nothing matches the location, or None."""
+        """Return the existing file or folder with the most similar path, or None if there is none.
+
+        It is for messages about a location that matches nothing: "did you mean …?"
+        """
         path, name = self._fixed if self.is_pattern else self.text, ""
         while not os.path.isdir(path):
             path, name = os.path.split(path)
@@ -132,6 +135,5 @@ class Location:
 
     @property
     def _fixed(self) -> str:
-        """Return the folder of a pattern before its first wildcard."""
         parts = Path(self.text).parts
         return str(Path(*itertools.takewhile(lambda part: not glob.has_magic(part), parts)))

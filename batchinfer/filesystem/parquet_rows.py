@@ -13,9 +13,9 @@ from batchinfer.core.errors import InputCorrupt
 
 
 class ParquetRows:
-    """Reads ranges of rows of several Parquet files, whose rows are numbered across files.
+    """Reads ranges of rows of several Parquet files. Rows are numbered from 0 across all files.
 
-    Several threads may read. Raises InputCorrupt for a damaged file.
+    Several threads may read at the same time. Methods raise InputCorrupt for a damaged file.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -29,7 +29,7 @@ class ParquetRows:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the schema of the first Parquet file, or an empty schema without files."""
+        """Return the schema of the first Parquet file, or an empty schema if there are no files."""
         try:
             return pq.read_schema(self._paths[0]) if self._paths else pa.schema([])
         except (pa.ArrowInvalid, OSError) as error:
@@ -63,7 +63,6 @@ def _count(path: Path) -> int:
 def _within(
     path: Path, start: int, stop: int, rows: int, columns: Sequence[str] | None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of one file from `start` to `stop`. Row groups without any of them are not read."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             at, groups = _groups(file.metadata, start, stop)
@@ -77,7 +76,7 @@ def _within(
 
 
 def _groups(found: pq.FileMetaData, start: int, stop: int) -> tuple[int, list[int]]:
-    """Return the row groups with the rows from `start` to `stop`, after the number of their first row."""
+    """Return the row groups with rows of [start, stop), preceded by the number of their first row."""
     ends = np.cumsum([0, *(found.row_group(number).num_rows for number in range(found.num_row_groups))])
     groups = np.flatnonzero((ends[1:] > start) & (ends[:-1] < stop)).tolist()
     return int(ends[groups[0]]) if groups else 0, groups

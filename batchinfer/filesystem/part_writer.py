@@ -16,9 +16,9 @@ _GROUP_BYTES = 16 << 20
 
 
 class PartWriter:
-    """Writes part-00000.parquet, part-00001.parquet, … with page checksums and at most PART_ROWS rows each.
+    """Writes rows to numbered Parquet parts of limited size, such as part-00000.parquet.
 
-    A context manager: call `commit()` at the end, otherwise the last part is discarded.
+    A context manager: call `commit()` at the end, otherwise the last part is discarded. Pages have checksums.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class PartWriter:
         distinct: Collection[str] = (),
         before: Sequence[Path] = (),
     ) -> None:
-        """Prepare to write Parquet parts. Nothing is created.
+        """Prepare to write Parquet parts. Nothing is created yet.
 
         Args:
-            folder: The folder.
+            folder: The folder of the parts.
             schema: The schema of the parts.
             ops: File operations.
             part_rows: Maximum rows per part.
             distinct: Columns whose values hardly ever repeat. They are written without dictionaries.
-            before: Parts that exist already, and come first.
+            before: Existing parts. New parts are numbered after them.
         """
         self._folder = folder
         self._schema = schema
@@ -88,7 +88,10 @@ class PartWriter:
         self._rows_in_part = 0
 
     def commit(self) -> list[Path]:
-        """Finish the current Parquet part, and return all parts in order. Raises StorageError."""
+        """Finish the current Parquet part, and return the paths of all parts in order. Raises StorageError.
+
+        Parts that existed before are included.
+        """
         self._write_group()
         self._finish_part()
         return self.parts
@@ -106,16 +109,16 @@ class PartWriter:
 def open_part(
     path: Path, schema: pa.Schema, ops: FileOps, distinct: Collection[str] = ()
 ) -> tuple[DurableFile, pq.ParquetWriter]:
-    """Create a Parquet file with page checksums. Close the writer first, then commit the file.
+    """Create a Parquet file with page checksums, and return the file and its writer.
 
-    For keys, ids and offsets of a million rows, writing took 0.71 s with dictionaries and 0.36 s without, and
-    reading 0.25 s and 0.17 s.
+    The caller closes the writer first, then commits the file.
 
     Args:
         path: The file.
         schema: Its columns.
         ops: File operations.
-        distinct: Columns to write without dictionaries, because their values hardly ever repeat.
+        distinct: Columns whose values hardly ever repeat, such as keys. They are written without
+            dictionaries, which is twice as fast.
     """
     file = DurableFile(path, ops)
     writer = pq.ParquetWriter(

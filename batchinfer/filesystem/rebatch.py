@@ -17,15 +17,22 @@ from batchinfer.core.errors import InputCorrupt
 
 
 def rebatch(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """Yield the rows of batches in tables of exactly `rows` rows, as one chunk each.
+    """Yield the rows of record batches in tables of exactly `rows` rows. The last table may be shorter.
 
-    The last one may be shorter.
+    Each column of a table is one contiguous chunk.
     """
     return rebatch_to(batches, repeat(rows))
 
 
 def rebatch_to(batches: Iterable[pa.RecordBatch], sizes: Iterator[int]) -> Iterator[pa.Table]:
-    """Yield the rows of batches in tables of the given sizes, as one chunk each. The last one may be shorter."""
+    """Yield the rows of record batches in tables of the given sizes. The last table may be shorter.
+
+    Each column of a table is one contiguous chunk.
+
+    Args:
+        batches: The record batches.
+        sizes: The number of rows of each table. It must not end before the rows do.
+    """
     held: list[pa.RecordBatch] = []
     count, size = 0, next(sizes)
     for batch in batches:
@@ -58,9 +65,10 @@ def parquet_batches(
 
 
 def sample_segments(path: Path, rows: int, every: int) -> Iterator[pa.Table]:
-    """Yield every `every`-th segment of `rows` rows of a Parquet file, starting with number `every // 2`.
+    """Divide a Parquet file into segments of `rows` rows, and yield every `every`-th segment as a table.
 
-    Row groups without such a segment are not read. Raises InputCorrupt.
+    The first one is segment `every // 2`, counted from 0. The last one may be shorter. Row groups that are
+    not needed are not read. Raises InputCorrupt for a damaged file.
     """
     with _reading(path) as file:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
@@ -83,7 +91,7 @@ def _reading(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def repeat_values(values: pa.Array, times: NDArray[np.int64]) -> pa.Array:
-    """Return an array in which values[i] is repeated times[i] times."""
+    """Return an array in which each values[i] is repeated times[i] times in a row."""
     if (times == 1).all():
         return values
     return values.take(pa.array(np.repeat(np.arange(len(values)), times)))

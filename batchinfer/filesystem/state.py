@@ -63,9 +63,10 @@ _NAME_BYTES = 200  # maximum bytes of a part's name; file systems allow 255
 
 
 class StateFolder:
-    """The state folder of a job, for one of its results: paths, locks and clean-up.
+    """The state folder of a job, seen from one of its results: paths, locks and clean-up.
 
-    A job with several results has a subfolder for each, which is called a part of the state folder.
+    The state folder is a hidden folder next to the results that makes runs resumable. If a job has several
+    results, each has a subfolder of its own, which is called a part of the state folder.
     """
 
     def __init__(
@@ -116,11 +117,10 @@ class StateFolder:
 
     @property
     def has_published(self) -> bool:
-        """Return True if a run of this job has published the result that this state belongs to."""
+        """Return True if a run of this job has published the result of this state folder."""
         return self.made_by.exists() or self.published.exists()
 
     def _name(self) -> str:
-        """Return a file name that encodes the path of the result relative to the folder of the root."""
         way = os.path.relpath(self.results, self.root.parent)
         name = way.replace("%", "%25").replace("/", "%2F")
         if len(os.fsencode(name)) <= _NAME_BYTES:
@@ -137,16 +137,16 @@ class StateFolder:
         return self.completions != self._own_store
 
     def remember_store(self) -> None:
-        """Record the folder in which this run stores its answers. Raises StorageError."""
+        """Record the folder in which this run stores its answers, for `of_last_run`. Raises StorageError."""
         used = {_SHARED: str(self.completions)} if self.shares_store else {}
         if read_strings(self._store_note) != used:
             with self.lock_shared():
                 write_strings(self._store_note, used, self.ops)
 
     def of_last_run(self) -> StateFolder:
-        """Return this state folder with the store that the job's last run recorded.
+        """Return the same state folder, but with the store of answers that the job's last run recorded.
 
-        Without a record, the store is in the state folder.
+        Without a record, the store is inside the state folder.
         """
         shared = read_strings(self._store_note).get(_SHARED)
         cache = None if shared is None else Path(shared)
@@ -156,7 +156,7 @@ class StateFolder:
     def lock(self) -> Iterator[StateFolder]:
         """Create the state folder if needed, and hold the lock of the result while the block runs.
 
-        The lock is released if the process dies.
+        While it is held, no other run can write the same result. It is released if the process dies.
 
         Raises:
             Locked: Another run holds it.
@@ -176,7 +176,10 @@ class StateFolder:
 
     @contextmanager
     def lock_shared(self) -> Iterator[None]:
-        """Make other runs of the job wait while the block changes files that all results of the job share."""
+        """Hold the lock of the files that all results of the job share, while the block runs.
+
+        Other runs of the job that need the lock wait for it.
+        """
         with storage(self._gate, "open"):
             fd = os.open(self._gate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -188,10 +191,7 @@ class StateFolder:
 
     @contextmanager
     def _no_run_starts(self) -> Iterator[None]:
-        """Prevent runs of the job from starting while the block runs.
-
-        Writes nothing, as the state may be read-only.
-        """
+        # Writes nothing, as the state may be read-only
         with storage(self._gate, "lock"), ExitStack() as stack:
             if (fd := _open_for_reading(self._gate)) is not None:  # without the file, no run has ever started
                 stack.callback(os.close, fd)
@@ -199,24 +199,34 @@ class StateFolder:
             yield
 
     def purge_scratch(self, keep: str | None = None) -> None:
-        """Remove prompts, tokens, index and plan of the result, except for the index with the identity `keep`."""
+        """Remove the scratch folders of the result, which have its index, tokens and plan.
+
+        Args:
+            keep: The identity of an index whose folder stays. None: all folders are removed.
+        """
         for folder in _entries(self.scratch):
             if folder.name != keep:
                 self._remove(folder)
 
     def remove_old_generations(self, now: float | None = None, keep_s: float = KEEP_GENERATIONS_S) -> int:
-        """Remove replaced results older than `keep_s` seconds, and return their number. `now` is Unix time."""
+        """Remove replaced results older than `keep_s` seconds, and return their number.
+
+        Args:
+            now: The current Unix time. None: read the clock.
+            keep_s: Minimum age in seconds of results to remove.
+        """
         old = self.old_generations(now, keep_s)
         for folder in old:
             self._remove(folder)
         return len(old)
 
     def check_writable(self) -> None:
-        """Check that the folders of the state, the store and the results can be written.
+        """Check that this user may write to the folders of the state, the store and the results.
 
         Raises:
             StorageError: A folder cannot be written.
-            OutputConflict: The state folder is a link. The owner of its target could read the prompts.
+            OutputConflict: The state folder is a symbolic link. The owner of its target could read the
+                prompts.
         """
         if self.job.is_symlink():
             raise OutputConflict(
@@ -233,14 +243,21 @@ class StateFolder:
                 )
 
     def old_generations(self, now: float | None = None, keep_s: float = KEEP_GENERATIONS_S) -> list[Path]:
-        """Return the folders of replaced results older than `keep_s` seconds. `now` is Unix time."""
+        """Return the folders of replaced results older than `keep_s` seconds.
+
+        Args:
+            now: The current Unix time. None: read the clock.
+            keep_s: Minimum age in seconds.
+        """
         limit = (time.time() if now is None else now) - keep_s
         return [folder for folder in _entries(self.generations) if folder.stat().st_mtime < limit]
 
     def idle_parts(self, now: float | None = None, keep_s: float = KEEP_IDLE_S) -> list[Path]:
-        """Return the subfolders of the job's other results that no run has used for `keep_s` seconds.
+        """Return the subfolders of the job's other results that no run has used recently.
 
-        `now` is Unix time.
+        Args:
+            now: The current Unix time. None: read the clock.
+            keep_s: Minimum seconds since a run last used the subfolder.
         """
         limit = (time.time() if now is None else now) - keep_s
         return [
@@ -250,24 +267,25 @@ class StateFolder:
         ]
 
     def parts_in_use(self) -> list[Path]:
-        """Return the subfolders of results whose locks runs hold, including this run.
+        """Return the subfolders of results that runs are writing now, including this run's result.
 
-        Call it within `lock_shared`, which prevents other runs from taking a lock.
+        A subfolder is in use if a run holds its lock. Call this within `lock_shared`, so that no other run
+        takes a lock in the meantime.
         """
         return [part for part in (self.job, *_entries(self.job / _RESULTS)) if is_held(part / "lock")]
 
     def is_running(self, part: Path) -> bool:
-        """Return True if a run holds the lock of a result's subfolder `part`.
+        """Return True if a run is writing the result with the subfolder `part`, that is, holds its lock.
 
-        A run that is starting has to wait.
+        A run that starts at the same time waits until this method returns.
         """
         with self._no_run_starts():
             return is_held(part / "lock")
 
     def recorded_parts(self) -> list[Path]:
-        """Return the subfolders of results with a recorded progress, the one written last first.
+        """Return the subfolders of results that have a progress file, the most recently written one first.
 
-        If this result has recorded progress, only its subfolder is returned.
+        If this state folder's own result has a progress file, only its subfolder is returned.
         """
         if self.progress.exists():
             return [self.path]
@@ -278,7 +296,8 @@ class StateFolder:
     def remove_idle(self, now: float | None = None) -> int:
         """Remove the subfolders of other results that no run has used for a day, and return their number.
 
-        `now` is Unix time.
+        Args:
+            now: The current Unix time. None: read the clock.
         """
         if not self.idle_parts(now):
             return 0
@@ -307,7 +326,6 @@ class StateFolder:
             self.job.chmod(0o700)  # the folder may have existed with another mode
 
     def _open_lock(self) -> int:
-        """Take the lock of the result, check the format of the state, and return the lock's file descriptor."""
         with storage(self.lock_path, "open"):
             fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -339,13 +357,10 @@ class StateFolder:
             write_json(self._marker, {"format": STATE_FORMAT}, self.ops)
 
     def refuse_newer(self) -> None:
-        """Check that this version of batchinfer can read the state folder. Nothing is written.
+        """Raise StorageError if a newer version of batchinfer wrote the state folder. Nothing is written.
 
         A missing or damaged `state.json` is accepted: it only has the format, and all files with answers have
-        theirs as well.
-
-        Raises:
-            StorageError: A newer version of batchinfer wrote the folder, or `state.json` cannot be read.
+        theirs as well. StorageError is also raised if `state.json` cannot be read.
         """
         found = _format_of(self._marker)
         if found is not None and found > STATE_FORMAT:
@@ -377,14 +392,12 @@ def state_of(job: Job) -> StateFolder:
 
 
 def _device(path: Path) -> int:
-    """Return the device number of the disk of a path or of its nearest existing parent."""
     there = next(place for place in (path, *path.parents) if place.exists())
     with storage(there, "look at"):
         return there.stat().st_dev
 
 
 def _last_used(folder: Path) -> float:
-    """Return the Unix time at which a run last took the lock of a result's subfolder."""
     lock = folder / "lock"
     try:
         return (lock if lock.exists() else folder).stat().st_mtime
@@ -393,7 +406,6 @@ def _last_used(folder: Path) -> float:
 
 
 def _try_lock(path: Path) -> int | None:
-    """Return a file descriptor that holds the lock, or None if a run holds it."""
     with storage(path, "open"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -405,7 +417,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def is_held(lock: Path) -> bool:
-    """Return True if a process holds the lock of this file. Writes nothing."""
+    """Return True if a process holds the lock of a lock file, which need not exist. Writes nothing."""
     with storage(lock, "look at"):
         fd = _open_for_reading(lock)
         if fd is None:
@@ -420,7 +432,6 @@ def is_held(lock: Path) -> bool:
 
 
 def _open_for_reading(path: Path) -> int | None:
-    """Return a file descriptor of the file, or None if it does not exist."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -428,7 +439,6 @@ def _open_for_reading(path: Path) -> int | None:
 
 
 def _format_of(marker: Path) -> int | None:
-    """Return the format of the state in the file, or None if it is missing or damaged. Raises StorageError."""
     if marker.is_dir():
         raise StorageError(
             f"{marker}: is a folder where a file belongs; remove it and run the same command again: batchinfer writes "

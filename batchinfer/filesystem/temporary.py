@@ -20,9 +20,12 @@ _YOUNG_S = 60.0
 
 @contextmanager
 def temporary_folder(name: str) -> Iterator[str]:
-    """Create a folder in TMPDIR with this name and a random suffix, and remove it when the block ends.
+    """Create a folder in TMPDIR, yield its path, and remove it when the block ends. Raises OSError.
 
-    If this process is killed, the next process that needs a temporary folder removes it. Raises OSError.
+    If this process is killed, the next process that needs a temporary folder removes it.
+
+    Args:
+        name: A word in the folder's name, which also has a random suffix.
     """
     _remove_left(Path(tempfile.gettempdir()))
     with ExitStack() as stack:
@@ -34,10 +37,6 @@ def temporary_folder(name: str) -> Iterator[str]:
 
 
 def _lock(folder: int) -> bool:
-    """Lock the folder with this file descriptor until this process ends.
-
-    Return False if another process holds the lock or locks are unsupported.
-    """
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -46,7 +45,6 @@ def _lock(folder: int) -> bool:
 
 
 def _remove_left(parent: Path) -> None:
-    """Remove temporary folders of this user whose processes have ended."""
     for folder in parent.glob(f"{_PREFIX}*{_SUFFIX}"):
         if not _OURS.fullmatch(folder.name):
             continue

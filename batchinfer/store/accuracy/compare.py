@@ -21,7 +21,7 @@ _GRADED = pa.schema([("row_id", pa.int64()), ("grade", pa.int8())])
 
 @dataclass(frozen=True, slots=True)
 class RightRows:
-    """Counts of rows whose answers are right in two results A and B, and the p-value of McNemar's test.
+    """Counts of rows with a right answer in result A, in result B or in both, and McNemar's test for A and B.
 
     Attributes:
         both: Rows that are right in both results.
@@ -37,19 +37,25 @@ class RightRows:
 
     @classmethod
     def of(cls, both: int, only_a: int, only_b: int) -> RightRows:
-        """Return the counts of right rows in both results and in one only, with their p-value."""
+        """Return these counts of right rows with the p-value of McNemar's test.
+
+        Args:
+            both: Rows that are right in both results.
+            only_a: Rows that are right in result A only.
+            only_b: Rows that are right in result B only.
+        """
         return cls(both, only_a, only_b, mcnemar(only_a, only_b))
 
 
 @dataclass(frozen=True, slots=True)
 class AccuracyDiff:
-    """The accuracy of two results on the rows for which both expect the same answer.
+    """A comparison of the accuracy of two results, on the rows for which both expect the same answer.
 
     Attributes:
         rows: The number of rows for which both results expect the same answer.
-        other_labels: The number of rows for which they expect different answers.
-        exact: Counts of rows with exactly the expected answer.
-        normalised: Counts of rows with the expected answer after normalisation.
+        other_labels: The number of rows for which they expect different answers. These rows are not compared.
+        exact: Counts of rows whose answer equals the expected one exactly.
+        normalised: Counts of rows whose answer equals the expected one, at least after normalisation.
     """
 
     rows: int
@@ -60,12 +66,12 @@ class AccuracyDiff:
 
 @dataclass(frozen=True, slots=True)
 class LabelledResult:
-    """A result with a column of expected answers.
+    """A result with a column of expected answers, to be compared with another result.
 
     Attributes:
         view: Name of its view in a DuckDB database.
-        files: Its files.
-        key: SQL expression over its columns that is equal for matching rows of two results.
+        files: Its Parquet files.
+        key: SQL expression over its columns. Rows of two results with equal keys are compared.
     """
 
     view: str
@@ -74,15 +80,17 @@ class LabelledResult:
 
 
 def compare_accuracy(database: Any, a: LabelledResult, b: LabelledResult) -> AccuracyDiff | None:
-    """Compare how many answers of two results are right. Return None if one has no expected answers.
+    """Compare how many answers of two results are right. Return None if A or B has no expected answers.
 
-    The database only stores a key, a hash and a grade per row, and can spill them. Raises InputCorrupt for a
-    damaged file.
+    The database only stores a key, a hash and a grade per row, and can spill them.
 
     Args:
         database: A DuckDB connection with the views of both results.
         a: The first result.
         b: The second result.
+
+    Raises:
+        InputCorrupt: A file is damaged.
     """
     columns = [ExpectedColumn.of(one.files) for one in (a, b)]
     sides = []
@@ -109,7 +117,6 @@ def compare_accuracy(database: Any, a: LabelledResult, b: LabelledResult) -> Acc
 
 
 def _conditions(least: int) -> tuple[str, str, str]:
-    """Return SQL conditions for: both answers have at least the grade `least`, only A has, only B has."""
     a, b = f"a >= {least:d}", f"b >= {least:d}"
     return f"{a} AND {b}", f"{a} AND NOT {b}", f"{b} AND NOT {a}"
 

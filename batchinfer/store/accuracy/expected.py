@@ -26,13 +26,13 @@ UNREADABLE = Unreadable()
 
 
 def mark_expected(schema: pa.Schema, column: str, typed: bool) -> pa.Schema:
-    """Return the schema of a result with `column` marked as the expected values.
+    """Return the schema of a result in which the metadata of `column` says that it has the expected values.
 
     Args:
         schema: The schema.
         column: Name of the column with expected values.
-        typed: If True, answers follow a schema, so expected values are compared as JSON. Nested columns
-            always are.
+        typed: True if answers follow a JSON schema, so they are compared as JSON. Values of a nested column
+            are always compared as JSON, others as text.
     """
     place = schema.get_field_index(column)
     field = schema.field(place)
@@ -46,7 +46,7 @@ class ExpectedColumn:
 
     Attributes:
         name: The column with expected values.
-        kind: "json": values are compared as JSON, and objects by field. "text": as texts.
+        kind: How answers are compared with expected values: "json" (objects by field) or "text".
         answer: The column with answers.
         probability: The column with the probability of the answer, if there is one.
     """
@@ -58,9 +58,10 @@ class ExpectedColumn:
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> ExpectedColumn | None:
-        """Find the column that is marked as expected values in the files of a result.
+        """Find the columns with expected values and answers in the files of a result.
 
-        Return None if no column is marked, or the result has no answer column. Raises InputCorrupt.
+        Return None if no column is marked as expected values, or the result has no answer column. Raises
+        InputCorrupt for a damaged file.
         """
         schema = ParquetRows(files[:1]).schema
         found = {field.name: field.metadata[_MARK] for field in schema if _MARK in (field.metadata or {})}
@@ -71,7 +72,11 @@ class ExpectedColumn:
         return cls(name, "json" if kind == b"json" else "text", answer, probability_column(answer))
 
     def values(self, batch: pa.RecordBatch) -> list[Any]:
-        """Return the expected value of each row of a batch: None if it is null, UNREADABLE if it is no JSON."""
+        """Return the expected value of each row of a batch, or None for a null.
+
+        If answers are compared as JSON, a text that looks like a JSON object or list but is invalid becomes
+        UNREADABLE.
+        """
         column = batch.column(self.name)
         column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
         values: list[Any] = column.to_pylist()
@@ -82,7 +87,6 @@ class ExpectedColumn:
 
 
 def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
-    """Return a function that converts values of a column of this Arrow type to JSON values."""
     if pa.types.is_struct(kind):
         return _without_nulls
     if pa.types.is_map(kind):
@@ -91,12 +95,11 @@ def _reader(kind: pa.DataType) -> Callable[[Any], Any]:
 
 
 def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the non-null fields of a struct. A null may mean that nothing is expected."""
+    # A null may mean that nothing is expected
     return {name: one for name, one in value.items() if one is not None}
 
 
 def _json_value(value: Any) -> Any:
-    """Parse the JSON text of a value. Text that is not JSON, such as a label, is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -10,7 +10,7 @@ from batchinfer.filesystem.duck import connection, parquet, translate_errors
 
 
 def summarise(files: Sequence[Path], figures: Mapping[str, str], spill: Path) -> dict[str, Any]:
-    """Compute aggregates over the rows of a result that have an answer. Return their values by name.
+    """Compute aggregates over the rows of a result that have an answer, and return their values by name.
 
     Args:
         files: The Parquet files of the result.
@@ -19,7 +19,7 @@ def summarise(files: Sequence[Path], figures: Mapping[str, str], spill: Path) ->
 
     Raises:
         StorageError: A file cannot be read.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
     """
     if not figures:
         return {}

@@ -36,8 +36,8 @@ class GradedRow:
     Attributes:
         row_id: The id of the row.
         failed: True for an error row.
-        fields: Its graded fields. None: the expected value is unreadable, or is not an object although the
-            answer is.
+        fields: Its graded fields. None if it cannot be graded: the expected value is unreadable, or is not an
+            object although the answer is.
         probability: The probability of the answer, if the result has it.
     """
 
@@ -53,7 +53,9 @@ class GradedRow:
 
 
 def graded_rows(files: Sequence[Path], column: ExpectedColumn) -> Iterator[GradedRow | None]:
-    """Yield the rows of a result in order, or None for a row without an expected value.
+    """Yield the rows of a result in order, with the grades of their answers.
+
+    A row without an expected value is None.
 
     Args:
         files: The files of the result.
@@ -80,13 +82,6 @@ def graded_rows(files: Sequence[Path], column: ExpectedColumn) -> Iterator[Grade
 
 
 def _fields(column: ExpectedColumn, expected: Any, text: str | None) -> tuple[GradedField, ...] | None:
-    """Return the graded fields of a row, or None if they cannot be graded.
-
-    Args:
-        column: The column with expected values.
-        expected: The expected value.
-        text: The text of the answer, or None for an error row.
-    """
     if column.kind == "text":
         grade = Grade.WRONG if text is None else text_grade(expected, text)
         return (GradedField(None, expected, text, grade),)

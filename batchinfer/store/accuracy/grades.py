@@ -18,7 +18,10 @@ _NUMBER = re.compile(r"[+-]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[+-]?\d{1,4})
 
 
 class Grade(IntEnum):
-    """How well an answer agrees with the expected value. Better grades are larger."""
+    """How well an answer agrees with the expected value.
+
+    NORMALISED means that they are equal after normalisation.
+    """
 
     WRONG = 0
     NORMALISED = 1  # equal after normalisation
@@ -28,7 +31,8 @@ class Grade(IntEnum):
 def text_grade(expected: Any, answer: str) -> Grade:
     """Grade a text answer against the expected value.
 
-    After normalisation, an expected number also matches a text that parses as this number.
+    An expected number also matches any text for the same number, such as 5.0 for 5, with the grade
+    NORMALISED.
     """
     wanted = to_text(expected)
     if wanted == answer:
@@ -39,9 +43,10 @@ def text_grade(expected: Any, answer: str) -> Grade:
 
 
 def to_text(value: Any) -> str:
-    """Return a value as text: a string unchanged, and dates in ISO format.
+    """Return an expected value as the text that an answer should have.
 
-    Numbers and booleans are written as in JSON, and integral floats without a decimal point.
+    A string is unchanged, and dates are in ISO format. Numbers and booleans are as in JSON, but whole floats
+    have no decimal point.
     """
     if isinstance(value, str):
         return value
@@ -53,7 +58,10 @@ def to_text(value: Any) -> str:
 
 
 def value_grade(expected: Any, answer: Any) -> Grade:
-    """Grade a JSON value of an answer against the expected value. Only texts are normalised."""
+    """Grade a JSON value of an answer against the expected value.
+
+    The grade NORMALISED means that they are equal after normalising the texts within them.
+    """
     if _same(expected, answer, str):
         return Grade.EXACT
     return Grade.NORMALISED if _same(expected, answer, normalise) else Grade.WRONG
@@ -68,7 +76,6 @@ def json_answer(text: str | None) -> Any:
 
 
 def _same(expected: Any, answer: Any, spelled: Text) -> bool:
-    """Return True if both JSON values are equal after applying `spelled` to texts. Missing fields equal null."""
     if isinstance(expected, str):
         return isinstance(answer, str) and spelled(expected) == spelled(answer)
     if isinstance(expected, dict):
@@ -86,7 +93,7 @@ def _same(expected: Any, answer: Any, spelled: Text) -> bool:
 
 
 def _equal(expected: Any, answer: Any) -> bool:
-    """Return True if two numbers are equal. A float has the value of its shortest decimal representation."""
+    # A float has the value of its shortest decimal representation
     return bool(_as_decimal(expected) == _as_decimal(answer))
 
 

@@ -22,7 +22,7 @@ Field = str | None  # name of a field of an object; None: the whole answer
 class Labels:
     """Collects the distinct expected values of one field, to decide if they are labels of a classification.
 
-    Texts that are equal after normalisation are the same label.
+    Texts that are equal after normalisation (case, white space, punctuation) are the same label.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class Labels:
 
     @property
     def are_useful(self) -> bool:
-        """Return True if the field has labels, at most 50, and on average at least two rows per label."""
+        """Return True if the values are labels: at most 50 distinct ones, on average in two or more rows."""
         return self.few and self._rows >= ROWS_PER_LABEL * len(self._texts) > 0
 
     def of(self, value: Any) -> str | None:
-        """Return the label that a value is equal to, in its first spelling, or None if it is not a label."""
+        """Return the label that equals a value after normalisation, in its first spelling, or None."""
         text = _label_text(value)
         return None if text is None else self._texts.get(self._key(text))
 
@@ -59,13 +59,12 @@ class Labels:
 
 
 def _label_text(value: Any) -> str | None:
-    """Return a text, boolean or number as the text of a label, or None for other and for long values."""
     text = to_text(value) if isinstance(value, str | bool) or is_number(value) else None
     return text if text is not None and len(text) <= LONGEST_LABEL else None
 
 
 def fields_of(value: Any) -> Iterator[tuple[Field, Any]]:
-    """Yield the names and values of an object's fields. A value that is not an object has the name None."""
+    """Yield the name and value of each field of an object. Any other value is yielded with the name None."""
     if isinstance(value, dict):
         yield from value.items()
     else:
@@ -73,10 +72,10 @@ def fields_of(value: Any) -> Iterator[tuple[Field, Any]]:
 
 
 def find_labels(batches: Iterable[list[Any]]) -> dict[Field, Labels]:
-    """Find the labels of each field in the expected values of all rows, for at most MOST_FIELDS fields.
+    """Find the fields whose expected values are labels of a classification, and return the labels by field.
 
-    Only fields with few labels are returned. A value that is not an object counts as the field None. If no
-    value is an object, reading stops once there are too many labels.
+    Values that are not objects count as the field None. A field is left out if it has too many distinct
+    values. At most MOST_FIELDS fields are examined.
 
     Args:
         batches: The expected values of consecutive rows, in batches.

@@ -20,10 +20,10 @@ Outcome = Literal["label", "other", "error"]
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of rows with an expected value.
+    """Counts of rows that have an expected value.
 
     Attributes:
-        rows: All these rows.
+        rows: Number of rows.
         errors: Error rows among them.
         exact: Rows whose answer is exactly the expected value.
         normalised: Rows whose answer is the expected value at least after normalisation.
@@ -63,7 +63,7 @@ class Confused:
 
 @dataclass(slots=True)
 class Accuracy:
-    """The accuracy of a result.
+    """The accuracy of a result: how many of its answers equal the expected values.
 
     Attributes:
         column: The column with expected values.
@@ -87,7 +87,7 @@ class Accuracy:
 
     @property
     def notice(self) -> str | None:
-        """Return a message about the unusable expected values of the result, or None if there are none."""
+        """Return a message about expected values that cannot be compared, or None if there are none."""
         if not self.unreadable:
             return None
         return (

@@ -20,8 +20,8 @@ _PAIRS = frozenset(['""', "''", "``", "**", "__", "“”", "„“", "‘’", 
 def normalise(text: str) -> str:
     """Return a text without the differences of spelling that comparisons ignore.
 
-    It folds case and white space, and removes punctuation at the end and quotes around the text. A step that
-    would leave an empty text is skipped.
+    Case and white space are folded. Punctuation at the end, and quotes around the text, are removed unless
+    that leaves an empty text.
     """
     said = " ".join(_fold_case(text).split())
     while (inner := _strip_end(said)) and inner != said:
@@ -30,7 +30,6 @@ def normalise(text: str) -> str:
 
 
 def _fold_case(text: str) -> str:
-    """Return the text after Unicode NFKC normalisation and case folding."""
     if text.isascii():
         return text.lower()
     while (again := normalize("NFKC", normalize("NFKC", text).casefold())) != text:
@@ -39,7 +38,6 @@ def _fold_case(text: str) -> str:
 
 
 def _strip_end(said: str) -> str:
-    """Return the text without punctuation at its end or, if there is none, without quotes or brackets around it."""
     without = said.rstrip(_ENDS).rstrip()
     if without != said:
         return without

@@ -24,7 +24,7 @@ class Bin:
 
 @dataclass(slots=True)
 class Reliability:
-    """Counts answers and right answers by the probability of the answer.
+    """A calibration table: counts answers, and right answers, by the probability of the answer.
 
     Memory does not grow with the number of rows. Source: Guo et al., On Calibration of Modern Neural
     Networks, 2017, https://arxiv.org/abs/1706.04599.
@@ -59,8 +59,8 @@ class Reliability:
     def expected_error(self) -> float | None:
         """Return the expected calibration error of the answers, from 0 to 1, or None without answers.
 
-        It is the mean over all answers of the difference, within their bin, between mean probability and
-        share of right answers.
+        It is the mean of |mean probability - share of right answers| over the bins, weighted by their numbers
+        of answers.
         """
         rows = self.rows
         return sum(abs(one.probability - one.right) for one in self.bins) / rows if rows else None
@@ -69,7 +69,7 @@ class Reliability:
     def brier_score(self) -> float | None:
         """Return the Brier score of the answers, from 0 to 1, or None without answers.
 
-        It is the mean squared difference between probability and 1 for a right or 0 for a wrong answer.
+        It is the mean of (probability - right)², where `right` is 1 for a right answer and 0 for a wrong one.
         """
         rows = self.rows
         return self._squares / rows if rows else None
