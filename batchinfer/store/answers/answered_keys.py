@@ -17,9 +17,9 @@ Words = NDArray[np.uint64]
 
 
 def answered_keys(part: Path, retry_errors: bool, words: int) -> Words:
-    """Return the starts of all work keys with an answer in a part of the store, with shape [keys, words].
+    """Return the first words of all work keys that have an answer in a part of the store: [keys, words].
 
-    A key of 32 bytes is read as four 64-bit words.
+    A key of 32 bytes is read as four 64-bit words. A search needs only as many words as distinguish all keys.
 
     Args:
         part: The Parquet file of the part.
@@ -39,7 +39,12 @@ def answered_keys(part: Path, retry_errors: bool, words: int) -> Words:
 
 
 def key_words(keys: Any, words: int) -> Words:
-    """Return the first `words` 64-bit words of each 32-byte key in a chunked Arrow array, as [keys, words]."""
+    """Return the first `words` 64-bit words of each 32-byte work key, with shape [keys, words].
+
+    Args:
+        keys: A chunked Arrow array of keys.
+        words: The number of words per key, from 1 to 4.
+    """
     found = [
         np.frombuffer(chunk.buffers()[1], np.uint64).reshape(-1, KEY_WORDS)[
             chunk.offset : chunk.offset + len(chunk), :words

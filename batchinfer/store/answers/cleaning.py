@@ -75,12 +75,12 @@ THOROUGH = Policy(dropped_share=0.0, small_rows=10_000, merged=2, use_files=1)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The time after which stored completions that no result uses are removed.
+    """The rule for how long the store keeps completions that results no longer use.
 
     Attributes:
-        days: Days to keep a completion after its last use by `job`, or after its commit. None: forever.
-        job: Folder of the results of the job that `days` belongs to. Other jobs stored their own days with
-            their uses.
+        days: Days to keep a completion after its last use by `job`, and after its commit. None: forever.
+        job: Folder of the results of the job that `days` belongs to. For other jobs, the days that they
+            stored with their uses count.
         now: The current Unix time.
     """
 
@@ -89,10 +89,10 @@ class Keep:
     now: float = field(default_factory=time.time)
 
     def cutoff(self, user: User | None) -> float:
-        """Return the Unix time after which a use by `user` protects a completion from removal.
+        """Return the Unix time after which a use protects a completion from removal. 0 means forever.
 
-        If `user` is None, return the time after which its commit protects a completion. The time is 0 if
-        completions are kept forever.
+        Args:
+            user: The result with the use. None: return the time after which its commit protects a completion.
         """
         days = self.days if user is None or user.job == self.job else user.keep
         return 0.0 if days is None else max(self.now - days * _DAY_S, 0.0)
@@ -100,11 +100,11 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """The effect of cleaning a completion store, or of a dry run.
+    """The effect of cleaning a completion store, or the estimate of a dry run.
 
     Attributes:
-        rows_kept: Completions in the store afterwards.
-        rows_dropped: Removed completions.
+        rows_kept: Number of completions in the store afterwards.
+        rows_dropped: Number of removed completions.
         parts_before: Number of parts before cleaning.
         parts_after: Number of parts afterwards.
         bytes_freed: Difference of the total size of all parts.
@@ -119,27 +119,21 @@ class Cleaned:
 
 @dataclass(frozen=True)
 class _Source:
-    """A part of the store with a mask of the rows that cleaning keeps."""
-
     path: Path
     record: CommitRecord
     kept: Mask
 
     @cached_property
     def rows(self) -> int:
-        """Return the number of rows that cleaning keeps."""
         return int(self.kept.sum())
 
     @property
     def dropped_share(self) -> float:
-        """Return the share of the part's rows that cleaning removes, from 0 to 1."""
         return 1 - self.rows / self.record.rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Rewrite:
-    """Parts `sources` of the store that one new part `target` replaces, or that are removed if `target` is None."""
-
     sources: tuple[_Source, ...]
     target: Path | None = None
 
@@ -153,14 +147,14 @@ def clean_store(
     should_continue: Callable[[], bool] = lambda: True,
     ops: FileOps | None = None,
 ) -> Cleaned:
-    """Remove stored completions that `keep` does not protect, and merge small parts.
+    """Remove completions from the store that `keep` does not protect, and merge small parts.
 
     Args:
         store: The folder of the store.
         keep: How long unused completions are kept.
         policy: Thresholds for rewriting parts.
         dry_run: Change nothing, and estimate the effect. Needs no lock.
-        should_continue: Called before each rewrite. Cleaning stops if it returns False.
+        should_continue: Called before each part is rewritten. Cleaning stops early if it returns False.
         ops: File operations; tests replace them.
 
     Raises:
@@ -208,7 +202,7 @@ def _difference(before: Mapping[Path, CommitRecord], after: Mapping[Path, Commit
 
 
 def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) -> Cleaned:
-    """Return the effect of the rewrites `todo`, with sizes of new parts estimated from the parts they replace."""
+    # The sizes of new parts are estimated from the parts that they replace
     left = dict(records)
     for rewrite in todo:
         size = sum(s.record.bytes * s.rows // max(s.record.rows, 1) for s in rewrite.sources)
@@ -220,29 +214,19 @@ def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) ->
 
 
 def _may_gain(store: Path, records: Mapping[Path, CommitRecord], keep: Keep, policy: Policy) -> bool:
-    """Return True if cleaning may remove or merge anything. It does not read uses, so it is cheap."""
+    # Reads no uses, so it is cheap
     old = any(_since(part, record) <= keep.cutoff(None) for part, record in records.items())
     small = sum(record.rows < policy.small_rows for record in records.values())
     return old or small >= policy.merged or len(use_files(store)) > policy.use_files
 
 
 def _since(part: Path, record: CommitRecord) -> float:
-    """Return the Unix time at which the newest row of a part was committed."""
     with storage(part, "look at"):
         return part.stat().st_mtime if record.since is None else record.since
 
 
 def _plan(records: Mapping[Path, CommitRecord], uses: Uses, keep: Keep, policy: Policy) -> list[_Rewrite]:
-    """Return the rewrites that clean a store.
-
-    Only adjacent parts are merged, so the order of completions with the same key does not change.
-
-    Args:
-        records: The records of all parts.
-        uses: The recorded uses of completions.
-        keep: How long unused completions are kept.
-        policy: Thresholds for rewriting parts.
-    """
+    # Only adjacent parts are merged, so the order of completions with the same key does not change
     unknown = max(uses.unreadable.values(), default=0.0) > keep.cutoff(None)
     todo: list[_Rewrite] = []
     group: list[_Source] = []
@@ -291,16 +275,8 @@ def _merge_uses(
     keep: Keep,
     ops: FileOps,
 ) -> None:
-    """Write all uses, and the uses of rows in new parts, to a single file, and remove the old files.
-
-    Args:
-        store: The folder of the store.
-        uses: The recorded uses.
-        records: The records of all parts. Uses of other parts are dropped.
-        todo: The rewrites that create the new parts.
-        keep: Unreadable files are removed if they are older than its limit for commits.
-        ops: File operations.
-    """
+    # Uses of other parts are dropped. Unreadable files are removed once they are older than the limit for
+    # commits
     merged = uses.of_parts(part.name for part in records)
     for rewrite in todo:
         if rewrite.target is not None:
@@ -313,7 +289,6 @@ def _merge_uses(
 
 
 def _execute(rewrite: _Rewrite, ops: FileOps) -> dict[Path, CommitRecord]:
-    """Write the new part of a rewrite, remove its sources, and return the new part, if any, with its record."""
     new: dict[Path, CommitRecord] = {}
     if rewrite.target is not None:
         new[rewrite.target] = _write_part(rewrite.target, rewrite.sources, ops)
@@ -353,7 +328,6 @@ def _write_part(target: Path, sources: Sequence[_Source], ops: FileOps) -> Commi
 
 
 def _kept_rows(source: _Source, rows: int) -> Iterator[pa.RecordBatch]:
-    """Yield the kept rows of a part in batches of at most `rows`. Raises StorageError for a damaged part."""
     row = 0
     try:
         with pq.ParquetFile(source.path, page_checksum_verification=True) as file:

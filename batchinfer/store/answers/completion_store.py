@@ -88,10 +88,10 @@ class Discarded:
 
 
 class CompletionStore:
-    """A store of answers that is open for appending. A context manager.
+    """The store of a job's answers, open for appending. A context manager.
 
-    A part without a record, or with another size or sha256 than its record, is removed and listed in
-    `discarded`.
+    Opening it removes damaged parts: those without a commit record, or with another size (or sha256, if it is
+    checked) than in their record. `discarded` lists them.
     """
 
     def __init__(
@@ -111,12 +111,11 @@ class CompletionStore:
         Args:
             path: The folder.
             numerics: Version of the numerics, stored in the records of new parts.
-            rows: Pending rows at which `maybe_commit` commits. None: 32,768, or 1,000 once a row is pending
-                for a second.
+            rows: Number of pending rows at which `maybe_commit` commits. None: 32,768, or 1,000 once the
+                oldest row has been pending for a second.
             seconds: Maximum seconds that a row is pending.
-            verify: Compute the sha256 of all parts, and compare it with their records.
-            digests: Compare the sha256 of all parts with their records. Digests of unchanged files are
-                cached.
+            verify: Read all parts in full, and compare their sha256 with their records.
+            digests: Compare the sha256 as well, but use cached digests of unchanged files.
             ops: File operations.
             clock: Returns the time in seconds.
 
@@ -153,10 +152,7 @@ class CompletionStore:
 
     @property
     def pending(self) -> int:
-        """Return the number of rows that were appended to the store and not committed.
-
-        A crash would lose them.
-        """
+        """Return the number of rows that were appended but not committed yet. A crash would lose them."""
         return len(self._pending)
 
     def parts(self) -> list[Path]:
@@ -176,7 +172,7 @@ class CompletionStore:
             self._oldest = self._clock()
 
     def maybe_commit(self) -> int:
-        """Commit if there are enough pending rows or bytes, or the oldest row has waited long enough.
+        """Commit the pending rows if they are many, or large, or if the oldest has waited long enough.
 
         Return the number of committed rows, or 0 without a commit.
         """
@@ -185,7 +181,6 @@ class CompletionStore:
         return self.commit() if full or (self._pending and waited >= self._seconds) else 0
 
     def _min_rows(self, waited: float) -> int:
-        """Return the minimum number of rows to commit if the oldest pending row has waited for `waited` seconds."""
         if self._limit is not None:
             return self._limit
         return PART_ROWS if waited >= PART_SECONDS else MOST_PART_ROWS
@@ -213,7 +208,8 @@ class CompletionStore:
     def refresh(self) -> None:
         """Add the parts that other runs committed since the store was opened.
 
-        After this, the first completion of a key is final, because later commits get higher numbers.
+        After this call, the first completion of each key is final: parts that are committed later come after
+        all existing parts.
 
         Raises:
             StorageError: A part was damaged since it was opened.
@@ -230,18 +226,14 @@ class CompletionStore:
                 )
 
     def close(self) -> None:
-        """Release the store's locks. Uncommitted rows are lost."""
+        """Release the store's locks. Rows that were not committed are lost."""
         self._lock.close()
 
     def _last_number(self) -> int:
         return max((int(name.split("-")[1]) for name in _record_names(self.path)), default=-1)
 
     def _load(self, verify: bool) -> None:
-        """Read the commit records, and remove leftover files if no other process uses the store.
-
-        With other users, a part without a record is left alone, because its run may be about to write the
-        record.
-        """
+        # With other users, a part without a record is left alone: its run may be about to write the record
         if self._lock.try_exclusive():
             self._records, self.discarded = read_records(self.path, verify=verify, digests=self._digests)
             sweep(self.path, self._records, self._ops)
@@ -252,13 +244,14 @@ class CompletionStore:
 
 
 def sweep(path: Path, records: Iterable[Path], ops: FileOps) -> None:
-    """Remove all parts from the folder of a store except those in `records`.
+    """Remove all parts from the folder of a store, except parts with a valid commit record.
 
-    They are leftovers of a crash, damaged parts and replaced parts. The caller holds the store exclusively.
+    The removed files are leftovers of a crash, damaged parts and replaced parts. The caller must hold the
+    exclusive lock of the store.
 
     Args:
         path: The folder of the store.
-        records: The parts to keep.
+        records: The paths of the valid parts.
         ops: File operations.
     """
     kept = {file for part in records for file in (part, part.with_suffix(".json"))}
@@ -281,15 +274,15 @@ def read_records(
     digests: bool = False,
     known: Mapping[Path, CommitRecord] = _NO_RECORDS,
 ) -> tuple[dict[Path, CommitRecord], tuple[Discarded, ...]]:
-    """Return the usable parts of a store with their commit records, and the unusable parts.
+    """Return the usable parts of a store with their commit records, and the unusable parts with reasons.
 
-    It changes nothing and needs no lock.
+    It changes nothing and needs no lock. The size of each part is always compared with its record.
 
     Args:
         path: The folder of the store.
-        verify: Compute the sha256 of all parts, and compare it with their records. Sizes are always compared.
-        digests: Compare the sha256 of all parts with their records. Digests of unchanged files are cached.
-        known: Records that were read before. A record never changes.
+        verify: Read all parts in full, and compare their sha256 with the records.
+        digests: Compare the sha256 as well, but use cached digests of unchanged files.
+        known: Records that were read before and need not be read again. A record never changes.
 
     Raises:
         StorageError: A record has a newer format, or the disk fails.
@@ -341,13 +334,7 @@ def _read_record(path: Path) -> CommitRecord | None:
 def _find_differing(
     path: Path, records: Mapping[Path, CommitRecord], *, fresh: bool = False
 ) -> list[Discarded]:
-    """Return the parts whose sha256 differs from their record.
-
-    Args:
-        path: The folder of the store.
-        records: The parts with their records.
-        fresh: Ignore cached digests, and read all parts.
-    """
+    # With `fresh`, cached digests are ignored, and all parts are read
     with file_digests(path, fresh=fresh) as found:
         return [
             Discarded(part, "its sha256 is not the recorded one")
@@ -368,12 +355,15 @@ def _damage(part: Path, record: CommitRecord) -> str | None:
 
 
 def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps) -> Digest:
-    """Write a table to a Parquet file durably, with zstd and page checksums. Raises StorageError.
+    """Write a table to a Parquet file with zstd and page checksums, and sync it to disk.
 
     Args:
         path: The file.
         rows: The table, or a reader whose batches become row groups.
         ops: File operations.
+
+    Raises:
+        StorageError: The file cannot be written.
     """
     file = DurableFile(path, ops)
     batches = rows.to_batches(GROUP_ROWS) if isinstance(rows, pa.Table) else rows
@@ -389,7 +379,10 @@ def write_table(path: Path, rows: pa.Table | pa.RecordBatchReader, ops: FileOps)
 
 
 def completions_table(completions: Sequence[Completion]) -> pa.Table:
-    """Return completions as a table with COMPLETION_SCHEMA and the store columns of their kinds of answers."""
+    """Return completions as a table for the store.
+
+    Its columns are COMPLETION_SCHEMA and the columns that the kinds of these answers add, such as vectors.
+    """
     outputs, errors = [c.output for c in completions], [c.error for c in completions]
     texts = [one if isinstance(one, Tokens) else None for one in outputs]
     columns = [
@@ -414,7 +407,6 @@ def completions_table(completions: Sequence[Completion]) -> pa.Table:
 
 
 def _token_lists(texts: Sequence[Tokens | None]) -> pa.ListArray:
-    """Return an Arrow array with the token ids of each answer, or an empty list for None."""
     tokens = [_NONE if one is None else np.asarray(one.token_ids, np.int32) for one in texts]
     ends = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate([_NONE, *tokens])))

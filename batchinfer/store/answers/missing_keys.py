@@ -23,14 +23,17 @@ _NONE = np.empty(0, np.uint64)
 
 
 class MissingKeys:
-    """Counts distinct work keys without a stored answer, up to a maximum."""
+    """Counts the distinct work keys passed to `add` that have no stored answer.
+
+    Counting stops at a maximum. A run uses it while it reads rows, long before there is a plan.
+    """
 
     def __init__(self, parts: Sequence[Path], most: int, retry_errors: bool = False) -> None:
-        """Read the work keys of all stored answers, to look up other keys later.
+        """Read the work keys of all stored answers, which `add` compares with other keys.
 
         Args:
-            parts: The parts of the store.
-            most: Stop counting at this number of missing keys.
+            parts: The Parquet files of the store's parts.
+            most: Number of missing keys at which counting stops.
             retry_errors: Treat retryable errors as missing answers.
 
         Raises:
@@ -54,14 +57,21 @@ class MissingKeys:
 
 
 def _stored(parts: Sequence[Path], retry_errors: bool) -> Starts:
-    """Return the sorted first words of all keys with an answer. 10 million keys take 80 MB, and 0.3 s to sort."""
+    # 10 million keys take 80 MB, and 0.3 s to sort
     with ThreadPoolExecutor(min(_MOST_THREADS, usable_cpus()), "stored keys") as pool:
         found = pool.map(lambda part: answered_keys(part, retry_errors, 1)[:, 0], parts)
         return np.sort(np.concatenate([_NONE, *found]))
 
 
 def key_batches(parts: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the work keys in parts of the index as concatenated bytes, 32 per key. Raises StorageError."""
+    """Yield the work keys of all requests in parts of the index, as concatenated bytes, 32 per key.
+
+    Args:
+        parts: The Parquet files of the index.
+
+    Raises:
+        StorageError: A part cannot be read.
+    """
     for part in parts:
         with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
             for batch in file.iter_batches(columns=["key"]):

@@ -27,7 +27,10 @@ ENGINE_CLASS = pa.field("engine_class", pa.string())
 
 
 def schema_of(parts: Iterable[Path]) -> pa.Schema:
-    """Return the columns that occur in any of these store parts, COMPLETION_SCHEMA first. Raises StorageError."""
+    """Return the columns that occur in any of these parts of the store, COMPLETION_SCHEMA first.
+
+    Raises StorageError if a part cannot be read.
+    """
     fields = {field.name: field for field in COMPLETION_SCHEMA}
     for part in parts:
         for field in _schema(part):
@@ -43,7 +46,7 @@ def _schema(part: Path) -> pa.Schema:
 
 
 def damaged_part(part: Path, error: Exception) -> StorageError:
-    """Return the error for a part of the store that cannot be read because of `error`."""
+    """Return the StorageError for a damaged part of the store, with `error` as the reason and with advice."""
     what = " ".join(str(error).split())
     return StorageError(
         f"{part}: damaged: {what}; `batchinfer run --verify` drops it, and its rows run again"

@@ -63,16 +63,16 @@ class User:
 
     @property
     def result(self) -> tuple[str, str]:
-        """Return the job and the marker, which identify the result."""
+        """Return the job folder and the marker, which together identify the result."""
         return self.job, self.marker
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """All recorded uses of the completions of a store.
+    """The recorded uses of a store's completions by results. They determine how long a completion is kept.
 
     Attributes:
-        times: For each part name and result, the Unix time of the last use of each row; 0 means never.
+        times: By part name and result: an array with the Unix time of the last use of each row; 0 is never.
         files: The files that the uses were read from.
         unreadable: Files that cannot be read, with their modification time as Unix time.
     """
@@ -82,12 +82,12 @@ class Uses:
     unreadable: Mapping[Path, float] = field(default_factory=dict)
 
     def used_since(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
-        """Return a mask of the rows of a part that some result used after its limit.
+        """Return a mask of the rows of a part that at least one result has used recently.
 
         Args:
-            part: The name of the part.
+            part: The name of the part of the store.
             rows: The number of rows of the part.
-            oldest: Returns the limit for a result, in Unix time.
+            oldest: Returns, for a result, the Unix time after which its uses count.
         """
         found = np.zeros(rows, np.bool_)
         for user, times in self.times.get(part, {}).items():
@@ -95,11 +95,14 @@ class Uses:
         return found
 
     def with_part(self, target: str, sources: Sequence[tuple[str, Mask]]) -> Uses:
-        """Return the uses with a new part, whose rows have the uses of the rows that it was copied from.
+        """Return the uses with a new part added, whose rows were copied from other parts.
+
+        A copied row keeps its uses.
 
         Args:
             target: The name of the new part.
-            sources: Names of the old parts in order, with a mask of the copied rows.
+            sources: Names of the old parts in the order of the copied rows, each with a mask of the copied
+                rows.
         """
         users = {user for name, _ in sources for user in self.times.get(name, {})}
         new = {
@@ -114,15 +117,15 @@ class Uses:
         return replace(self, times={**self.times, target: new})
 
     def of_parts(self, names: Iterable[str]) -> Uses:
-        """Return only the uses of rows in these parts."""
+        """Return only the uses of rows in the parts with these names."""
         there = set(names)
         return replace(self, times={part: users for part, users in self.times.items() if part in there})
 
     def renew(self) -> Uses:
-        """Return the uses, with the rows of each result's last publish used at the modification time of its marker.
+        """Return the uses, updated by results that were later found published and unchanged.
 
-        A result that was found published again uses the rows of its last publish again. Rows of earlier
-        publishes are not part of it.
+        That does not write new uses, but only touches the marker of the result. So the rows that the result
+        used at its last publish count as used at the modification time of its marker.
         """
         newest: dict[tuple[str, str], int] = {}
         for users in self.times.values():
@@ -142,7 +145,6 @@ class Uses:
 
 
 def _time_of(marker: str) -> int:
-    """Return the Unix time at which a result was last found published, or 0 if its marker was removed."""
     path = Path(marker)
     return int(path.stat().st_mtime) if marker and path.is_file() else 0
 
@@ -150,11 +152,11 @@ def _time_of(marker: str) -> int:
 def record_use(
     user: User, used: Iterable[tuple[str, NDArray[np.int64]]], rows: Mapping[str, int], now: float
 ) -> Uses:
-    """Return the uses that one result adds when it uses rows of parts at the time `now`.
+    """Return the uses that a result adds by using rows of the store at the time `now`.
 
     Args:
         user: The result.
-        used: Part names with the numbers of the used rows.
+        used: Names of parts of the store, each with the numbers of the used rows.
         rows: The number of rows of each part, by part name.
         now: Unix time.
     """
@@ -166,7 +168,10 @@ def record_use(
 
 
 def write_uses(store: Path, uses: Uses, ops: FileOps) -> None:
-    """Write the uses to a new file in the store's folder `uses`, if there are any. Raises StorageError."""
+    """Write recorded uses of completions to a new file in the folder `uses` of a store. Raises StorageError.
+
+    Without any uses, no file is written.
+    """
     if not uses.times:
         return
     folder = store / _FOLDER
@@ -198,7 +203,7 @@ def _batches(uses: Uses) -> Iterator[pa.RecordBatch]:
 
 
 def temporary_use_files(store: Path) -> list[Path]:
-    """Return the temporary files in the folder `uses` of a store, which a crash left."""
+    """Return the temporary files that a crash left in the folder `uses` of a store."""
     with storage(store / _FOLDER, "list"):
         return sorted(
             path for path in (store / _FOLDER).glob(f"*{TEMPORARY}") if _TEMPORARY.fullmatch(path.name)
@@ -214,8 +219,8 @@ def use_files(store: Path) -> list[Path]:
 def read_uses(store: Path) -> Uses:
     """Return all recorded uses of a store's completions. Raises StorageError if the disk fails.
 
-    A damaged file is logged and listed as unreadable. Results of a job whose markers were removed count as
-    one result.
+    A damaged file is logged and listed as unreadable. If markers of a job's results were removed, these
+    results are combined into one with the marker "".
     """
     times: dict[str, dict[User, Times]] = {}
     files, unreadable = [], {}
@@ -239,9 +244,9 @@ def read_uses(store: Path) -> Uses:
 
 
 def stored_keep(store: Path, job: str) -> int | None:
-    """Return the days that a job keeps unused completions, as recorded by its latest result.
+    """Return how many days a job keeps unused completions, as recorded by its latest result. None: forever.
 
-    It is the default of `cache.keep` if no result of the job was recorded. None: forever.
+    If no result of the job was recorded, return the default of `cache.keep`.
 
     Args:
         store: The folder of the store.

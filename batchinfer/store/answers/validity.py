@@ -16,8 +16,8 @@ INVALID = (
 def is_invalid(completion: Completion) -> bool:
     """Return True if an answer was cut off, repeated itself, or does not match its constraint.
 
-    Other errors do not depend on the sampling parameters, or may not occur again, so they are not invalid
-    answers.
+    Such a row gets another attempt with other sampling parameters, if the job has any. Other errors are not
+    invalid answers: another attempt would not help, or they may not occur again.
     """
     if completion.error is not None:
         return completion.error.code in TEXT_IS_KEPT

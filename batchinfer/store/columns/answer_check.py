@@ -51,11 +51,8 @@ def _integer(digits: str) -> int:
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of an object's names and values, or raise Unfit if a name occurs twice.
-
-    JSON readers differ in which value they use. A grammar cannot prevent repeated names if a schema allows
-    further properties.
-    """
+    # JSON readers differ in which of two values with the same name they use. A grammar cannot prevent
+    # repeated names if a schema allows further properties
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -67,13 +64,11 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _answer(completion: Completion, marks: ReasoningTokens | None) -> Sequence[int]:
-    """Return the token ids of an answer after its reasoning, or all if `marks` is None."""
     ids: list[int] = completion.tokens.token_ids.tolist()
     return ids if marks is None else ids[cut(ids, marks).answer or 0 :]
 
 
 def _check_calls(text: str) -> None:
-    """Check that no JSON object in an answer, such as a call's arguments, repeats a name. Raises Unfit."""
     decoder = json.JSONDecoder(parse_float=str, parse_int=str, object_pairs_hook=_unique_names)
     at = text.find("{")
     while at >= 0:
@@ -88,10 +83,10 @@ def _check_calls(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerCheck:
-    """Turns JSON answers that are invalid, or do not fit their result columns, into errors.
+    """Turns JSON answers into errors if they are invalid or do not fit their result columns.
 
     Attributes:
-        columns: The result columns for the fields of JSON answers, or None.
+        columns: The result columns for the fields of JSON answers. None: answers have no such columns.
         detokenizer: Converts tokens to text.
     """
 
@@ -104,12 +99,12 @@ class AnswerCheck:
         marks: Mapping[bytes, ReasoningTokens] | None = None,
         calling: Collection[bytes] = (),
     ) -> list[Completion]:
-        """Return completions, with an error in place of each invalid JSON answer.
+        """Return the completions. Those with an invalid JSON answer are replaced by errors.
 
         Args:
             completions: Answers that are JSON or that call tools.
-            marks: The tokens around the reasoning that precedes the answer, by work key.
-            calling: The work keys of answers that call tools.
+            marks: The tokens that begin and end the reasoning before the answer, by work key.
+            calling: The work keys of answers that call tools. Only repeated names are checked in their JSON.
         """
         ids = [_answer(c, (marks or {}).get(c.key)) for c in completions]
         return [

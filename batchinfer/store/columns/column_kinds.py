@@ -26,14 +26,14 @@ _FRACTION = re.compile(r"\.(\d+)")
 
 
 class Unfit(ValueError):
-    """An error for a value that its column cannot hold. The message starts with the value's path.
+    """An error for a JSON value that its result column cannot hold.
 
-    It does not quote the value.
+    The message starts with the path of the value in the answer, and does not quote the value.
     """
 
 
 class Kind(ABC):
-    """A type of result column for a part of JSON answers: checks values and converts them to Arrow.
+    """A type of result column for JSON values: checks values, and converts them to Arrow arrays.
 
     Attributes:
         type: The Arrow type.
@@ -62,14 +62,16 @@ class Kind(ABC):
 class Leaf(Kind):
     """A type of column without nested fields, such as text or integer.
 
-    The constructor's `convert` returns a value that pyarrow accepts for the type, or raises ValueError.
+    Args:
+        kind: The Arrow type.
+        convert: Returns a value that pyarrow accepts for the type, or raises ValueError.
     """
 
     def __init__(self, kind: pa.DataType, convert: Callable[[Any], Any]) -> None:
         self.type, self._convert = kind, convert
 
     def check(self, value: Any, place: str) -> None:
-        """Raise Unfit with the path `place` if the column cannot hold a JSON value."""
+        """Raise Unfit if the column cannot hold a JSON value, whose path in the answer is `place`."""
         if value is None:
             return
         try:
@@ -78,7 +80,7 @@ class Leaf(Kind):
             raise Unfit(f"{place}: {error}") from None
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """Convert JSON values that passed `check` to an Arrow array of the column's type. None becomes null."""
+        """Convert JSON values that passed `check` to an Arrow array. None becomes null."""
         converted = [None if value is None else self._convert(value) for value in values]
         if isinstance(self.type, pa.ExtensionType):
             return pa.ExtensionArray.from_storage(self.type, pa.array(converted, self.type.storage_type))
@@ -86,7 +88,10 @@ class Leaf(Kind):
 
 
 class Enumeration(Kind):
-    """A type of column for a fixed set of texts: every array has all texts as its dictionary, in schema order."""
+    """A type of column for a fixed set of texts, stored as a dictionary-encoded Arrow array.
+
+    The dictionary of every array has all texts, in the order of the JSON schema.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = pa.array(list(texts), pa.string())
@@ -94,7 +99,7 @@ class Enumeration(Kind):
         self.type = pa.dictionary(pa.int32(), pa.string())
 
     def check(self, value: Any, place: str) -> None:
-        """Raise Unfit with the path `place` if a JSON value is not one of the column's texts."""
+        """Raise Unfit if a JSON value, whose path in the answer is `place`, is none of the texts."""
         if value is not None and not (isinstance(value, str) and value in self._places):
             raise Unfit(f"{place}: this is not one of the {len(self._places)} values that the schema lists")
 
@@ -111,7 +116,7 @@ class ListOf(Kind):
         self._item, self.type = item, pa.list_(item.type)
 
     def check(self, value: Any, place: str) -> None:
-        """Raise Unfit with the path `place` if a JSON value is not a list, or an item does not fit."""
+        """Raise Unfit if a JSON value with the path `place` is not a list, or an item does not fit."""
         if value is None:
             return
         if not isinstance(value, list):
@@ -129,14 +134,18 @@ class ListOf(Kind):
 
 
 class Struct(Kind):
-    """A type of column for objects with known properties. Other properties of a value are left out."""
+    """A type of column for JSON objects with known properties. Other properties of a value are left out.
+
+    Args:
+        fields: The types of the properties by name.
+    """
 
     def __init__(self, fields: Mapping[str, Kind]) -> None:
         self.fields = dict(fields)
         self.type = pa.struct([(name, kind.type) for name, kind in self.fields.items()])
 
     def check(self, value: Any, place: str) -> None:
-        """Raise Unfit with the path `place` if a JSON value is not an object, or a property does not fit."""
+        """Raise Unfit if a JSON value with the path `place` is not an object, or a property does not fit."""
         if value is None:
             return
         if not isinstance(value, dict):
@@ -150,7 +159,11 @@ class Struct(Kind):
         return pa.StructArray.from_arrays(self.arrays(values), fields=list(self.type), mask=nulls)
 
     def arrays(self, values: Sequence[Any]) -> list[pa.Array]:
-        """Return an Arrow array per property of objects that passed `check`. The values of None are null."""
+        """Return an Arrow array for each property of objects that passed `check`.
+
+        Args:
+            values: One object per row. None: all properties are null.
+        """
         return [
             kind.array([None if value is None else value.get(name) for value in values])
             for name, kind in self.fields.items()
@@ -163,7 +176,7 @@ def text() -> Kind:
 
 
 def json_text() -> Kind:
-    """Return the type of column for JSON texts, which holds values without a type in Arrow."""
+    """Return the type of column that holds any JSON value as text, for values without an Arrow type."""
     return Leaf(pa.string(), write_exactly)
 
 
@@ -193,12 +206,12 @@ def day() -> Kind:
 
 
 def time_of_day() -> Kind:
-    """Return the type of column for times of day in microseconds. A UTC offset is subtracted."""
+    """Return the type of column for times of day in microseconds, converted to UTC."""
     return Leaf(pa.time64("us"), _time)
 
 
 def moment() -> Kind:
-    """Return the type of column for timestamps in UTC, in microseconds."""
+    """Return the type of column for timestamps in microseconds, converted to UTC."""
     return Leaf(pa.timestamp("us", "UTC"), _moment)
 
 
@@ -267,7 +280,6 @@ def _moment(value: Any) -> datetime:
 
 
 def _check_day(said: str) -> None:
-    """Raise ValueError if a text begins with a day that the calendar lacks, such as 2026-02-30."""
     day = _WRITTEN_DAY.match(said)
     if day is None:
         return
@@ -286,7 +298,7 @@ def _parse(parse: Callable[[str], _T], said: str, what: str) -> _T:
 
 
 def _microseconds(said: str) -> str:
-    """Return the text of a time in upper case. Raises ValueError if its seconds have more than six decimals."""
+    # Raises ValueError for more than six decimals, as microseconds cannot hold them
     fraction = _FRACTION.search(said)
     if fraction and fraction[1][6:].strip("0"):
         raise ValueError("the time has more than six decimals")

@@ -18,18 +18,24 @@ _INCOMPLETE = "\ufffd"  # decoded text of an incomplete character
 
 
 def confidence_field(choices: Sequence[str]) -> pa.Field:
-    """Return the column `confidence`: a number if there are `choices`, else a map of numbers by field path."""
+    """Return the Arrow field of the result column `confidence`.
+
+    Args:
+        choices: The possible answers, if the job lists them: the column is a number. Empty: it is a map from
+            the path of a JSON field to a number.
+    """
     return pa.field(CONFIDENCE, pa.float64() if choices else _OF_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """An answer's text with the character positions of its tokens.
+    """An answer's text with the character positions and log-probabilities of its tokens.
 
     Attributes:
-        text: The text.
-        begins: The position of each token's first character. Negative before the text, such as in reasoning.
-        ends: The position after each token.
+        text: The text, without reasoning.
+        begins: The position of each token's first character. It is negative for tokens before the text, such
+            as reasoning.
+        ends: The position after each token's last character.
         logprobs: The log-probability of each token relative to all tokens that the constraint allows.
     """
 
@@ -42,12 +48,12 @@ class AnswerTokens:
     def of(
         cls, text: str, ids: Sequence[int], logprobs: Sequence[float], detokenizer: Detokenizer
     ) -> AnswerTokens:
-        """Locate the generated tokens of an answer in its text.
+        """Return the text of an answer with the positions of its generated tokens.
 
         Args:
             text: The text of the answer, without reasoning.
-            ids: All generated tokens. The tokens of the text come last.
-            logprobs: The log-probability of each token.
+            ids: All generated tokens, reasoning included. The tokens of the text come last.
+            logprobs: The log-probability of each token in `ids`.
             detokenizer: Converts tokens to text.
         """
         whole, ends = _locate_tokens(ids, detokenizer)
@@ -56,14 +62,15 @@ class AnswerTokens:
         return cls(text, [-before, *ends[:-1]], ends, logprobs)
 
     def probability(self, start: int, end: int, listed: Sequence[str]) -> float:
-        """Return the probability, from 0 to 1, that a value of the answer was chosen among the listed values.
+        """Return the probability, from 0 to 1, that a value was chosen among all possible values.
 
-        It is the product over the value's tokens, up to the token that rules out all other listed values.
+        It is the product of the probabilities of the value's tokens, up to the token that rules out all other
+        possible values.
 
         Args:
-            start: The position of the value's first character.
+            start: The position of the value's first character in the answer.
             end: The position after its last character.
-            listed: All possible values as JSON or text.
+            listed: All possible values, as JSON or text.
         """
         decided = start + _deciding_length(self.text[start:end], listed)
         places = zip(self.begins, self.ends, self.logprobs, strict=True)
@@ -74,12 +81,13 @@ class AnswerTokens:
 def confidence_array(
     answers: Iterator[AnswerTokens | None], choices: Sequence[str], schema: object | None
 ) -> pa.Array:
-    """Return the result column `confidence`, with null for rows without an answer.
+    """Return the result column `confidence`: the probability of each answer among the possible answers.
 
     Args:
-        answers: The answer of each row, or None.
-        choices: The possible answers. Empty: answers match `schema`.
-        schema: The JSON schema of answers. Its enums and booleans are the fields of the map.
+        answers: The answer of each row. None: the row's value is null.
+        choices: The possible answers. Empty: answers are JSON that matches `schema`.
+        schema: The JSON schema of answers. The column is a map with the probability of each field that is an
+            enum or boolean.
     """
     if choices:
         found = (None if one is None else one.probability(0, len(one.text), choices) for one in answers)
@@ -94,11 +102,7 @@ def _of_fields(answer: AnswerTokens, fields: ListedFields) -> list[tuple[str, fl
 
 
 def _deciding_length(value: str, listed: Sequence[str]) -> int:
-    """Return the number of characters of a value that distinguish it from all other listed values.
-
-    It is one more than the value's length if another value begins with it, because the next character
-    decides.
-    """
+    # One more than the value's length if another value begins with it, because the next character decides
     others = (_common_prefix(value, one) for one in listed if one != value)
     return max(others, default=-1) + 1
 
@@ -110,7 +114,6 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def _locate_tokens(ids: Sequence[int], detokenizer: Detokenizer) -> tuple[str, list[int]]:
-    """Return the text of the tokens, and for each token the position in the text after it."""
     (whole,) = detokenizer.decode_batch([ids])
     texts = detokenizer.token_texts(ids)
     for count in (len(ids), len(ids) - 1):  # the text leaves out an EOS token at the end

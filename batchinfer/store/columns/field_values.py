@@ -38,14 +38,6 @@ class FieldValue:
 
 @dataclass(slots=True)
 class _OpenValue:
-    """An object or list in a JSON text, while its values are being read.
-
-    Attributes:
-        path: Its path.
-        schemas: The schemas that it matches.
-        key: The name or number of its next value; None before a name.
-    """
-
     path: str
     schemas: list[Any]
     key: str | int | None
@@ -53,7 +45,9 @@ class _OpenValue:
 
 @dataclass(slots=True)
 class ListedFields:
-    """The fields of a JSON schema that list their possible values. Fields with one possible value are left out.
+    """Finds the values in JSON answers for which the JSON schema lists several possible values.
+
+    These are enums and booleans. Fields with a single possible value are left out.
 
     Attributes:
         schema: The parsed JSON schema.
@@ -64,7 +58,11 @@ class ListedFields:
     _known: dict[str, tuple[list[Any], tuple[str, ...]]] = field(default_factory=dict)
 
     def of(self, text: str) -> Iterator[FieldValue]:
-        """Yield the values of the listed fields in an answer, which must be JSON that matches the schema."""
+        """Yield the values of enums and booleans in an answer, with their positions.
+
+        Args:
+            text: The answer: JSON that matches the schema.
+        """
         opened: list[_OpenValue] = [_OpenValue("", [self.schema], None)]
         for found in _PIECE.finditer(text):
             piece, inside = found[0], opened[-1]
@@ -82,7 +80,6 @@ class ListedFields:
                     yield FieldValue(path, found.start(), found.end(), listed)
 
     def _next(self, inside: _OpenValue) -> tuple[str, tuple[list[Any], tuple[str, ...]]]:
-        """Return the path of the next value in `inside`, the schemas that it matches, and its listed values."""
         key, above = inside.key, inside.path
         named = f"{above}.{key}" if above else str(key)
         path = above if key is None else f"{above}[{key}]" if isinstance(key, int) else named
@@ -93,7 +90,6 @@ class ListedFields:
         return path, self._known[path]
 
     def _leaves(self, schemas: Sequence[Any]) -> list[Any]:
-        """Return the schemas that make up these schemas, with references and `anyOf` etc. resolved."""
         references, pending, seen = References(self.schema), list(schemas), set[int]()
         leaves: list[Any] = []
         while pending:
@@ -110,7 +106,6 @@ class ListedFields:
 
 
 def _part(schema: dict[str, Any], key: str | int) -> Any:
-    """Return the schema of the property or item `key` of a schema, or None if there is none."""
     if isinstance(key, str):
         named: dict[str, Any] = schema.get("properties", {})
         return named.get(key, schema.get("additionalProperties"))
@@ -119,7 +114,6 @@ def _part(schema: dict[str, Any], key: str | int) -> Any:
 
 
 def _listed(leaves: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the values that the schemas list, as JSON texts. Empty if any schema does not list its values."""
     found = [_values(one) for one in leaves]
     return tuple(sorted({text for one in found for text in one})) if all(found) else ()
 

@@ -26,16 +26,16 @@ MOST_BAD = Fraction(1, 100)  # maximum share of bad rows, the default of a job
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """A JSON schema that was inferred from examples, with the number of examples.
+    """A JSON schema that was inferred from examples in a table, and counts of the rows that were read.
 
     Attributes:
         schema: The JSON schema.
         rows: Number of rows read.
         examples: Number of rows with an example.
-        complete: True if all rows were read.
+        complete: True if the table has no further rows.
         bad: Number of skipped rows.
         first_bad: The position of the first skipped row, and why it was skipped; empty without one.
-        notes: Remarks about types in the schema.
+        notes: Remarks for users about types in the schema.
     """
 
     schema: dict[str, Any]
@@ -47,7 +47,7 @@ class Inferred:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """Return a summary of the read rows for users."""
+        """Return a summary for users: the number of rows that were read and skipped, and remarks."""
         rows = f"all {self.rows:,} rows" if self.complete else f"the first {self.rows:,} rows"
         lines = [f"looked at {rows}; {self.examples:,} of them have an example"]
         if self.bad:
@@ -62,8 +62,8 @@ def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
 
     Args:
         path: The path or pattern of the input files.
-        column: A column with JSON text or typed values. None: whole rows are examples.
-        rows: Maximum number of rows.
+        column: The column with the examples, as JSON text or typed values. None: each row is an example.
+        rows: Maximum number of rows to read.
 
     Raises:
         InputMissing: No file matches.
@@ -96,19 +96,6 @@ def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
 
 @dataclass(slots=True)
 class _Examples:
-    """Collects examples from rows, and counts the rows.
-
-    Attributes:
-        column: The column with examples, or None for whole rows.
-        found: The schema inferred from the examples.
-        rows: Number of rows.
-        count: Number of rows with an example.
-        bad: Number of skipped rows.
-        first_bad: Position of the first skipped row, and why it was skipped.
-        column_seen: True if a row has the column.
-        names: Names of the first columns that occurred.
-    """
-
     column: str | None
     found: InferredSchema
     rows: int = 0
@@ -119,12 +106,6 @@ class _Examples:
     names: dict[str, None] = field(default_factory=dict)
 
     def add(self, place: str, row: Values | RowError) -> None:
-        """Add the example of a row. A row that cannot be read, or is not JSON, is counted and skipped.
-
-        Args:
-            place: The position of the row, for messages.
-            row: Its values by column, or an error.
-        """
         self.rows += 1
         if isinstance(row, RowError):
             self._skip(f"{place}: {row.message}")
@@ -149,7 +130,6 @@ class _Examples:
         self.first_bad = self.first_bad or why
 
     def check(self, path: str) -> None:
-        """Check that there were enough examples. Raises UsageError without the column, else InputCorrupt."""
         if not self.rows:
             raise InputCorrupt(f"{path}: there are no rows")
         if self.bad > self.rows * MOST_BAD:
@@ -167,19 +147,17 @@ class _Examples:
 
 
 def _rows(reader: Reader, column: str | None, most: int) -> Iterator[tuple[str, Values | RowError]]:
-    """Yield at most `most` rows of the input, each after its position such as "file.jsonl: row 3"."""
     for batch in reader.batches(None if column is None else [column], limit=most):
         for number, row in enumerate(batch.rows, batch.first_row):
             yield f"{batch.file}: row {number}", row
 
 
 def _example(value: Any) -> Any:
-    """Return the example in a column's value: text is parsed as JSON. Raises RowProblem, NoJson."""
     return parse_value(value) if isinstance(value, str) else as_json(value)
 
 
 def as_json(value: Any) -> Any:
-    """Return a Python value from Parquet as a JSON value: dates and UUIDs as text, decimals as floats."""
+    """Convert a Python value from a Parquet file to JSON: dates and UUIDs to text, decimals to floats."""
     if isinstance(value, dict):
         return {name: as_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

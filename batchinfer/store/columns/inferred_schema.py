@@ -46,7 +46,7 @@ class NoJson(ValueError):
 
 
 class InferredSchema:
-    """Infers a JSON schema from examples, which are parsed JSON values."""
+    """Infers a JSON schema that is as narrow as possible from examples, which are parsed JSON values."""
 
     def __init__(self) -> None:
         self._parts = _Parts(MAX_PARTS)
@@ -63,7 +63,10 @@ class InferredSchema:
         return {"$schema": DIALECT, **self._root.schema()}
 
     def notes(self) -> Iterator[str]:
-        """Yield remarks for users about types in the schema, each after the path of the field."""
+        """Yield remarks for users about fields with an unusual type.
+
+        Each begins with the path of the field.
+        """
         pending: list[tuple[str, Any]] = [("", self.schema)]
         while pending:
             place, schema = pending.pop()
@@ -76,23 +79,20 @@ class InferredSchema:
 
 @dataclass(slots=True)
 class _Parts:
-    """The number of properties and items, `left`, that may still be added to a schema."""
-
     left: int
 
     def take(self) -> bool:
-        """Count one more property or item of a schema, and return True if it may be added."""
         self.left -= 1
         return self.left >= 0
 
 
 @dataclass(slots=True)
 class _LargeIntegers:
-    """Records if examples have integers that a column of integers, or of floats, cannot hold.
+    """Records if examples have integers that a column of 64-bit integers, or of floats, cannot hold.
 
     Attributes:
         beyond: True if an integer exceeds 64 bits.
-        inexact: True if an integer has more digits than a float.
+        inexact: True if an integer has more digits than a 64-bit float.
     """
 
     beyond: bool = False
@@ -103,7 +103,7 @@ class _LargeIntegers:
         self.inexact = self.inexact or not _is_float(value)
 
     def of_numbers(self, types: list[str]) -> dict[str, Any] | None:
-        """Return a schema for a number field whose column can hold all its integers, or None if `types` do."""
+        # None: columns of the given types can hold all integers
         numbers = [name for name in types if name in ("integer", "number")]
         if {*types} - {*numbers, "null"} or not numbers or (numbers == ["integer"] and not self.beyond):
             return None
@@ -126,7 +126,7 @@ def _is_float(value: int) -> bool:
 
 @dataclass(slots=True)
 class _CommonTexts:
-    """Finds the properties that the texts of a field have in common in all examples.
+    """The texts at one path of the examples: decides if they are an enum, or have a format such as a date.
 
     Attributes:
         seen: Number of texts.
@@ -151,7 +151,6 @@ class _CommonTexts:
                 self.distinct = None
 
     def enum(self) -> list[str]:
-        """Return the distinct texts if there are few that repeat often and have no format, else an empty list."""
         few = self.distinct or {}
         often = self.seen >= max(ENUM_SEEN, ENUM_REPEATS * len(few))
         return sorted(few) if often and not self.formats else []
@@ -170,13 +169,6 @@ class _Part:
         self._any = self._open = False
 
     def add(self, value: Any, parts: _Parts, depth: int) -> None:
-        """Add a value of an example.
-
-        Args:
-            value: The parsed JSON value.
-            parts: The number of properties and items that may still be added.
-            depth: The number of nested lists and objects that may still be added.
-        """
         kind = _type_of(value)
         self._types[kind] = None
         if kind in ("array", "object") and depth == 0:
@@ -215,7 +207,6 @@ class _Part:
             self._names[name] = part, seen + 1
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the values at this path."""
         if self._any:
             return {}
         types = _types(self._types)
@@ -251,14 +242,12 @@ def _is_of(name: str, kind: Kind, text: str) -> bool:
 
 
 def _check(value: Any) -> None:
-    """Check that a value, and all values within it, are JSON values. Raises NoJson."""
     kind = _type_of(value)
     for one in value.values() if kind == "object" else value if kind == "array" else ():
         _check(one)
 
 
 def _types(seen: Mapping[str, None]) -> list[str]:
-    """Return JSON type names without "integer" if "number" occurs, and with "null" last."""
     kept = [name for name in seen if not (name == "integer" and "number" in seen)]
     return sorted(kept, key=lambda name: name == "null")
 

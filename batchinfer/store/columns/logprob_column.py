@@ -32,9 +32,10 @@ class Detokenizer(Protocol):
 
 
 def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the result column `logprobs`, with null for rows without an answer or without this request.
+    """Return the result column `logprobs`, with the log-probabilities of each answer's tokens.
 
-    If a stop string ended an answer, only the tokens of the remaining text are kept.
+    It is null for a row without an answer, and for a row that did not request log-probabilities. If a stop
+    string ended an answer, only the tokens of the text before it are included.
 
     Args:
         matched: The completion of each row, with the store columns of log-probabilities.
@@ -64,7 +65,8 @@ def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: 
 def logprob_entries(table: pa.Table, column: str = COLUMN) -> Places:
     """Return the number of log-probabilities in each row of a result table, with shape [rows].
 
-    Chosen and top tokens both count. It is zero without the column.
+    The tokens of answers and the top tokens at their positions all count. If the table has no such column,
+    all numbers are 0.
 
     Args:
         table: Rows of a result, with one answer or a list of answers each.
@@ -93,14 +95,7 @@ def _entries(rows: pa.ListArray) -> Places:
 
 
 def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenizer: Detokenizer) -> Places:
-    """Return the number of tokens to keep in each answer: the tokens before a stop string, or all.
-
-    Args:
-        matched: The completion of each row.
-        ids: The token ids of each answer.
-        count: The number of tokens of each answer, or 0 for an answer without log-probabilities.
-        detokenizer: Converts tokens to text.
-    """
+    # Keeps the tokens before a stop string, or all
     limits = matched.column("text_length").to_pylist()
     kept, starts, values = count.copy(), list_starts(ids), list_values(ids)
     left = [row for row in np.flatnonzero(count).tolist() if limits[row] is not None]
@@ -114,9 +109,12 @@ def _within_text(matched: pa.Table, ids: pa.ListArray, count: Places, detokenize
 
 
 def token_entries(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detokenizer) -> pa.StructArray:
-    """Return an Arrow struct per token id with the id, its text and its log-probability.
+    """Return an Arrow array of structs with a token id, the token's text and its log-probability.
 
-    Each distinct token is decoded once.
+    Args:
+        ids: Token ids. Each distinct one is decoded once.
+        logprobs: The log-probability of each token.
+        detokenizer: Converts tokens to text.
     """
     there = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
     there[ids] = True
@@ -127,7 +125,7 @@ def token_entries(ids: NDArray[Any], logprobs: NDArray[Any], detokenizer: Detoke
 
 
 def combine_lists(column: pa.ChunkedArray) -> pa.ListArray:
-    """Return a chunked Arrow column of lists as one array."""
+    """Return a chunked Arrow column of lists as one contiguous array."""
     return pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
 
 
@@ -138,7 +136,7 @@ def list_lengths(lists: pa.ListArray) -> Places:
 
 
 def list_starts(lists: pa.ListArray) -> Places:
-    """Return the position of each list's first value in `list_values` of the same Arrow list array."""
+    """Return the index in `list_values` of the first value of each list of an Arrow list array."""
     starts: Places = lists.offsets.to_numpy()[:-1].astype(np.int64)
     return starts
 
@@ -150,11 +148,11 @@ def list_values(lists: pa.ListArray) -> NDArray[Any]:
 
 
 def list_ends(lengths: Places) -> NDArray[np.int32]:
-    """Return the offsets of an Arrow list array with lists of these lengths, with shape [lists + 1]."""
+    """Return the offsets of an Arrow list array whose lists have these lengths. Shape: [lists + 1]."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def ranges(starts: Places, lengths: Places) -> Places:
-    """Return the concatenated ranges starts[i], starts[i] + 1, …, each with lengths[i] elements."""
+    """Return concatenated ranges of integers: lengths[i] integers from starts[i] on, for each i."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

@@ -25,9 +25,10 @@ PROMPT_LOGPROBS_FIELD = pa.field(PROMPT_COLUMN, LOGPROBS_FIELD.type)
 def prompt_logprob_column(
     matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer
 ) -> pa.Array:
-    """Return the result column `prompt_logprobs`, with null for rows without an answer or without this request.
+    """Return the result column `prompt_logprobs`, with the log-probabilities of each prompt's tokens.
 
-    The first token of a prompt has no log-probability.
+    It is null for a row without an answer, and for a row that did not request them. The first token of a
+    prompt is included, but has no log-probability.
 
     Args:
         matched: The completion of each row, with the store columns of prompts' log-probabilities.

@@ -64,16 +64,19 @@ _NEUTRAL = frozenset(
 
 
 class NoColumns(ValueError):
-    """An error for a JSON schema that gives no result columns. The message says what to change."""
+    """An error for a JSON schema from which no result columns can be derived.
+
+    The message says what to change.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A part of a JSON schema whose column is JSON text.
+    """A remark that a part of a JSON schema has no Arrow type, so its values are stored as JSON text.
 
     Attributes:
-        place: Its path, or empty for the whole schema.
-        why: The reason that it has no type in Arrow, for users.
+        place: The path of the part, or empty for the whole schema.
+        why: The reason, for users.
     """
 
     place: str
@@ -88,9 +91,9 @@ class SchemaColumns:
     """The result columns for JSON answers that match a schema.
 
     Attributes:
-        kind: The type of the whole answer.
-        column: The name of the single column. None: each property of the answer is a column.
-        notes: The parts of the schema that become JSON text.
+        kind: The type of column for the whole answer.
+        column: The name of the single result column. None: each property of the answer is a column.
+        notes: The parts of the schema whose values are stored as JSON text.
     """
 
     kind: Kind
@@ -99,19 +102,20 @@ class SchemaColumns:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Return the names and Arrow types of the result columns for JSON answers."""
+        """Return the names and Arrow types of the result columns."""
         if self.column is not None:
             return pa.schema([(self.column, self.kind.type)])
         return pa.schema(list(self.kind.type))
 
     def check(self, answer: Any) -> None:
-        """Raise Unfit if the result columns cannot hold a parsed JSON answer."""
+        """Raise Unfit if the result columns cannot hold an answer, which is a parsed JSON value."""
         self.kind.check(answer, self.column or "")
 
     def arrays(self, answers: Sequence[Any]) -> list[pa.Array]:
-        """Return an Arrow array per result column for parsed JSON answers that passed `check`.
+        """Return an Arrow array for each result column.
 
-        None becomes null.
+        Args:
+            answers: Parsed JSON answers that passed `check`, one per row. None becomes null.
         """
         if self.column is not None:
             return [self.kind.array(answers)]
@@ -120,14 +124,14 @@ class SchemaColumns:
 
 
 def schema_columns(schema: Any, column: str | None = None) -> SchemaColumns:
-    """Return the result columns for answers with a JSON schema: a single column, or one per property.
+    """Derive the result columns for JSON answers from their JSON schema.
 
     Args:
         schema: The parsed JSON schema.
-        column: The name of the single column. None: one column per property.
+        column: The name of a single column for the whole answer. None: each property is a column.
 
     Raises:
-        NoColumns: There are no properties, or their names clash.
+        NoColumns: The schema has no properties, or their names clash.
     """
     reader = _SchemaReader(schema)
     if column is not None:
@@ -138,8 +142,6 @@ def schema_columns(schema: Any, column: str | None = None) -> SchemaColumns:
 
 
 class _SchemaReader:
-    """Derives types of columns from a JSON schema, and notes the parts without a type."""
-
     def __init__(self, root: Any) -> None:
         self._root, self._references = root, References(root)
         self.notes: list[Note] = []
@@ -147,7 +149,6 @@ class _SchemaReader:
         self._columns = 0
 
     def top(self) -> Struct:
-        """Return a type with one column per top-level property of the schema. Raises NoColumns."""
         try:
             schema = self._resolved(self._root)
         except _Untyped as reason:
@@ -170,12 +171,6 @@ class _SchemaReader:
             return Struct({name: self.kind(one, name) for name, one in properties.items()})
 
     def kind(self, schema: Any, place: str) -> Kind:
-        """Return the type of column for a part of the schema, or JSON text if it has no type in Arrow.
-
-        Args:
-            schema: The part of the schema.
-            place: Its path, for notes.
-        """
         try:
             found = self._resolved(schema)
             self._columns += 1
@@ -188,7 +183,6 @@ class _SchemaReader:
             return json_text()
 
     def _resolved(self, schema: Any) -> Any:
-        """Return the schema at the end of a chain of `$ref` references. Raises _Untyped."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
@@ -228,14 +222,12 @@ class _SchemaReader:
         return self._of_type(schema, place)
 
     def _of_one(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
-        """Return the type of `allOf` with one schema, which equals that schema. Otherwise raise _Untyped."""
         parts = schema.get("allOf")
         if keyword == "allOf" and isinstance(parts, list) and len(parts) == 1 and _has_only(schema, "allOf"):
             return self.kind(parts[0], place)
         raise _Untyped(f"{keyword} combines schemas")
 
     def _alternatives(self, schema: dict[str, Any], keyword: str, place: str) -> Kind:
-        """Return the type of `anyOf` or `oneOf` if only one alternative is not null. Otherwise raise _Untyped."""
         if not _has_only(schema, keyword):
             raise _Untyped(f"there are other keywords next to its {keyword}")
         branches = [self._resolved(one) for one in schema[keyword]]
@@ -295,7 +287,6 @@ def _has_only(schema: dict[str, Any], keyword: str) -> bool:
 
 
 def _why_open(schema: dict[str, Any]) -> str | None:
-    """Return why an object may have properties that its schema does not name, or None if it may not."""
     if schema.get("additionalProperties", False) is not False:
         return "additionalProperties allows more properties than the schema names"
     return (
@@ -316,7 +307,6 @@ def _check_names(names: Mapping[str, Any]) -> None:
 
 
 def _of_values(values: Sequence[Any]) -> Kind:
-    """Return the type of a column with these possible values, or raise _Untyped if they have several types."""
     kept = [one for one in values if one is not None]
     if not kept:
         return null()

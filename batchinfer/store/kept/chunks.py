@@ -20,14 +20,14 @@ from batchinfer.store.kept.files import CHUNKS, FACTS, NAMES, REPLIES, new_folde
 
 @dataclass(frozen=True, slots=True)
 class KeptChunk:
-    """A chunk of an input file whose prepared rows a run keeps for the next run of the job.
-
-    A chunk without a digest has no stored reply and must be prepared again.
+    """A chunk of an input file whose prepared rows an earlier run kept, so that they can be reused.
 
     Attributes:
-        digest: The digest of the chunk, from `chunk_digest`, or "".
-        rows: Its number of rows.
-        at: The byte offset of the worker's reply to this chunk in replies.bin.
+        digest: The digest of the chunk, from `chunk_digest`. "": it has no stored reply and must be prepared
+            again.
+        rows: Number of rows of the chunk.
+        at: The byte offset of the stored reply in replies.bin. The reply of a render worker has the prepared
+            rows.
         size: The size of the reply in bytes.
         replies: File descriptor of replies.bin.
     """
@@ -44,7 +44,10 @@ class KeptChunk:
 
 
 def chunk_digest(chunk: InputChunk) -> str:
-    """Return a hex digest of an input chunk's bytes, its position in the file and how it is read."""
+    """Return a hex digest of an input chunk: its bytes, its position in the file, and how it is read.
+
+    A chunk with the same digest gives the same prepared rows.
+    """
     header, data = chunk.pack()
     found = sha256(repr(replace(header, bytes_read=0)).encode("utf-8", "surrogatepass"))
     found.update(data)
@@ -52,7 +55,7 @@ def chunk_digest(chunk: InputChunk) -> str:
 
 
 def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
-    """Return the chunks of a segment of the kept index. Raises ValueError for damaged lines.
+    """Return the kept chunks of a segment of the kept index. Raises ValueError if `lines` are damaged.
 
     Args:
         lines: The content of chunks.jsonl.
@@ -66,14 +69,23 @@ def kept_chunks(lines: bytes, replies: int) -> list[KeptChunk]:
 
 
 class KeptWriter:
-    """Writes the files of a segment of the kept index. Call `finish` to keep them, and `close` in any case."""
+    """Writes the files of a new segment of the kept index.
+
+    `finish` completes the files. Call `close` in any case: without `finish`, it discards them.
+    """
 
     def __init__(self, kept: Path, ops: FileOps) -> None:
         self._folder = new_folder(kept, ops)
         self._files = {name: DurableFile(self._folder / name, ops) for name in NAMES}
 
     def append(self, digest: str, rows: int, reply: bytes) -> None:
-        """Write a chunk: its digest, its number of rows, and the worker's reply. Raises StorageError."""
+        """Add an input chunk to the segment. Raises StorageError.
+
+        Args:
+            digest: The digest of the chunk, or "" if its rows cannot be reused.
+            rows: Number of rows.
+            reply: The render worker's reply, which has the prepared rows.
+        """
         replies = self._files[REPLIES]
         line = [digest, rows, replies.tell(), len(reply)]
         replies.write(reply)
@@ -81,18 +93,24 @@ class KeptWriter:
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder with the files of the segment that is written."""
+        """Return the name of the segment's folder in the kept index."""
         return self._folder.name
 
     def finish(self, facts: SegmentFacts) -> dict[str, Digest]:
-        """Complete the files of the segment, and return their digests by file name.
+        """Complete the files of the segment, and return their sizes and digests by file name.
 
-        The files are only used once a marker names the segment. Raises StorageError.
+        They are only used by later runs once kept.json names the segment.
+
+        Args:
+            facts: The totals over the rows of the segment, which are written as well.
+
+        Raises:
+            StorageError: A file cannot be written.
         """
         self._files[FACTS].write(facts.to_json())
         return {name: file.commit() for name, file in self._files.items()}
 
     def close(self) -> None:
-        """Discard the files of the segment that were not finished."""
+        """Discard the files of the segment, unless `finish` completed them."""
         for file in self._files.values():
             file.close()

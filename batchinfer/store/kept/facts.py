@@ -12,7 +12,7 @@ MOST_NAMES = 200  # maximum number of column names
 
 @dataclass(slots=True)
 class SegmentFacts:
-    """Totals over the rows of a segment of the kept index.
+    """Totals over the rows of a segment of the kept index. A run that reuses the segment needs them.
 
     Attributes:
         files: Number of input files. All rows of a file belong to the same segment.
@@ -21,11 +21,11 @@ class SegmentFacts:
         tokens: Number of tokens of all prompts.
         names: The first column names of the rows, at most MOST_NAMES, in order.
         found: The required columns that occurred in rows.
-        kinds: The kinds of values of each passthrough column.
+        kinds: For each passthrough column, the kinds of its values.
         logprobs: Maximum log-probabilities per token that a row requests. None: no row requests any.
         prompt_logprobs: True if a row requests log-probabilities of its prompt.
         tools: True if a row has tools.
-        plain: True if the rows need no notice and no other attempt in the next run.
+        plain: True if no row causes a notice to the user or needs another attempt in the next run.
     """
 
     files: int = 0
@@ -41,12 +41,12 @@ class SegmentFacts:
     plain: bool = True
 
     def note_columns(self, names: Sequence[str], found: set[str], kinds: Sequence[set[str]]) -> None:
-        """Add the columns of some rows to the totals.
+        """Add the columns that occurred in some rows to the totals.
 
         Args:
             names: Column names of the rows, in order.
             found: The required columns that occurred.
-            kinds: The kinds of values of each passthrough column.
+            kinds: For each passthrough column, the kinds of its values.
         """
         if len(self.names) < MOST_NAMES:
             self.names.update(dict.fromkeys(names))
@@ -62,9 +62,9 @@ class SegmentFacts:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Return the totals over a segment's rows from JSON bytes.
+        """Return the totals over a segment's rows from the JSON bytes that `to_json` wrote.
 
-        Raises ValueError, KeyError or TypeError if damaged.
+        Raises ValueError, KeyError or TypeError if they are damaged.
         """
         value: dict[str, Any] = json.loads(data)
         value["names"] = dict.fromkeys(value["names"])

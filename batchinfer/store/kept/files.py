@@ -33,13 +33,13 @@ NAMES = REPLIES, CHUNKS, FACTS = "replies.bin", "chunks.jsonl", "facts.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """An input file of the kept index, which a run read to its end.
+    """An input file whose prepared rows are in the kept index, because a run read it to its end.
 
     Attributes:
         file: Path, size and time of the file when it was read.
         sha256: The digest of its content.
-        first_chunk: The number of its first chunk in the segment.
-        chunks: The number of its chunks.
+        first_chunk: The number of its first chunk within the segment, from 0.
+        chunks: How many chunks it has.
     """
 
     file: InputFile
@@ -50,11 +50,11 @@ class KeptFile:
 
 @dataclass(frozen=True, slots=True)
 class KeptSegment:
-    """A segment of the kept index: the rows of consecutive input files.
+    """A segment of the kept index: the prepared rows of consecutive input files.
 
     Attributes:
-        folder: The name of the folder with the segment's files.
-        digests: The digests of these files by name.
+        folder: The name of the folder with the segment's own files.
+        digests: The sizes and digests of the segment's own files, by name.
         files: The input files.
     """
 
@@ -70,7 +70,10 @@ class KeptSegment:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> KeptSegment:
-        """Return the segment in a JSON object. Raises KeyError, TypeError or AttributeError for a damaged one."""
+        """Return the segment in a JSON object of `to_json`.
+
+        Raises KeyError, TypeError or AttributeError if the object is damaged.
+        """
         files = tuple(KeptFile(**one | {"file": InputFile(**one["file"])}) for one in value["files"])
         digests = {name: Digest(**one) for name, one in value["digests"].items()}
         return cls(str(value["folder"]), digests, files)
@@ -78,10 +81,10 @@ class KeptSegment:
 
 @dataclass(frozen=True, slots=True)
 class KeptMarker:
-    """The content of kept.json, which names the valid segments of a job's kept index.
+    """The content of kept.json, which lists the valid segments of a job's kept index.
 
     Attributes:
-        identity: A hash of everything that determines the rows.
+        identity: A hash of everything, except the input, that determines the prepared rows.
         segments: The segments in row order.
     """
 
@@ -90,7 +93,7 @@ class KeptMarker:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders of the kept index's segments, in row order."""
+        """Return the names of the segments' folders in the kept index, in row order."""
         return tuple(one.folder for one in self.segments)
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class KeptMarker:
 
 
 def read_marker(kept: Path) -> KeptMarker | None:
-    """Return the content of kept.json, or None if nothing is kept or another version wrote it.
+    """Return the content of kept.json. None: there is none, or another version of batchinfer wrote it.
 
     Args:
         kept: The folder of the kept index.
@@ -126,14 +129,14 @@ def read_marker(kept: Path) -> KeptMarker | None:
 
 @contextmanager
 def open_segment(kept: Path, segment: KeptSegment, *, fresh: bool = False) -> Iterator[dict[str, int]]:
-    """Open the files of a segment of the kept index and check their digests.
+    """Open the files of a segment of the kept index, check their digests, and yield file descriptors by name.
 
-    Yields file descriptors by file name.
+    The descriptors stay valid if another run replaces the kept index. They are closed when the block ends.
 
     Args:
         kept: The folder of the kept index.
         segment: The segment.
-        fresh: Read all files, instead of using cached digests.
+        fresh: Read all files to compute the digests, instead of using cached ones.
 
     Raises:
         ValueError: A file is damaged or was replaced.
@@ -171,15 +174,18 @@ def new_folder(kept: Path, ops: FileOps) -> Path:
 
 
 def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
-    """Replace the kept index of a job with the segments of `marker`, and remove segments that are no longer used.
+    """Replace the kept index of a job by the segments of `marker`, and remove unused segments.
 
-    Runs of the job that end at the same time do this in turn. If another run has removed any of these
-    segments, the kept index is not replaced, and the new segments are removed. Raises StorageError.
+    Runs of the job that end at the same time take turns. If another run has removed a segment of `marker`,
+    the kept index stays as it is, and the new segments of this run are removed.
 
     Args:
         kept: The folder of the kept index.
         marker: The new content of kept.json.
         ops: File operations.
+
+    Raises:
+        StorageError: A file cannot be written or removed.
     """
     with storage(kept, "create"):
         ops.mkdir(kept, 0o700)  # an input without rows has no segment
@@ -201,9 +207,9 @@ def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
 
 @contextmanager
 def lock_marker(kept: Path) -> Iterator[None]:
-    """Lock the folder `kept` of the kept index while the block runs, for a change of its marker files.
+    """Hold the lock for kept.json and whole.json in the folder of the kept index while the block runs.
 
-    Writers read the marker first, and all use the same temporary name.
+    A run that replaces such a file reads the old content first, so runs must take turns.
     """
     with storage(kept, "lock"):
         fd = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
@@ -219,9 +225,9 @@ def lock_marker(kept: Path) -> Iterator[None]:
 
 
 def remove_strays(kept: Path, ops: FileOps) -> None:
-    """Remove files in the folder of the kept index that killed runs left. Raises StorageError.
+    """Remove files that killed runs left in the folder of the kept index. Raises StorageError.
 
-    No other process may be writing a kept index.
+    No other process may be writing to the folder.
     """
     if not kept.is_dir():
         return
@@ -244,9 +250,9 @@ def _remove(entry: Path, ops: FileOps) -> None:
 
 
 def last_kept(kept: Path) -> float | None:
-    """Return the Unix time at which the kept index was last written, or None without one.
+    """Return the Unix time at which the kept index was last written, or None if there is no kept index.
 
-    Raises StorageError.
+    Raises StorageError if that cannot be determined.
     """
     try:
         return (kept / MARKER).stat().st_mtime

@@ -35,7 +35,9 @@ _COPIED = 1 << 20  # bytes per read or write
 
 @dataclass(frozen=True, slots=True)
 class FinishedSegment:
-    """The record of a segment whose rows were all published, so their index rows and answers can be reused.
+    """The record of a segment of the kept index whose rows were all published.
+
+    Its index rows and the positions of its answers were saved, so that a run can reuse all of them at once.
 
     Attributes:
         folder: The name of the segment's folder in the kept index.
@@ -46,7 +48,7 @@ class FinishedSegment:
         failed: Number of rows whose answer is an error, and how many of them are retryable.
         store: The names of the parts of the store with its answers. The file of positions refers to a part by
             its number in this list.
-        files: The digests of the files in its folder by name, in row order.
+        files: The sizes and digests of the files in its folder by name, in row order.
     """
 
     folder: str
@@ -64,9 +66,9 @@ class FinishedSegment:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FinishedSegment:
-        """Return the record of a segment from a JSON object.
+        """Return the record of a finished segment from a JSON object of `to_json`.
 
-        Raises KeyError, TypeError or ValueError for a damaged one.
+        Raises KeyError, TypeError or ValueError if the object is damaged.
         """
         errors, retryable = value["errors"]
         failed, again = value["failed"]
@@ -75,10 +77,10 @@ class FinishedSegment:
         return cls(**{**value, **counts, "store": tuple(value["store"]), "files": files})
 
     def parts(self, kind: str) -> list[str]:
-        """Return the names of the segment's index parts or passthrough parts in row order.
+        """Return the names of the segment's Parquet files for the index or for passthrough columns, in row order.
 
         Args:
-            kind: INDEX or CARRIED (passthrough).
+            kind: INDEX for parts of the index, CARRIED for passthrough parts.
         """
         return sorted(name for name in self.files if name.startswith(f"{kind}-"))
 
@@ -88,9 +90,9 @@ class FinishedMarker:
     """The content of whole.json: the records of all finished segments of a job's kept index.
 
     Attributes:
-        identity: A hash of everything that determines the rows.
+        identity: A hash of everything, except the input, that determines the rows.
         segments: The finished segments, in row order.
-        seen: The names of all parts that the store had.
+        seen: The names of all parts of the store when the file was written.
     """
 
     identity: str
@@ -98,16 +100,16 @@ class FinishedMarker:
     seen: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of whole.json as a JSON object with a digest."""
+        """Return the content of whole.json as a JSON object that includes its own digest."""
         segments = [one.to_json() for one in self.segments]
         value = {"format": FORMAT, "identity": self.identity, "stretches": segments, "seen": self.seen}
         return value | {"sha256": _digest(value)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FinishedMarker:
-        """Return the content of whole.json from a JSON object.
+        """Return the content of whole.json from a JSON object of `to_json`.
 
-        Raises KeyError, TypeError or ValueError for a damaged one.
+        Raises KeyError, TypeError or ValueError if the object is damaged.
         """
         if value.pop("sha256") != _digest(value):
             raise ValueError("it has changed since it was written")
@@ -115,7 +117,11 @@ class FinishedMarker:
         return cls(value["identity"], segments, tuple(value["seen"]))
 
     def leading(self, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return the records of finished segments in these folders, up to the first folder without a record."""
+        """Return the records of the leading segments in row order, up to the first unfinished segment.
+
+        Args:
+            folders: The folders of the segments of the kept index, in row order.
+        """
         known, found, before = {one.folder: one for one in self.segments}, list[FinishedSegment](), ""
         for folder in folders:
             one = known.get(folder)
@@ -131,7 +137,7 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def read_finished(kept: Path) -> FinishedMarker | None:
-    """Return the content of whole.json, or None if there is none or another version wrote it.
+    """Return the content of whole.json. None: there is none, or another version of batchinfer wrote it.
 
     Args:
         kept: The folder of the kept index.
@@ -150,13 +156,15 @@ def read_finished(kept: Path) -> FinishedMarker | None:
 
 
 def is_still_valid(segment: FinishedSegment, seen: Collection[str], parts: Collection[str]) -> bool:
-    """Return True if the store has the same answers for a segment as when the segment was recorded.
+    """Return True if the store still has the same answers for a finished segment.
+
+    All parts with its answers must still exist. Since answers of earlier parts take precedence, every new
+    part must come after them in name order.
 
     Args:
-        segment: The segment.
+        segment: The finished segment.
         seen: The names of the parts of the store when the segment was recorded.
-        parts: The names of the parts now. A new part must come after all parts of the segment in name order,
-            since answers of earlier parts take precedence.
+        parts: The names of the parts now.
     """
     there, last = set(parts), max(segment.store, default="")
     return there.issuperset(segment.store) and all(name > last for name in there.difference(seen))
@@ -167,7 +175,7 @@ def write_finished(kept: Path, marker: FinishedMarker, ops: FileOps) -> bool:
 
     Args:
         kept: The folder of the kept index.
-        marker: The new content.
+        marker: The new content of whole.json.
         ops: File operations.
 
     Raises:
@@ -186,9 +194,9 @@ def write_finished(kept: Path, marker: FinishedMarker, ops: FileOps) -> bool:
 
 
 def reuse_file(kept: Path, segment: FinishedSegment, name: str, target: Path, ops: FileOps) -> None:
-    """Link a file of a segment to `target`, or copy it if links are unsupported, and check its digest.
+    """Create a hard link, or else a copy, of a segment's file at `target`, and check its digest.
 
-    Other runs do not remove the target.
+    The target stays valid if another run removes the segment.
 
     Args:
         kept: The folder of the kept index.
@@ -211,7 +219,7 @@ def reuse_file(kept: Path, segment: FinishedSegment, name: str, target: Path, op
 
 
 def link_file(source: Path, target: Path, ops: FileOps) -> Digest:
-    """Link an immutable file to `target`, or copy it durably if links are unsupported. Return its digest.
+    """Create a hard link, or else a durable copy, of an immutable file, and return its size and digest.
 
     The link is durable once the folder of `target` is synced. Raises StorageError.
     """
@@ -225,7 +233,7 @@ def link_file(source: Path, target: Path, ops: FileOps) -> Digest:
 
 
 def copy_file(source: Path, target: Path, ops: FileOps) -> Digest:
-    """Copy a file durably, and return its digest.
+    """Copy a file, sync the copy to disk, and return its size and digest.
 
     Raises StorageError, or OSError if the source cannot be read.
     """
@@ -240,7 +248,10 @@ def copy_file(source: Path, target: Path, ops: FileOps) -> Digest:
 
 
 def write_numbers(path: Path, numbers: NDArray[Any], ops: FileOps) -> Digest:
-    """Write the bytes of a NumPy array to a file durably, and return the digest. Raises StorageError."""
+    """Write the bytes of a NumPy array to a file, sync it to disk, and return its size and digest.
+
+    Raises StorageError.
+    """
     file = DurableFile(path, ops)
     try:
         data = memoryview(np.ascontiguousarray(numbers).tobytes())

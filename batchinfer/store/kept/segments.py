@@ -18,7 +18,10 @@ _MOST = 24
 
 
 class SegmentCuts:
-    """Decides which input files of a run start a new segment of the kept index."""
+    """Decides which input files of a run begin a new segment of the kept index.
+
+    Segments have similar sizes.
+    """
 
     def __init__(self, size: int) -> None:
         """Choose the size of segments for input files with this total size in bytes."""
@@ -26,7 +29,10 @@ class SegmentCuts:
         self._held = 0
 
     def before(self, size: int) -> bool:
-        """Return True if the next input file, with this size in bytes, starts a new segment."""
+        """Return True if the next input file, with this size in bytes, begins a new segment.
+
+        Call it for each file.
+        """
         cuts = self._held >= self._least
         self._held = size if cuts else self._held + size
         return cuts
@@ -35,11 +41,13 @@ class SegmentCuts:
 def count_unchanged(
     segments: Sequence[KeptSegment], facts: Sequence[SegmentFacts], files: Sequence[InputFile]
 ) -> int:
-    """Return the number of leading segments whose input files are unchanged and still come first.
+    """Return the number of leading segments of the kept index whose input files are unchanged.
+
+    The input of this run must begin with these files in the same order.
 
     Args:
-        segments: The segments of the kept index.
-        facts: The totals of each segment.
+        segments: The segments that an earlier run kept.
+        facts: The totals of each segment. Only the number of input files is used.
         files: The input files of this run, in order.
     """
     at = 0
@@ -53,10 +61,10 @@ def count_unchanged(
 
 
 def count_reused(sizes: Sequence[int], rest: int) -> int:
-    """Return the number of leading segments of the kept index to reuse.
+    """Return how many of the unchanged leading segments of the kept index a run reuses.
 
-    If there would be too many segments, the last ones are read again together with the new files, unless they
-    are much larger than these files.
+    If there would be too many segments, the last ones are read again together with the new files, except
+    segments that are much larger than these files.
 
     Args:
         sizes: The input bytes of each unchanged segment.
