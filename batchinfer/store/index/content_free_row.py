@@ -17,7 +17,9 @@ _KEY = "classify.calibrate"
 
 
 def content_free_row(job: Job, column: str | None) -> RowBatch | None:
-    """Return a row with a placeholder text in each column of the prompt, or None without calibration.
+    """Return an input row with a placeholder text in each column that the prompt reads.
+
+    The probabilities of its labels calibrate those of all rows. Return None if the job does not calibrate.
 
     Args:
         job: The job.
@@ -42,7 +44,7 @@ def content_free_row(job: Job, column: str | None) -> RowBatch | None:
 
 
 def check_rendered(job: Job, rows: PreparedRows) -> None:
-    """Check that the row without content became a prompt. Raises JobFileError.
+    """Raise JobFileError if the row of `content_free_row` could not become a prompt.
 
     Args:
         job: The job.

@@ -39,7 +39,8 @@ _OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # columns of lat
 class EqualRows:
     """Turns rows with repeated custom ids into errors, and gives equal sampled rows different work keys.
 
-    It processes an index in steps, while more parts are written.
+    Equal sampled rows have the same prompt and parameters, but need different answers. The rows of an index
+    are processed in steps, while more parts are written.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class EqualRows:
         threads: int = 2,
         samples: bool = False,
     ) -> None:
-        """Prepare an index without rows.
+        """Prepare to process the parts of an index, beginning with its first part.
 
         Args:
             folder: Folder for temporary files.
             context: The digest that enters every work key.
             ops: File operations.
-            unique_ids: Turn a row whose custom id an earlier row has into an error row.
+            unique_ids: True to turn a row into an error row if an earlier row has the same custom id.
             attempts: Maximum attempts per row.
             threads: Threads of DuckDB.
-            samples: An input row may have several rows in the index.
+            samples: True if an input row may have several rows in the index.
         """
         self._input_row = INPUT_ROW.name if samples else "row_id"
         self._folder, self._context, self._ops = folder, context, ops
@@ -71,7 +72,7 @@ class EqualRows:
         self._kept: list[Path] = []  # files with the original keys of renumbered rows
 
     def skip_parts(self, parts: int) -> None:
-        """Skip the first `parts` parts of the index. None of their rows may equal a sampled row."""
+        """Skip a number of parts at the start of the index. No sampled row may equal one of their rows."""
         self._settled, self._kept = parts, []
 
     @property
@@ -80,17 +81,18 @@ class EqualRows:
         return bool(self._kept)
 
     def settle(self, parts: Sequence[Path], tokens: TokenStore) -> int:
-        """Process the parts that were added since the last call.
-
-        Return the number of rows that became error rows. Parts with changed rows are rewritten.
+        """Process the index parts that were added since the last call, and rewrite those with changed rows.
 
         Args:
             parts: All index parts in row order, including parts from earlier calls.
             tokens: The prompts of the rows.
 
+        Returns:
+            The number of rows that became error rows in this call.
+
         Raises:
             StorageError: A part cannot be read or written.
-            OutOfMemory: DuckDB exceeded its limit.
+            OutOfMemory: DuckDB exceeded its memory limit.
         """
         new = _NewRows(parts, self._settled, self._folder / "spill", self._ops, self._threads)
         errors = _refuse_repeated_ids(new, self._input_row) if self._unique_ids else 0
@@ -101,8 +103,6 @@ class EqualRows:
 
 
 class _NewRows:
-    """The rows of index parts. Only rows after the first `settled` parts may be changed."""
-
     def __init__(self, parts: Sequence[Path], settled: int, spill: Path, ops: FileOps, threads: int) -> None:
         self.parts, self._spill, self._ops, self._threads = parts, spill, ops, threads
         rows = [pq.read_metadata(part).num_rows for part in parts]
@@ -110,12 +110,7 @@ class _NewRows:
         self.first_row, self.new_parts = sum(rows[:settled]), parts[settled:]
 
     def patch(self, query: str, change: Change) -> int:
-        """Change the new rows that a SQL query finds, and return their number.
-
-        Args:
-            query: Selects row_id and a second column, and ends with a WHERE clause.
-            change: Returns a part with changed rows.
-        """
+        # The query selects row_id and a second column, and ends with a WHERE clause
         count = 0
         with connection(self._spill, threads=self._threads) as database:
             found = database.sql(f"{query} AND row_id >= {self.first_row} ORDER BY row_id")
@@ -128,11 +123,6 @@ class _NewRows:
         return count
 
     def _by_part(self, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield the number of each part with found rows, the ids of these rows, and the query's second column.
-
-        Args:
-            batches: Row ids in ascending order, and the second column of the query.
-        """
         number, held = 0, list[NDArray[np.int64]]()
         for batch in batches:
             found = np.stack([column.to_numpy() for column in batch.columns])
@@ -150,12 +140,6 @@ class _NewRows:
 
 
 def _refuse_repeated_ids(new: _NewRows, input_row: str) -> int:
-    """Turn each row whose custom_id an earlier input row has into an error row, and return their number.
-
-    Args:
-        new: The rows.
-        input_row: The index column with the number of the input row.
-    """
     if not new.new_parts:
         return 0
     rows = (
@@ -179,19 +163,8 @@ def _number_equal_samples(
     earlier: Sequence[Path],
     kept: Path,
 ) -> list[Path]:
-    """Give the k-th of several equal sampled rows a work key that depends on k, in each attempt that samples.
-
-    Args:
-        new: The rows that may change. Samples of the same input row count as equal rows.
-        tokens: The prompts.
-        context: The digest that enters every work key.
-        attempts: Maximum attempts per row.
-        earlier: Files like `kept` from earlier calls.
-        kept: The file to write, with the original keys of the changed rows.
-
-    Returns:
-        The written file in a list, or an empty list if no row changed.
-    """
+    # The k-th of several equal sampled rows gets a work key that depends on k, in each attempt that samples.
+    # The file `kept` gets the original keys of the changed rows, for the comparison in later calls
     if not new.new_parts:
         return []
     rows = f"SELECT row_id, key FROM {parquet(new.parts)} WHERE key IS NOT NULL AND NOT greedy"
@@ -217,16 +190,6 @@ def _number_equal_samples(
 def _numbered(
     table: pa.Table, places: Ids, occurrences: Ids, tokens: TokenStore, context: bytes, attempts: int
 ) -> pa.Table:
-    """Return an index part with new work keys for some rows.
-
-    Args:
-        table: The part.
-        places: The positions of these rows in the part.
-        occurrences: For each of these rows the number of equal rows before it.
-        tokens: The prompts.
-        context: The digest that enters every work key.
-        attempts: Maximum attempts per row.
-    """
     names = [name for attempt in range(1, attempts + 1) for name in attempt_columns(attempt)[:2]]
     rows = table.select(["token_offset", "token_count", *names]).take(pa.array(places))
     prompts = zip(*(rows.column(name).to_pylist() for name in ("token_offset", "token_count")), strict=True)
@@ -243,10 +206,7 @@ def _numbered(
 
 
 def _repeated(rows: str, column: str) -> str:
-    """Return SQL for the rows of a query whose value in `column` may occur more than once.
-
-    Values are compared by their hashes, which take less memory.
-    """
+    # Values are compared by their hashes, which take less memory
     hashes = f"SELECT hash({column}) AS hashed FROM ({rows}) GROUP BY hashed HAVING count(*) > 1"
     return f"({rows}) WHERE hash({column}) IN ({hashes})"
 
@@ -271,13 +231,6 @@ def _error(first: int) -> RowError:
 def _replaced(
     table: pa.Table, places: Ids, columns: dict[str, list[object]] | dict[str, list[bytes]]
 ) -> pa.Table:
-    """Return a table with other values in some rows.
-
-    Args:
-        table: The table.
-        places: The positions of the rows, ascending.
-        columns: For each column the new values of these rows.
-    """
     changed = np.zeros(len(table), np.bool_)
     changed[places] = True
     for name, values in columns.items():

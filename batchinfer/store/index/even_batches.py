@@ -16,10 +16,10 @@ MOST_ROWS, _MOST_BYTES = 16 * BATCH_ROWS, 4 << 20  # of a batch that combines se
 
 
 class EvenBatches:
-    """Passes rows to a PartWriter in batches whose sizes are multiples of BATCH_ROWS.
+    """Combines rows into batches of BATCH_ROWS rows or a multiple, and passes the batches to a PartWriter.
 
-    A batch has more than BATCH_ROWS rows only if all columns are narrow, and until its texts reach
-    _MOST_BYTES.
+    So the bytes of a Parquet file do not depend on how many rows arrive at a time. A batch is larger than
+    BATCH_ROWS if all columns are narrow and its texts are short.
     """
 
     def __init__(self, writer: PartWriter, schema: pa.Schema) -> None:
@@ -31,7 +31,7 @@ class EvenBatches:
         self._rows = self._bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Add rows to the current batch, and write it if it is full. Raises StorageError."""
+        """Add rows. Each full batch is passed on. Raises StorageError."""
         while batch.num_rows:
             head = batch.slice(0, BATCH_ROWS - self._rows % BATCH_ROWS)
             batch = batch.slice(head.num_rows)
@@ -43,7 +43,7 @@ class EvenBatches:
                 self._hand_on()
 
     def commit(self) -> list[Path]:
-        """Write the remaining rows, finish the current part, and return all finished parts.
+        """Write the remaining rows, finish the current part, and return the paths of all finished parts.
 
         Raises StorageError.
         """
@@ -57,14 +57,14 @@ class EvenBatches:
 
 
 def _is_narrow(kind: pa.DataType) -> bool:
-    """Return True if a column type is text, whose bytes are counted, or has values of a few bytes."""
+    # The bytes of texts are counted, so they count as narrow
     if pa.types.is_fixed_size_binary(kind):
         return bool(kind.byte_width <= _NARROW)
     return kind in (pa.string(), pa.binary(), pa.null()) or bool(pa.types.is_primitive(kind))
 
 
 def _text_bytes(texts: pa.Array) -> int:
-    """Return the total bytes of the texts in an array. It does not depend on how the array was sliced."""
+    # Does not depend on how the array was sliced
     offsets = texts.buffers()[1]
     if offsets is None or not len(texts):
         return 0
@@ -73,7 +73,7 @@ def _text_bytes(texts: pa.Array) -> int:
 
 
 def _one_batch(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """Return the rows of batches as one batch in new memory. Columns without nulls have no validity bitmap."""
+    # Columns without nulls have no validity bitmap
     columns = []
     for at in range(batches[0].num_columns):
         parts = [batch.column(at) for batch in batches]

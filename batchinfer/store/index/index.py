@@ -66,9 +66,12 @@ INDEX_SCHEMA = pa.schema(
 
 
 def attempt_columns(attempt: int) -> tuple[str, str, str]:
-    """Return the names of an index's columns with the work key, parameters and maximum tokens of an attempt.
+    """Return the names of the index columns for an attempt: work key, sampling parameters, maximum tokens.
 
-    The values are null for a row without such an attempt. Attempts are numbered from 1.
+    Their values are null for a row without such an attempt.
+
+    Args:
+        attempt: The number of the attempt, from 1.
     """
     if attempt == 1:
         return "key", "params", "expected_tokens"
@@ -76,7 +79,11 @@ def attempt_columns(attempt: int) -> tuple[str, str, str]:
 
 
 def distinct_columns(attempts: int) -> list[str]:
-    """Return the columns of an index whose values hardly ever repeat, so dictionaries would not pay off."""
+    """Return the index columns whose values hardly ever repeat. They are written without dictionaries.
+
+    Args:
+        attempts: Maximum attempts per row. Each has a column with work keys.
+    """
     keys = [attempt_columns(attempt)[0] for attempt in range(1, attempts + 1)]
     return ["row_id", "row_index", "custom_id", "token_offset", INPUT_ROW.name, *keys]
 
@@ -93,13 +100,13 @@ def index_schema(
     """Return the columns of an index.
 
     Args:
-        endpoints: The rows are OpenAI requests.
-        attempts: The maximum number of attempts per row.
-        openings: Answers may reason first.
-        tools: Rows may have tools.
-        labels: Rows may name their own labels.
-        samples: Rows may have several answers.
-        dimensions: Rows may set the length of their vectors.
+        endpoints: True if the rows are OpenAI requests.
+        attempts: Maximum attempts per row.
+        openings: True if the model may reason before it answers.
+        tools: True if rows may have tools.
+        labels: True if rows may name their own labels.
+        samples: True if rows may have several answers.
+        dimensions: True if rows may set the length of their vectors.
     """
     further = [(ENDPOINT, endpoints), (OPENING, openings), (TOOLS, tools), (LABELS, labels)]
     further += [(INPUT_ROW, samples), (SAMPLE, samples), (DIMENSIONS, dimensions)]
@@ -111,7 +118,7 @@ def index_schema(
 
 
 class Layout:
-    """The paths of an index's files."""
+    """The paths of the files of an index, relative to its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -126,12 +133,12 @@ class Layout:
 
 
 class BestOf(NamedTuple):
-    """The numbers of samples that are computed and published for each input row.
+    """How many samples of each input row are computed and published.
 
     Attributes:
-        published: The number of published samples, the best ones.
+        published: The number of published samples. The best ones are chosen.
         computed: The number of computed samples.
-        lists: True if the published samples are lists in one result row, instead of one row each.
+        lists: True if the published samples are lists in one result row, instead of one result row each.
     """
 
     published: int
@@ -140,16 +147,19 @@ class BestOf(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of result rows per input row: 1 with lists, else the number of published samples."""
+        """Return the number of result rows per input row: 1 if the samples are lists, else `published`."""
         return 1 if self.lists else self.published
 
 
 class PendingSegments(NamedTuple):
-    """Segments of the kept index that this run wrote. The next run can reuse them once their rows are published.
+    """The segments of the kept index that this run wrote.
+
+    The next run can reuse them once their rows are published.
 
     Attributes:
-        identity: The hash of everything that determines the rows.
-        rows: The folder and the number of rows of each segment, in row order, after the reused segments.
+        identity: A hash of everything, except the input, that determines the rows.
+        rows: The folder and the number of rows of each segment, in row order. They follow the reused
+            segments.
     """
 
     identity: str
@@ -241,7 +251,12 @@ class Index(RequestedOutputs):
 
     @classmethod
     def find(cls, folder: Path, identity: str) -> Index | None:
-        """Return the index in `folder` if it is complete and has this identity, else None."""
+        """Return the complete index in a folder, or None if there is none or its identity differs.
+
+        Args:
+            folder: The folder of the index.
+            identity: A hash of everything that determines the index.
+        """
         if not Layout(folder).marker.exists():
             return None
         found = cls.open(folder)
@@ -264,7 +279,10 @@ class Index(RequestedOutputs):
 
     @property
     def kept_logprobs(self) -> int | None:
-        """Return the maximum log-probabilities per token that the engine returns for a row, or None if none."""
+        """Return the maximum number of log-probabilities per token that the engine must return for a row.
+
+        0 stands for generated tokens only, which the column `confidence` needs. None: no row needs any.
+        """
         return self.logprobs if self.confidence is None else self.logprobs or 0
 
     @property
@@ -276,7 +294,7 @@ class Index(RequestedOutputs):
 
     @property
     def row_ids(self) -> str:
-        """Return the name of the index column with the row ids of the result."""
+        """Return the name of the index column with the values of the result's column row_id."""
         return INPUT_ROW.name if self.samples else "row_id"
 
     @property
@@ -292,27 +310,33 @@ class Index(RequestedOutputs):
 
     @property
     def index_dir(self) -> Path:
-        """Return the folder with the parts of the index."""
+        """Return the folder with the index's Parquet parts."""
         return Layout(self.folder).index
 
     @cached_property
     def index_parts(self) -> Sequence[Path]:
-        """Return the parts of the index in row order."""
+        """Return the paths of the index's Parquet parts, in row order."""
         return sorted(self.index_dir.glob("part-*.parquet"))
 
     @cached_property
     def content_free_parts(self) -> Sequence[Path]:
-        """Return the part with the prompt without content, or an empty list if labels are not calibrated."""
+        """Return the part with the content-free prompt, or an empty list if labels are not calibrated."""
         return sorted(Layout(self.folder).content_free.glob("part-*.parquet"))
 
     @cached_property
     def passthrough_parts(self) -> Sequence[Path]:
-        """Return the parts with row_id and the passthrough columns, in row order. Empty without such columns."""
+        """Return the parts with row_id and the passthrough columns, in row order.
+
+        Empty without such columns.
+        """
         return sorted(Layout(self.folder).passthrough.glob("part-*.parquet"))
 
     @cached_property
     def passthrough_schema(self) -> pa.Schema:
-        """Return names and types of the passthrough columns, which are copied from the input, without row_id."""
+        """Return the names and types of the passthrough columns, without row_id.
+
+        These columns are copied from the input to the result.
+        """
         if not self.passthrough_parts:
             return pa.schema([])
         found = pq.read_schema(self.passthrough_parts[0]).remove_metadata()
@@ -352,7 +376,6 @@ _WRITE: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _stored_fields() -> list[Field[Any]]:
-    """Return the fields of an index that its marker stores under their own keys."""
     return [one for one in fields(Index) if one.name not in ("folder", "inputs", "sha256", "reused")]
 
 

@@ -57,8 +57,8 @@ class IngestProgress:
         rows: Number of rows of the index so far.
         bytes_read: Bytes of the input files that were read, compressed if the files are.
         bytes_total: Bytes of all input files.
-        keys: The work keys of the last chunk's rows, 32 bytes each, without error rows and rows with a stored
-            answer.
+        keys: The concatenated work keys, 32 bytes each, of the rows in the last chunk that need an answer.
+            Rows with a stored answer and error rows are left out.
     """
 
     rows: int
@@ -77,7 +77,7 @@ def ingest(
     on_activity: ActivityCallback | None = None,
     keeping: Keeping | None = None,
 ) -> Index:
-    """Return the complete index of the job's input, in a subfolder of `scratch` named after its identity.
+    """Read the job's input into an index, and return it. A complete index from an earlier run is reused.
 
     A row that cannot be prepared raises nothing: it is an error row of the index.
 
@@ -85,17 +85,17 @@ def ingest(
         job: The job.
         tokenizer: The tokenizer of the model.
         options: Options that are not in the job file.
-        scratch: The folder of indexes.
-        progress: Called after each chunk.
+        scratch: The folder of indexes. Each index has a subfolder named after its identity.
+        progress: Called after each chunk of the input.
         ops: File operations, replaced in tests.
-        on_activity: Receives the activities of the workers, timed with `time.perf_counter`.
+        on_activity: Receives the activities of the render workers, timed with `time.perf_counter`.
         keeping: The kept index of the job, which is reused and then replaced. None: nothing is kept.
 
     Raises:
-        InputMissing: Exit code 66.
-        InputCorrupt: Exit code 65.
+        InputMissing: No file matches. Exit code 66.
+        InputCorrupt: A file is damaged. Exit code 65.
         JobFileError: No row has a column that the job uses, or a query failed. Exit code 78.
-        StorageError: Exit code 74.
+        StorageError: A file cannot be read or written. Exit code 74.
     """
     found = index_or_ingestion(job, tokenizer, options, scratch, ops, on_activity, keeping)
     if isinstance(found, Index):
@@ -116,7 +116,7 @@ def index_or_ingestion(
     on_activity: ActivityCallback | None = None,
     keeping: Keeping | None = None,
 ) -> Index | Ingestion:
-    """Return the complete index of the job's input in `scratch`, or an ingestion that builds it.
+    """Return the complete index of the job's input, or an Ingestion that builds it in steps.
 
     `ingest` documents the arguments.
     """
@@ -131,9 +131,13 @@ def index_or_ingestion(
 
 
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
-    """Return the job's input files, or the file in `scratch` with the result of its query.
+    """Return the job's input files. If the input is a SQL query, run it and return the file with its result.
 
-    A query runs again at every start: an interrupted job must not publish rows of an earlier day.
+    The query runs again at every start: an interrupted job must not publish rows of an earlier day.
+
+    Args:
+        job: The job.
+        scratch: The folder for the result of the query.
     """
     if job.input.sql is None:
         return input_files(job)
@@ -144,7 +148,7 @@ def job_files(job: Job, scratch: Path) -> list[InputFile]:
 
 
 def with_files(job: Job, files: Sequence[InputFile]) -> Job:
-    """Return the job with these files, from `job_files`, as its input. Its query does not run again."""
+    """Return the job with the files of `job_files` as its input, so that a query does not run again."""
     if job.input.sql is None:
         return job
     source = job.input.model_copy(update={"sql": None, "path": files[0].path, "format": "parquet"})
@@ -152,14 +156,14 @@ def with_files(job: Job, files: Sequence[InputFile]) -> Job:
 
 
 def _identity(job: Job, options: IngestOptions, tokenizer: Tokenizer, files: Sequence[InputFile]) -> str:
-    """Return a sha256 over everything that determines the index. The result of a query counts by its content."""
+    # The result of a query counts by its content
     inputs = [f.to_json() | ({"sha256": sha256_of(Path(f.path))} if job.input.sql else {}) for f in files]
     value = _settings(job, options, tokenizer) | {"inputs": inputs}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return everything that determines the index except the input, as a JSON object."""
+    # Everything except the input
     value: dict[str, Any] = {
         "format": [INGEST_FORMAT, CONSTRAINT_RULES],
         "job": json.loads(job.identity_json()),
@@ -178,8 +182,8 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
 class Ingestion:
     """Builds the index of a job: `steps` reads the input, then `finish` completes the index.
 
-    Between two steps, `cut` returns the rows so far, which can be planned while the rest is read. Only one of
-    the three methods may run at a time, but in any thread.
+    Between two steps, `cut` returns the index of the rows so far, which can be planned while the rest is
+    read. These three methods may run in any thread, but only one at a time.
     """
 
     def __init__(
@@ -224,10 +228,7 @@ class Ingestion:
 
     @property
     def is_final(self) -> bool:
-        """Return True if later input cannot change how the rows read so far were prepared.
-
-        `cut` requires this.
-        """
+        """Return True if the index rows so far are final, whatever is read later. `cut` requires this."""
         # The prompt without content is read last, and its answer calibrates all labels
         whole = self.job.classify.content_free is None
         # Types inferred from all rows may differ from the types of reused rows, which are then read again
@@ -245,16 +246,8 @@ class Ingestion:
             yield from self._read(files, take=False)
 
     def _read(self, files: Sequence[InputFile], *, take: bool) -> Generator[IngestProgress, None, bool]:
-        """Read the input and write the index, one chunk per step.
-
-        Args:
-            files: The input files.
-            take: Finished segments of the kept index may be reused.
-
-        Returns:
-            False if the passthrough columns of reused rows have other types now. The input must then be read
-            without reuse.
-        """
+        # Returns False if the passthrough columns of reused rows have other types now. The input must then be
+        # read without reuse
         self._make_folders()
         reader = self._reader = self._opened(files)
         schema = reader.schema()
@@ -287,23 +280,27 @@ class Ingestion:
         return self._writer
 
     def cut(self) -> RowsSoFar:
-        """Return the index of the rows read so far.
+        """End the current index part, and return the index of the rows so far. Raises StorageError.
 
-        They must still be passed to `settle`. Raises StorageError.
+        Pass the rows to `settle` before they are used.
         """
         return self._rows.cut()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
         """Turn rows with repeated custom ids into errors, and give equal sampled rows different work keys.
 
-        Call it in the order of the cuts, in any thread, also while the input is read. Raises StorageError,
-        OutOfMemory.
+        Call it for the result of each `cut`, in this order. It may run in another thread while the input is
+        read.
 
         Args:
             rows: The rows from `cut`.
 
         Returns:
             The same rows, with the new number of error rows.
+
+        Raises:
+            StorageError: A part of the index cannot be read or written.
+            OutOfMemory: DuckDB exceeded its memory limit.
         """
         self._refused += self._equal.settle(rows.parts, rows.tokens)
         return replace(rows, error_rows=rows.error_rows + self._refused)
@@ -320,7 +317,6 @@ class Ingestion:
             self._ops.mkdir(self._layout.folder)
 
     def _make_folders(self) -> None:
-        """Create empty folders for the parts of the index."""
         carried = [self._layout.passthrough, self._layout.spool] if self.job.carried else []
         carried += [self._layout.content_free] if self.job.classify.content_free is not None else []
         with storage(self._layout.folder, "prepare"):
@@ -354,7 +350,6 @@ class Ingestion:
         carried: JsonSpool | TypedColumns | None,
         kept: KeptIndex | None,
     ) -> Generator[IngestProgress, None, None]:
-        """Write the rows that the workers prepare, and yield the progress."""
         job, reused = self.job, self.reused
         how = self._options.max_model_len, self._index_columns(spec), self._ops, job.attempts, reused
         writer = self._writer = IndexWriter(self._layout, *how)
@@ -400,7 +395,7 @@ class Ingestion:
     def _kept_index(
         self, spec: RenderSpec, reader: Reader, schema: pa.Schema | None, *, take: bool
     ) -> AbstractContextManager[KeptIndex | None]:
-        """Open the kept index. Jobs with a limit, a query or several samples per row keep none: None."""
+        # Jobs with a limit, a query or several samples per row keep nothing
         job = self.job
         if self._keeping is None or job.input.limit is not None or job.input.sql or job.samples > 1:
             return nullcontext()
@@ -416,15 +411,15 @@ class Ingestion:
 
     @property
     def _may_take(self) -> bool:
-        """Return True if finished segments of the kept index may be reused.
-
-        Each row must have a single answer at its first attempt, and no content-free prompt may calibrate it.
-        """
+        # Each row must have a single answer at its first attempt, and no content-free prompt may calibrate it
         job = self.job
         return job.attempts == 1 and not job.has_samples and job.classify.content_free is None
 
     def finish(self) -> Index:
-        """Complete the index after the last step, and return it. Raises StorageError, OutOfMemory."""
+        """Complete the index after the last step of `steps`, and return it.
+
+        Raises StorageError, OutOfMemory.
+        """
         writer, reader, output = self._rows, self._reader, self.job.output
         assert reader is not None, "no step was taken yet"
         errors = self.settle(writer.all_rows()).error_rows
@@ -468,7 +463,6 @@ class Ingestion:
 
     @property
     def _pending_segments(self) -> PendingSegments | None:
-        """Return the new segments of the kept index that the next run can reuse, once the rows are published."""
         kept = self._kept
         if kept is None or not self._may_take or self._equal.has_numbered_rows:
             return None
@@ -485,14 +479,7 @@ def _chunks(
     kept: KeptIndex | None,
     carried: JsonSpool | TypedColumns | None,
 ) -> Iterator[InputChunk]:
-    """Return the chunks of the input. Files and chunks in the kept index are not prepared again.
-
-    Args:
-        reader: Reads the input.
-        names: The columns to decode, or None for all.
-        kept: The kept index, if there is one.
-        carried: The writer of passthrough columns.
-    """
+    # Files and chunks in the kept index are not prepared again
     if kept is None:
         return reader.chunks(names)
     typed = isinstance(carried, TypedColumns) and not reader.values_are_text
@@ -500,20 +487,15 @@ def _chunks(
 
 
 class _Wanted:
-    """Limits the chunks of an input to the number of rows that the job wants, and counts the rows."""
-
     def __init__(self, chunks: Iterator[InputChunk], limit: int | None) -> None:
         self._chunks, self._limit = chunks, limit
         self._file, self._rows_of_file = "", 0
         self.rows = 0
 
     def chunks(self) -> Iterator[tuple[InputChunk, InputChunk, int] | None]:
-        """Yield each chunk twice (the second is its tag for the pool), with its maximum number of wanted rows.
-
-        The number of rows in a chunk is only known once a worker has read it. None is yielded before a chunk
-        that may reach the limit. The pool resumes the generator when all earlier rows are counted, so no row
-        beyond the limit is read.
-        """
+        # The number of rows in a chunk is only known once a worker has read it. None is yielded before a
+        # chunk that may reach the limit. The pool resumes the generator when all earlier rows are counted, so
+        # no row beyond the limit is read
         reserved = 0
         for chunk in self._chunks:
             most = chunk.most_rows
@@ -529,7 +511,6 @@ class _Wanted:
                 return
 
     def place(self, chunk: InputChunk, rows: int) -> RowPlace:
-        """Count the rows of the next chunk, and return the position of its first row in the input."""
         if chunk.file != self._file:
             self._file, self._rows_of_file = chunk.file, 0
         first = self._rows_of_file if chunk.first_row is None else chunk.first_row

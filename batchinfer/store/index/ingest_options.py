@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedAnswers(RequestedOutputs):
-    """The outputs that a job requests, before its rows are read.
+    """The outputs that a job requests, as far as they are known before its rows are read.
 
     Attributes:
-        vectors: Rules for OpenAI requests for vectors. None: rows do not request vectors.
-        no_vectors: Reason that OpenAI requests for vectors are refused, if they may request texts.
+        vectors: Rules for rows that are OpenAI requests for embeddings. None: such requests are errors.
+        no_vectors: Why the model cannot return embeddings, for the message of these errors; "" if it can.
     """
 
     vectors: VectorRequests | None = None
@@ -41,13 +41,15 @@ class IngestOptions:
         now: The time that `strftime_now` returns in a chat template.
         workers: Number of render workers. None: one per core.
         row_timeout_s: Maximum seconds to render a row.
-        sample: Read only the first rows of each file. None: all.
-        strata: Read only rows that are spread over all files. None: all.
-        output: Name of the kind of answers (store/outputs).
-        asked: The outputs that the job requests.
+        sample: Read only this number of rows, from the start of each file. None: all.
+        strata: Read only some rows, spread over all files. None: all.
+        output: What answers are made of, such as "tokens" or "vectors": the name of a module in
+            store/outputs.
+        asked: The outputs in detail, such as log-probabilities or a JSON schema.
         adapters: Fingerprints of adapters by the names that rows use.
-        chunk: Size of the chunks that workers prepare.
-        checked: An open reader of the same files, which is reused.
+        chunk: Size of the chunks that render workers prepare.
+        checked: A reader of the same files that was opened to check the job, and is used again. None: open
+            the files.
     """
 
     context: bytes
@@ -66,18 +68,20 @@ class IngestOptions:
 
     @property
     def room(self) -> int:
-        """Return the minimum number of tokens that must fit after a prompt: 1, or 0 if answers are not texts."""
+        """Return how many tokens must fit after a prompt at least: 1 for an answer of tokens, else 0."""
         return 1 if self.output == "tokens" else 0
 
     def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
-        """Return how the model writes tool calls, or None if the result has no column for calls.
+        """Return how the model writes tool calls in this job.
 
         Args:
             job: The job.
-            has_tools: A row has tools. For OpenAI files this is known only after they were read.
+            has_tools: True if a row has tools. For OpenAI files this is known only after they were read.
 
         Returns:
-            The style, and True if rows have tools although the style is unknown, so calls are not parsed.
+            The style of calls, or None if the result has no column for calls. Then True if rows have tools
+                although
+            the style is unknown, so their calls are not parsed.
         """
         prompt, style = job.prompting, self.asked.tool_calls
         if style is None:

@@ -61,11 +61,12 @@ class Keeping:
 
     Attributes:
         kept: The folder of the kept index.
-        answered: Returns True if the store has the answers of all these rows.
+        answered: Returns True if the store has answers for all of the given rows, so that they need no
+            tokens.
         notice: Called with the reason if kept rows are not used.
-        fresh: Read all input files, and do not trust cached digests.
-        finished: Returns the leading segments whose index rows and answers can be reused. Its arguments are a
-            hash of the settings and the folders of the segments.
+        fresh: True to read all input files, and not to trust cached digests.
+        finished: Returns the leading segments whose index rows and answers can be reused, given a hash of the
+            settings and the folders of all segments.
     """
 
     kept: Path
@@ -77,14 +78,15 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class RowsToKeep:
-    """The rows of this run, which are kept for the next run, and everything that determines them.
+    """Describes the prepared rows that a run keeps for the next run: the input, and all settings that matter.
 
     Attributes:
         spec: How rows are prepared.
-        material: Further settings that determine a prepared row.
-        shape: Settings that only determine the rows of the index.
+        material: Further settings that determine a prepared row, as text.
+        shape: Settings that determine the index rows made from it, as text.
         files: The input files.
-        taking: The folders for index and passthrough parts of reused segments. None: no segment is reused.
+        taking: The folders for index parts and passthrough parts of reused segments. None: no segment is
+            reused.
     """
 
     spec: RenderSpec
@@ -95,7 +97,7 @@ class RowsToKeep:
 
     @property
     def identity(self) -> str:
-        """Return a hash of everything that determines how rows are prepared."""
+        """Return a hash of all settings that determine how an input row is prepared."""
         fields = self.spec.fields
         watched = None if fields.watched is None else sorted(fields.watched)
         versions = [__version__, *map(version, ("tokenizers", "jinja2"))]
@@ -112,20 +114,23 @@ class RowsToKeep:
 
     @property
     def finished_identity(self) -> str:
-        """Return a hash of everything that determines the index rows of finished segments."""
+        """Return a hash of all settings that determine the index rows of finished segments."""
         return hashlib.sha256(f"{self.identity} {self.shape}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @contextmanager
 def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[KeptIndex]:
-    """Open the kept index of the last run if its settings are the same, and start to write this run's.
+    """Open the kept index of the last run, if it has the same settings, and begin to write a new one.
 
-    If it cannot be read, a notice is given and all rows are read. Raises StorageError.
+    If the last one cannot be read, a notice is given and all rows are prepared again.
 
     Args:
         keeping: The kept index, and how it is used.
         asked: The rows of this run.
         ops: File operations.
+
+    Raises:
+        StorageError: A file cannot be written.
     """
     with ExitStack() as stack:
         last, reused, segments = None, NO_REUSED_ROWS, tuple[KeptSegment, ...]()
@@ -150,15 +155,6 @@ def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[Ke
 def _reuse_leading(
     keeping: Keeping, asked: RowsToKeep, marker: KeptMarker, files: Sequence[Mapping[str, int]], ops: FileOps
 ) -> ReusedRows:
-    """Reuse the leading segments of the kept index whose files are unchanged and whose rows have answers.
-
-    Args:
-        keeping: The kept index.
-        asked: The rows of this run.
-        marker: The content of kept.json.
-        files: The open files of each segment.
-        ops: File operations.
-    """
     if keeping.fresh or asked.taking is None:
         return NO_REUSED_ROWS
     facts = [SegmentFacts.from_json(read_open_file(one[FACTS])) for one in files]
@@ -171,8 +167,6 @@ def _reuse_leading(
 
 
 class _Last:
-    """The chunks and files of the last run's kept index, without segments that are reused."""
-
     def __init__(
         self,
         keeping: Keeping,
@@ -189,7 +183,6 @@ class _Last:
                 self._of[one.file.path] = one, chunks[one.first_chunk : one.first_chunk + one.chunks]
 
     def rows(self, chunk: KeptChunk) -> PreparedRows:
-        """Return the prepared rows of a kept chunk. Raises StorageError."""
         spec = self._spec
         limits = spec.limits.vocab_size, len(spec.plan.ladder)
         try:
@@ -200,15 +193,11 @@ class _Last:
             ) from error
 
     def find(self, digest: str) -> KeptChunk | None:
-        """Return the kept chunk with this digest. None: there is none, or one of its rows has no answer."""
         found = self._by_digest.get(digest)
         return found if found is not None and self._is_answered(found) else None
 
     def unchanged(self, file: InputFile) -> tuple[str, Sequence[KeptChunk]] | None:
-        """Return the sha256 and the kept chunks of a file, or None if it must be read.
-
-        It must be read if it has changed, or a row has no answer.
-        """
+        # A file must be read if it has changed, or a row has no answer
         known, chunks = self._of.get(file.path, (None, ()))
         if known is None or known.file != file or not file.inode:
             return None
@@ -220,15 +209,6 @@ class _Last:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A segment of the kept index that this run wrote.
-
-    Attributes:
-        segment: The segment.
-        facts: Totals over its rows.
-        files: The range of its input files.
-        first_chunk: The number of its first chunk.
-    """
-
     segment: KeptSegment
     facts: SegmentFacts
     files: range
@@ -236,9 +216,10 @@ class _Written:
 
 
 class KeptIndex:
-    """Merges the kept index of the last run with the rows of this run, one segment at a time.
+    """Writes the kept index of a run, and reuses the kept index of the last run.
 
-    The kept index has prepared rows without tokens, so the next run need not read unchanged input files.
+    It has prepared rows without their tokens, so the next run need not read unchanged input files. Its
+    segments hold the rows of consecutive input files.
     """
 
     def __init__(
@@ -250,14 +231,14 @@ class KeptIndex:
         segments: tuple[KeptSegment, ...],
         ops: FileOps,
     ) -> None:
-        """Start to write the kept index of this run.
+        """Begin to write the kept index of this run.
 
         Args:
-            kept: The folder of kept indexes of the job.
+            kept: The folder of the job's kept index.
             asked: The rows of this run.
             last: The kept index of the last run. None: it cannot be used.
             reused: The rows of reused segments.
-            segments: The reused segments.
+            segments: The reused segments. They come first.
             ops: File operations.
         """
         self.asked, self.reused = asked, reused
@@ -277,18 +258,20 @@ class KeptIndex:
         self._begins: deque[tuple[int, int]] = deque()
 
     def close(self) -> None:
-        """Discard the files of an unfinished segment of the kept index."""
+        """Discard the files of the current segment, if it is unfinished."""
         if self._writer is not None:
             self._writer.close()
 
     def chunks(self, reader: Reader, columns: Sequence[str] | None, typed: bool) -> Iterator[InputChunk]:
-        """Yield the chunks of all input files, except files of reused segments. Known chunks have prepared rows.
+        """Yield the chunks of all input files, except files of reused segments.
+
+        Chunks that the last run kept, and whose rows have answers, come with their prepared rows.
 
         Args:
             reader: Reads the input.
             columns: The columns to decode, or None for all.
-            typed: Passthrough columns take their types and values from the file, so it is read even if it is
-                unchanged.
+            typed: True if passthrough columns take their types and values from the file. It is then read even
+                if it is unchanged.
         """
         reader.complete, reader_sha256 = True, reader.sha256
         reused = [one for segment in self._reused_segments for one in segment.files]
@@ -335,7 +318,7 @@ class KeptIndex:
         self._count += 1
 
     def finish_segment_if_due(self) -> bool:
-        """Finish the current segment of the kept index if the next row starts a new one, and return True then.
+        """Finish the current segment of the kept index if the next chunk begins a new one. Return True if so.
 
         Raises StorageError.
         """
@@ -347,7 +330,6 @@ class KeptIndex:
         return True
 
     def _finish_segment(self, end: int) -> None:
-        """Finish the current segment of the kept index, whose last file is the one before number `end`."""
         files = range(self._first_file, end)
         self._first_file = end
         if self._writer is not None:
@@ -358,9 +340,9 @@ class KeptIndex:
         self._writer, self._facts = None, SegmentFacts()
 
     def append(self, rows: PreparedRows) -> None:
-        """Write the prepared rows of the next chunk to the kept index, in the order in which chunks were yielded.
+        """Write the prepared rows of the next chunk to the kept index. Raises StorageError.
 
-        Raises StorageError.
+        Call it for each chunk of `chunks`, in the same order.
         """
         if self._writer is None:
             self._writer = KeptWriter(self._kept, self._ops)
@@ -376,7 +358,6 @@ class KeptIndex:
         self._writer.append(digest, len(rows), reply)
 
     def _note_facts(self, rows: PreparedRows, params: Sequence[SamplingParams]) -> None:
-        """Add prepared rows, and their sampling parameters, to the totals of the current segment."""
         facts, prompts = self._facts, rows.prompts
         facts.rows += len(rows)
         facts.read += rows.facts.read_rows
@@ -389,7 +370,11 @@ class KeptIndex:
         facts.plain &= not prompts.unread
 
     def finish(self, reader: Reader) -> None:
-        """Replace the kept index of the last run with the one of this run. Raises StorageError."""
+        """Complete the kept index of this run, and replace that of the last run. Raises StorageError.
+
+        Args:
+            reader: The reader of the input, with the digests of the files that were read.
+        """
         self._finish_segment(len(self._files))
         firsts = [*(first for _, first in self._files), self._count]
         for number, one in enumerate(self._written):
@@ -406,9 +391,10 @@ class KeptIndex:
 
     @property
     def segments(self) -> tuple[tuple[str, int], ...]:
-        """Return the new segments of the kept index that the next run can reuse: folder and number of rows.
+        """Return the folder and number of rows of each new segment that the next run can reuse, in row order.
 
-        They directly follow the reused segments.
+        They directly follow the reused segments. The list ends before the first segment that cannot be
+        reused.
         """
         found = []
         for one in self._written:
@@ -418,20 +404,16 @@ class KeptIndex:
         return tuple(found)
 
     def _shows_changes(self, file: InputFile) -> bool:
-        """Return True if a later change of the file would change its times, whose resolution is limited."""
+        # Times have a limited resolution: soon after a change, another one may not change them
         return self._began - max(file.mtime_ns, file.ctime_ns) / 1e9 >= SETTLED_S
 
 
 def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> bool:
-    """Return True if the next run can use prepared rows without their tokens, once they have answers.
-
-    Sampled rows need their tokens to number equal rows, and rows with several answers need them, too.
-    """
+    # Sampled rows need their tokens to number equal rows, and rows with several answers need them, too
     used = np.unique(prompts.params_of[prompts.counts > 0]).tolist()
     greedy = all(params[number].greedy for number in used)
     return greedy and prompts.samples is None and not len(prompts.further)
 
 
 def _without_tokens(rows: PreparedRows) -> bytes:
-    """Return the prepared rows of a chunk as bytes, without tokens."""
     return pack_reply(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))

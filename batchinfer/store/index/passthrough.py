@@ -35,13 +35,16 @@ _TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
 
 
 class Kinds:
-    """Records which kinds of JSON values occur in each passthrough column: at most six per column."""
+    """Records which kinds of JSON values, such as "int" or "null", occur in each passthrough column.
+
+    The column's type is derived from them.
+    """
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._seen: dict[str, set[str]] = {name: set() for name in columns}
 
     def add(self, name: str, kinds: set[str]) -> None:
-        """Record the kinds of some values of the column `name`."""
+        """Record the kinds of JSON values, such as "int" or "null", of some rows in the column `name`."""
         self._seen[name] |= kinds
 
     def type_of(self, name: str) -> pa.DataType:
@@ -58,16 +61,16 @@ class Kinds:
 
 
 class JsonSpool:
-    """Passthrough columns of JSONL rows, written as JSON text until their types are known."""
+    """Collects passthrough columns of JSONL rows as JSON text. Their types are known after the last row."""
 
     def __init__(
         self, columns: Sequence[str], folder: Path, ops: FileOps, reused: ReusedRows = NO_REUSED_ROWS
     ) -> None:
-        """Create a spool for passthrough columns.
+        """Create temporary parts for passthrough columns.
 
         Args:
-            columns: The columns.
-            folder: Folder for the spooled parts.
+            columns: The names of the columns.
+            folder: Folder for the temporary parts.
             ops: File operations.
             reused: The first rows of the index, whose columns are written already.
         """
@@ -88,9 +91,9 @@ class JsonSpool:
 
         Args:
             first_id: The row id of the chunk's first row.
-            chunk: The chunk.
+            chunk: The chunk. It is not used.
             facts: The column values of its rows.
-            times: The number of index rows that each input row becomes.
+            times: For each input row, the number of its index rows.
         """
         for name, kinds in zip(self._columns, facts.kinds, strict=True):
             self._kinds.add(name, kinds)
@@ -99,12 +102,12 @@ class JsonSpool:
         self._even.append(pa.record_batch([ids, *carried], self._schema))
 
     def end_part(self) -> None:
-        """Start a new part of passthrough columns with the next row. Raises StorageError."""
+        """End the current part. Later rows go to a new part. Raises StorageError."""
         self._even.commit()
 
     @property
     def fits(self) -> bool:
-        """Return True if the passthrough columns of reused rows have the types that all rows require."""
+        """Return True if the columns of reused rows, already written, have the types that all rows need."""
         there = self._reused.carried
         return not there or pq.read_schema(there[0]).remove_metadata().equals(self._full)
 
@@ -114,9 +117,9 @@ class JsonSpool:
         return pa.schema([("row_id", pa.int64()), *typed])
 
     def finish(self, target: Path) -> None:
-        """Write the spooled columns with their types to parts in `target`, one per spooled part.
+        """Write the passthrough columns with their final types to parts in the folder `target`.
 
-        Raises StorageError.
+        There is one part for each temporary part. Raises StorageError.
         """
         with self._writer:
             spooled = self._even.commit()
@@ -128,7 +131,7 @@ class JsonSpool:
                 writer.commit()
 
     def close(self) -> None:
-        """Discard unfinished files of the spool."""
+        """Discard unfinished temporary parts."""
         self._writer.__exit__()
 
 
@@ -140,12 +143,11 @@ def _typed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _converted(texts: pa.StringArray, kind: pa.DataType) -> pa.Array:
-    """Convert JSON texts to a type that holds all of them. JSON and Arrow parse numbers in the same way."""
+    # JSON and Arrow parse numbers in the same way
     return _plain_texts(texts) if pa.types.is_string(kind) else pc.cast(texts, kind)
 
 
 def _plain_texts(texts: pa.StringArray) -> pa.StringArray:
-    """Replace JSON strings by their texts. Other values stay JSON."""
     quoted = pc.starts_with(texts, '"')
     if pc.any(pc.and_(quoted, pc.match_substring(texts, "\\"))).as_py():
         return pa.array([_plain_text(text) for text in texts.to_pylist()], pa.string())
@@ -159,12 +161,12 @@ def _plain_text(text: str | None) -> str | None:
 
 
 def _as(kind: pa.DataType, values: pa.Array) -> pa.Array:
-    """Encode values as a dictionary if the column's type `kind` is one. The reader decodes dictionaries."""
+    # The reader decodes dictionaries
     return values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
 
 
 class TypedColumns:
-    """Passthrough columns with declared types, written unchanged. Columns of CSV are texts."""
+    """Writes passthrough columns whose types are known in advance: of Parquet, or texts of CSV."""
 
     fits = True  # the types are declared, so reused rows have the same types
 
@@ -189,9 +191,9 @@ class TypedColumns:
 
         Args:
             first_id: The row id of the chunk's first row.
-            chunk: The chunk.
-            facts: The column values of its rows.
-            times: The number of index rows that each input row becomes.
+            chunk: The chunk. Columns of Parquet are taken from its table.
+            facts: The column values of its rows, for other formats.
+            times: For each input row, the number of its index rows.
         """
         ids = _row_ids(first_id, int(times.sum()))
         if chunk.table is None:
@@ -205,16 +207,16 @@ class TypedColumns:
         self._writer.append(pa.record_batch(arrays, self._full))
 
     def end_part(self) -> None:
-        """Start a new part of passthrough columns with the next row. Raises StorageError."""
+        """End the current part. Later rows go to a new part. Raises StorageError."""
         self._even.commit()
 
     def finish(self, _: Path) -> None:
-        """Finish the parts with passthrough columns. Raises StorageError."""
+        """Finish the parts. Their folder was given to the constructor. Raises StorageError."""
         with self._writer:
             self._even.commit()
 
     def close(self) -> None:
-        """Discard unfinished files of passthrough columns."""
+        """Discard an unfinished part."""
         self._writer.__exit__()
 
 

@@ -29,7 +29,7 @@ def render_spec(
     schema: pa.Schema | None,
     values_are_text: bool,
 ) -> RenderSpec:
-    """Return how render workers prepare the rows of an input.
+    """Return the description from which render workers prepare the rows of an input.
 
     Args:
         job: The job.
@@ -38,7 +38,7 @@ def render_spec(
         columns: The columns that the job uses.
         mode: How a row becomes a prompt.
         schema: The types of the columns. None: the format declares none.
-        values_are_text: All values of the input are texts, as in a CSV file.
+        values_are_text: True if all values of the input are texts, as in a CSV file.
     """
     plan = _prompt_plan(job, options, columns, mode, values_are_text)
     limits = Limits(
@@ -97,13 +97,11 @@ def _prompt_plan(
 
 
 def _with_adapter(job: Job, options: IngestOptions, params: SamplingParams) -> SamplingParams:
-    """Return sampling parameters with the adapter of the job, which applies to rows that name none."""
     name = job.model.adapter
     return params if name is None else replace(params, adapter=options.adapters[name])
 
 
 def _params_of_task(job: Job, options: IngestOptions) -> SamplingParams:
-    """Return the default sampling parameters of the job's task, for rows that set none."""
     asked = options.asked
     if asked.scoring is not None:
         return SamplingParams.scores()
@@ -115,7 +113,6 @@ def _params_of_task(job: Job, options: IngestOptions) -> SamplingParams:
 
 
 def _params_by_url(job: Job, options: IngestOptions) -> dict[str, SamplingParams]:
-    """Return the default sampling parameters of OpenAI requests by URL, for the URLs that the job answers."""
     embedding, found = options.asked.embedding, dict[str, SamplingParams]()
     if job.task == "generate":
         given, length = job.given_params(), options.max_model_len

@@ -16,7 +16,7 @@ INDEX, CARRIED = "index", "carried"  # prefixes of a segment's file names
 
 @dataclass(frozen=True, slots=True)
 class ReusedSegment:
-    """A segment of the last run whose files were linked or copied into the index of this run.
+    """A segment of the last run's kept index whose files were linked or copied into the index of this run.
 
     Attributes:
         segment: The record of the segment.
@@ -37,9 +37,9 @@ class ReusedSegment:
 
 @dataclass(frozen=True, slots=True)
 class ReusedRows:
-    """The first rows of an index, from segments that the run reuses.
+    """The rows at the start of an index that were reused from the last run, in whole segments.
 
-    All of them have answers or are error rows.
+    Each of them has an answer or is an error row.
     """
 
     segments: tuple[ReusedSegment, ...] = ()
@@ -51,12 +51,12 @@ class ReusedRows:
 
     @property
     def errors(self) -> int:
-        """Return the number of reused rows that are error rows of the input."""
+        """Return the number of reused rows that could not become requests. Errors of answers do not count."""
         return sum(one.segment.errors[0] for one in self.segments)
 
     @property
     def retryable(self) -> int:
-        """Return the number of reused error rows of the input that a retry may fix."""
+        """Return how many of the reused rows could not become requests because of a retryable error."""
         return sum(one.segment.errors[1] for one in self.segments)
 
     @property
@@ -66,17 +66,17 @@ class ReusedRows:
 
     @property
     def parts(self) -> list[Path]:
-        """Return the parts of the index with the reused rows."""
+        """Return the paths of the index parts that have the reused rows, in row order."""
         return [part for one in self.segments for part in one.parts]
 
     @property
     def carried(self) -> list[Path]:
-        """Return the parts with the passthrough columns of the reused rows."""
+        """Return the paths of the passthrough parts of the reused rows, in row order."""
         return [part for one in self.segments for part in one.carried]
 
     @property
     def facts(self) -> list[SegmentFacts]:
-        """Return the totals over the rows of each reused segment."""
+        """Return the totals over the rows of each reused segment, in row order."""
         return [one.facts for one in self.segments]
 
 
@@ -91,13 +91,13 @@ def reuse_segments(
     ops: FileOps,
     notice: Callable[[str], None],
 ) -> ReusedRows:
-    """Link or copy finished segments into an index as its first parts.
+    """Link or copy finished segments of the kept index into a new index, as its first parts.
 
     If a file of a segment is damaged, or another run has removed it, only the segments before it are reused.
 
     Args:
         kept: The folder of the kept index.
-        known: The leading segments, with totals over their rows.
+        known: The leading finished segments, with totals over their rows.
         index: The folder for index parts.
         carried: The folder for passthrough parts.
         ops: File operations.
@@ -129,6 +129,5 @@ def reuse_segments(
 
 
 def _parts(segment: FinishedSegment, kind: str, folder: Path, before: int) -> dict[str, Path]:
-    """Map the names of a segment's parts to their paths in an index that already has `before` parts."""
     names = segment.parts(kind)
     return {name: folder / f"part-{number:05d}.parquet" for number, name in enumerate(names, before)}

@@ -18,20 +18,20 @@ NAMED = 8  # rows that are named; further rows are only counted
 def name_rows(
     index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1, most: int = NAMED
 ) -> str:
-    """Return the input rows of work keys as text: `in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`.
+    """Return text that names the input rows with some work keys, in input order.
 
-    Rows are in input order.
+    An example is `in.jsonl row 3 (id p3), in.jsonl row 7 and 12 more rows`.
 
     Args:
         index_parts: The parts of the index.
         keys: Work keys of 32 bytes.
         spill: Folder for temporary files of DuckDB.
         attempts: Maximum attempts per row.
-        most: Maximum number of rows to name.
+        most: Maximum number of rows to name. Further rows are only counted.
 
     Raises:
         StorageError: The index cannot be read.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
     """
     if not index_parts or not keys:
         return "no rows"
@@ -50,10 +50,10 @@ def name_rows(
 
 
 def try_name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1) -> str:
-    """Return the input rows of work keys as text, or the reason that they cannot be looked up.
+    """Return text that names the input rows with some work keys, or the reason that it is not possible.
 
-    It never raises: the message about a failed engine must be shown in any case. `name_rows` documents the
-    arguments.
+    It raises no StorageError or OutOfMemory: the message about a failed engine must be shown in any case.
+    `name_rows` documents the arguments.
     """
     try:
         return name_rows(index_parts, keys, spill, attempts)

@@ -17,10 +17,10 @@ TOKEN_BYTES = 4
 
 
 class TokenStore:
-    """Reads prompts by offset and number of tokens from the file of all prompts of a job.
+    """Reads prompts from the file with the token ids of all prompts of a job.
 
-    The file is not memory-mapped: mapped pages would count as memory of this process, and a failing disk
-    would kill it.
+    The file is not memory-mapped: mapped pages would count as memory of this process, and an error of the
+    disk would kill it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +36,11 @@ class TokenStore:
         return self._tokens
 
     def read(self, offset: int, count: int) -> TokenIds:
-        """Return `count` token ids from the token with number `offset` in the file of prompts.
+        """Return token ids from the file of all prompts.
+
+        Args:
+            offset: The position of the first one in the file, counted in tokens.
+            count: The number of token ids.
 
         Raises:
             IndexError: The range exceeds the file.
@@ -59,14 +63,17 @@ def _unreadable(path: Path, why: object) -> str:
 
 
 class TokenWriter:
-    """Appends the token ids of prompts to a temporary file. `commit()` gives it its final name."""
+    """Writes the token ids of prompts to the file of all prompts.
+
+    It has a temporary name until `commit()`.
+    """
 
     def __init__(self, path: Path, ops: FileOps) -> None:
         self._file = DurableFile(path, ops)
         self.tokens = 0
 
     def append(self, tokens: TokenIds) -> int:
-        """Write token ids of prompts without separators, and return the offset of the first one in tokens."""
+        """Append token ids of prompts, and return the number of token ids before them in the file."""
         offset = self.tokens
         if len(tokens):
             self._file.write(np.ascontiguousarray(tokens, "<i4").data.cast("B"))
@@ -74,7 +81,7 @@ class TokenWriter:
         return offset
 
     def written(self) -> Path:
-        """Return the temporary file with all prompts so far. Raises StorageError."""
+        """Return the temporary file, with all prompts so far written to it. Raises StorageError."""
         self._file.drain()
         return self._file.temporary
 

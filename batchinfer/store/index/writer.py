@@ -42,7 +42,12 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """The position of rows in the input: their file, and the number of the first row in it."""
+    """The position of consecutive rows in the input.
+
+    Attributes:
+        file: Their file.
+        first_row: The number of the first of these rows in the file, from 0.
+    """
 
     file: str
     first_row: int
@@ -53,7 +58,7 @@ class RowsSoFar:
     """The index of the rows that were read so far.
 
     Attributes:
-        parts: The parts of the index, in row order.
+        parts: The Parquet parts of the index, in row order.
         rows: Number of rows.
         error_rows: Number of error rows.
         logprobs: Maximum log-probabilities per token that a row requests. None: no row requests any.
@@ -68,7 +73,7 @@ class RowsSoFar:
 
 
 class IndexWriter:
-    """Writes an index.
+    """Writes the Parquet parts of an index, and the file with the tokens of its prompts.
 
     A context manager: call `commit()` at the end. Rows are numbered in the order of `append`.
     """
@@ -90,7 +95,8 @@ class IndexWriter:
             schema: The columns of the index, see `index_schema`.
             ops: File operations.
             attempts: Maximum attempts per row.
-            reused: The first rows, which are already in the folder.
+            reused: Rows of the last run, whose parts are already in the folder. New rows are numbered after
+                them.
         """
         self._layout, self._max_model_len, self._schema, self._ops = layout, max_model_len, schema, ops
         self._attempts = attempts
@@ -119,14 +125,13 @@ class IndexWriter:
         Args:
             place: The position of the rows in the input.
             rows: The prepared rows.
-            times: The number of index rows that each input row becomes.
+            times: For each input row, the number of its index rows, one per answer.
         """
         for batch in self._batches(place, rows, times):
             self._even.append(batch)
         self._count(rows.prompts, times)
 
     def _batches(self, place: RowPlace, rows: PreparedRows, times: Int64s) -> Iterator[pa.RecordBatch]:
-        """Write the tokens of prepared rows, and yield their index rows in batches."""
         done, ends = rows.prompts, np.cumsum(times)
         there = done.tokens_there()
         starts = self._tokens.append(done.tokens) + np.cumsum(there) - there
@@ -154,7 +159,7 @@ class IndexWriter:
             yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
 
     def _at_once(self, done: Prepared) -> int:
-        """Return the number of input rows per batch: fewer if texts are long, since each row repeats its text."""
+        # Fewer rows if texts are long, since each row repeats its text
         longest = max((len(text) for text in (*done.params, *done.own_texts.texts)), default=0)
         most = min(MOST_ROWS, max(BATCH_ROWS, _TEXT_BYTES // max(1, longest)))
         return max(1, most // self._attempts)
@@ -171,7 +176,6 @@ class IndexWriter:
         self.unread.join(done.unread)
 
     def _note_params(self, params: Sequence[SamplingParams]) -> None:
-        """Record the outputs that rows with these sampling parameters request."""
         self.has_vectors |= any(p.pooling is not None for p in params)
         asked = [p.logprobs for p in params if p.logprobs is not None]
         if asked:
@@ -180,6 +184,8 @@ class IndexWriter:
 
     def write_separately(self, folder: Path, rows: PreparedRows) -> None:
         """Write prepared rows that are not part of the input to index parts in another folder.
+
+        They are the content-free prompt of a classification.
 
         Raises StorageError.
         """
@@ -190,11 +196,11 @@ class IndexWriter:
         even.commit()
 
     def end_part(self) -> None:
-        """Start a new index part with the next row. Raises StorageError."""
+        """End the current index part. Later rows go to a new part. Raises StorageError."""
         self._even.commit()
 
     def cut(self) -> RowsSoFar:
-        """End the current index part, and return the index of the rows so far. Raises StorageError."""
+        """End the current index part, and return the index of all rows so far. Raises StorageError."""
         parts = tuple(self._even.commit())
         return RowsSoFar(parts, self.rows, self.error_rows, self.logprobs, TokenStore(self._tokens.written()))
 
@@ -210,7 +216,7 @@ class IndexWriter:
 
     @property
     def parts(self) -> Sequence[Any]:
-        """Return the index parts written so far, including reused ones."""
+        """Return the paths of the finished index parts, including reused ones."""
         return self._parts.parts
 
     def __enter__(self) -> IndexWriter:
@@ -222,34 +228,18 @@ class IndexWriter:
 
 
 class _Further(NamedTuple):
-    """The further prompts of rows that have several prompts. The first prompt of each row is not included.
-
-    Attributes:
-        prompts: The further prompts.
-        starts: The offset of each in the token store, in tokens.
-    """
-
     prompts: FurtherPrompts
     starts: Int64s
 
     @classmethod
     def of(cls, prompts: FurtherPrompts, tokens: TokenWriter) -> _Further:
-        """Write the tokens of further prompts to the token store."""
         counts = prompts.counts.astype(np.int64)
         return cls(
             prompts, (tokens.append(prompts.tokens) if len(prompts) else 0) + np.cumsum(counts) - counts
         )
 
     def columns(self, columns: Mapping[str, pa.Array], rows: slice, times: Int64s) -> dict[str, pa.Array]:
-        """Fill the values of further prompts into index columns, and return these columns.
-
-        They are the columns that differ between the prompts of a row: offset, number of tokens and work key.
-
-        Args:
-            columns: The columns of the index with the first prompt of each row, repeated.
-            rows: The range of input rows.
-            times: The number of index rows of each input row in the range.
-        """
+        # These columns differ between the prompts of a row: offset, number of tokens and work key
         first, end = np.searchsorted(self.prompts.rows, [rows.start, rows.stop]).tolist()
         if first == end:
             return {}
@@ -299,12 +289,6 @@ def _work_columns(
 
 
 def _row_ranges(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of input rows that become at most `at_once` rows of the index, or are a single input row.
-
-    Args:
-        ends: The cumulative number of index rows after each input row.
-        at_once: Maximum index rows per range.
-    """
     first = 0
     while first < len(ends):
         done = int(ends[first - 1]) if first else 0
@@ -314,11 +298,6 @@ def _row_ranges(ends: Int64s, at_once: int) -> Iterator[tuple[int, int]]:
 
 
 def _sample_numbers(times: Int64s) -> pa.Array:
-    """Return the number of each answer among the answers to its input row, from 0.
-
-    Args:
-        times: The number of answers of each input row.
-    """
     firsts = np.repeat(np.cumsum(times) - times, times)
     return _column((np.arange(len(firsts)) - firsts).astype(np.int32))
 
@@ -335,13 +314,6 @@ def _texts_column(own: OwnTexts, first: int, size: int) -> pa.Array:
 
 
 def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:
-    """Return the index columns of later attempts: work key, parameters and maximum tokens of each.
-
-    Args:
-        done: The prepared rows.
-        rows: The range of rows.
-        longest: Maximum tokens of a prompt and its answer.
-    """
     columns = {}
     for attempt, rung in enumerate(done.rungs, 2):
         none = rung.params_of[rows] < 0
@@ -380,10 +352,7 @@ def _error_columns(errors: dict[int, RowError], first: int, size: int) -> dict[s
 
 
 def _column(values: NDArray[Any], valid: pa.Buffer | None = None) -> pa.Array:
-    """Return an Arrow array of numbers. `valid` is the validity bitmap, or None if all are valid.
-
-    `pa.array` would check for pandas on each call, which takes longer than everything else here.
-    """
+    # `pa.array` would check for pandas on each call, which takes longer than everything else here
     kind = pa.from_numpy_dtype(values.dtype)
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(np.ascontiguousarray(values))])
 
