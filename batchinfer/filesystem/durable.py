@@ -205,7 +205,7 @@ class DurableFile:
         return self._bytes + len(self._buffer)
 
     def flush(self) -> None:
-        """Do nothing. ParquetWriter calls this method, but only `commit` makes data durable."""
+        """Do nothing, as only `commit` makes data durable. ParquetWriter calls this method."""
 
     def writable(self) -> bool:
         """Return True because the file can be written."""

@@ -81,7 +81,7 @@ class EqualRows:
         return bool(self._kept)
 
     def settle(self, parts: Sequence[Path], tokens: TokenStore) -> int:
-        """Process the index parts that were added since the last call, and rewrite those with changed rows.
+        """Process the index parts that were added since the last call, and rewrite parts with changed rows.
 
         Args:
             parts: All index parts in row order, including parts from earlier calls.

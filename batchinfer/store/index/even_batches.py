@@ -31,7 +31,7 @@ class EvenBatches:
         self._rows = self._bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Add rows. Each full batch is passed on. Raises StorageError."""
+        """Add rows to the current batch, and pass on each full batch. Raises StorageError."""
         while batch.num_rows:
             head = batch.slice(0, BATCH_ROWS - self._rows % BATCH_ROWS)
             batch = batch.slice(head.num_rows)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AskedAnswers(RequestedOutputs):
-    """The outputs that a job requests, as far as they are known before its rows are read.
+    """The outputs that a job requests, known before its rows are read.
 
     Attributes:
         vectors: Rules for rows that are OpenAI requests for embeddings. None: such requests are errors.

@@ -370,7 +370,7 @@ class KeptIndex:
         facts.plain &= not prompts.unread
 
     def finish(self, reader: Reader) -> None:
-        """Complete the kept index of this run, and replace that of the last run. Raises StorageError.
+        """Complete the kept index of this run, and replace the last one by it. Raises StorageError.
 
         Args:
             reader: The reader of the input, with the digests of the files that were read.
