@@ -281,7 +281,7 @@ class Index(RequestedOutputs):
     def kept_logprobs(self) -> int | None:
         """Return the maximum number of log-probabilities per token that the engine must return for a row.
 
-        0: only those of the generated tokens, for the column `confidence`. None: no row needs any.
+        0: only the generated tokens need theirs, for the column `confidence`. None: no row needs any.
         """
         return self.logprobs if self.confidence is None else self.logprobs or 0
 

@@ -19,9 +19,9 @@ _OF_ROW = (*(name for name, _ in HEAD), "prompt_tokens", *_ERRORS, *_OF_PROMPT) 
 
 
 def list_fields(fields: Sequence[pa.Field]) -> list[pa.Field]:
-    """Return the result columns for several answers per row, which are lists, given those for one answer.
+    """Return the result columns for several answers per row, given the columns for one answer per row.
 
-    A few columns, such as the row's position and error, do not become lists.
+    They become lists, except columns of the whole row, such as its position and error.
     """
     return [one if one.name in _OF_ROW else pa.field(one.name, pa.list_(one.type)) for one in fields]
 
@@ -29,12 +29,13 @@ def list_fields(fields: Sequence[pa.Field]) -> list[pa.Field]:
 def group_into_lists(table: pa.Table, answers: int, carried: Collection[str]) -> pa.Table:
     """Combine the answers to each input row into one result row, whose columns are lists.
 
-    A row is ok if any of its answers is. Otherwise it has the error of its first failed answer.
+    The row has the status ok if any of its answers is ok. Otherwise it has the error of its first failed
+    answer.
 
     Args:
         table: One row per answer; the answers to an input row are consecutive.
         answers: Number of answers per input row.
-        carried: Columns of the input, which do not become lists.
+        carried: Names of columns of the input, which do not become lists.
     """
     firsts = np.arange(0, table.num_rows, answers, dtype=np.int64)
     failed = pc.equal(table.column(_STATUS), "error").to_numpy(zero_copy_only=False).reshape(-1, answers)
@@ -56,12 +57,6 @@ def group_into_lists(table: pa.Table, answers: int, carried: Collection[str]) ->
 
 
 def _first(firsts: NDArray[np.int64], marks: NDArray[np.bool_]) -> pa.Array:
-    """Return the position in the table of the first marked answer of each input row, or null without one.
-
-    Args:
-        firsts: The position of each input row's first answer.
-        marks: A boolean per answer, with shape [input rows, answers per row].
-    """
     return pa.array(firsts + marks.argmax(axis=1), mask=~marks.any(axis=1))
 
 

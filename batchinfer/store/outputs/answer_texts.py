@@ -23,12 +23,13 @@ _ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class AnswerTexts:
-    """The texts of answers, split into columns with a value per row of a result.
+    """The texts of answers, as result columns with a value per row.
 
     Attributes:
         generated: The text after the reasoning and without tool calls.
-        reasoning: The reasoning and its number of tokens; empty if the result has no such columns.
-        calls: The tool calls, or None if the result has no such column.
+        reasoning: Two columns: the reasoning and its number of tokens. Empty if the result has no such
+            columns.
+        calls: The tool calls. None: the result has no such column.
     """
 
     generated: pa.Array
@@ -38,11 +39,11 @@ class AnswerTexts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Reads the texts of stored answers.
+    """Converts stored answers to texts, and separates reasoning and tool calls.
 
     Attributes:
-        reasoning: How answers mark reasoning, or None if they have none.
-        style: How answers write tool calls, or None if they have none.
+        reasoning: How the model marks reasoning. None: it does not reason.
+        style: How the model writes tool calls. None: the result has no column of calls.
         detokenizer: Converts tokens to text.
     """
 
@@ -51,12 +52,12 @@ class AnswerReader:
     detokenizer: Detokenizer
 
     def texts(self, rows: pa.Table, matched: pa.Table, frame: Frame, told: NDArray[np.bool_]) -> AnswerTexts:
-        """Return the texts of answers, with null for rows without a text.
+        """Return the texts of answers as result columns. They are null for rows without a text.
 
         Args:
             rows: Rows of the index.
             matched: The completion of each row.
-            frame: The same rows and completions.
+            frame: These rows and completions combined.
             told: A boolean per row: True if the row has a text.
         """
         if self.reasoning is None and self.style is None:
@@ -91,7 +92,6 @@ class AnswerReader:
     def _split(
         self, answers: Sequence[StoredAnswer], detokenizer: Detokenizer | None = None
     ) -> list[SplitAnswer]:
-        """Split answers into reasoning and the text after it. `detokenizer` replaces the default one."""
         detokenizer = detokenizer or self.detokenizer
         if self.reasoning is not None:
             return split_reasoning(answers, self.reasoning, detokenizer)
@@ -111,10 +111,7 @@ class AnswerReader:
 
 
 def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokenizer) -> pa.Array:
-    """Return the text of each answered row, up to the limit where a stop string ended it, else null.
-
-    Equal answers are decoded once.
-    """
+    # Equal answers are decoded once
     places = np.flatnonzero(answered)
     chosen = matched.select(["token_ids", "text_length"]).take(pa.array(places)).combine_chunks()
     texts: list[str] = []
@@ -131,7 +128,6 @@ def _texts(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: Detokeni
 
 
 def _distinct(column: pa.ListArray) -> tuple[list[Sequence[int]], NDArray[np.int32]]:
-    """Return the distinct lists of token ids in a column, and each row's position among them."""
     ids = column.values
     ends = (column.offsets.to_numpy().astype(np.int64) + ids.offset) * _ID_BYTES
     as_bytes = pa.LargeBinaryArray.from_buffers(

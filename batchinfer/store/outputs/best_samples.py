@@ -20,7 +20,7 @@ def published_rows(best: BestOf | None, rows: int) -> int:
 
     Args:
         best: How many samples of each input row are computed and published. None: all are published.
-        rows: Number of index rows, of complete input rows.
+        rows: Number of index rows. They must include all samples of an input row.
     """
     return rows if best is None else rows // best.computed * best.rows
 
@@ -30,16 +30,16 @@ def indexed_rows(best: BestOf | None, rows: int) -> int:
 
     Args:
         best: How many samples of each input row are computed and published. None: all are published.
-        rows: Number of result rows, of complete input rows.
+        rows: Number of result rows. They must include all published samples of an input row.
     """
     return rows if best is None else rows // best.rows * best.computed
 
 
 def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
-    """Return a boolean per sample: True if it is published.
+    """Return which samples are published: a boolean per row of `table`.
 
-    The samples with the highest mean log-probability per token are chosen, and the first ones if they are
-    equal. Errors are only chosen if there are too few answers.
+    The samples with the highest mean log-probability per token are chosen. Among equal ones, the first is
+    chosen. Errors are only chosen if there are too few answers.
 
     Args:
         best: How many samples of each input row are computed and published.
@@ -54,11 +54,7 @@ def best_samples(best: BestOf, table: pa.Table, matched: pa.Table) -> Marks:
 
 
 def _means(matched: pa.Table) -> NDArray[np.float64]:
-    """Return the mean log-probability per token of each answer, with shape [answers].
-
-    It is the smallest float for an answer without tokens, or with a value that is not a number. Each mean is
-    computed separately, so it does not depend on other rows.
-    """
+    # Each mean is computed separately, so it does not depend on other rows
     column = matched.column("logprobs").combine_chunks()
     lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     ends, values = lists.offsets.to_numpy(), lists.values.to_numpy(zero_copy_only=False).astype(np.float64)

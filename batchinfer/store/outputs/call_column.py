@@ -26,12 +26,12 @@ SplitFunction = Callable[[Sequence[StoredAnswer], Detokenizer | None], list[Spli
 
 
 class CallingAnswer(NamedTuple):
-    """A stored answer that may call tools.
+    """A stored answer that may contain tool calls.
 
     Attributes:
         answer: The tokens of the answer.
         key: Its work key.
-        tools: The tools of its row, as JSON written by `known_tools`. None: it has no tools.
+        tools: The tools of its row, as JSON written by `known_tools`. None: the row has no tools.
         answered: False if the row is an error whose text is kept.
     """
 
@@ -49,7 +49,7 @@ class CallingAnswer(NamedTuple):
 def split_calls(
     answers: Sequence[CallingAnswer], style: CallStyle, split: SplitFunction, detokenizer: Detokenizer
 ) -> tuple[list[SplitAnswer], list[list[Call]]]:
-    """Split tool calls from answers.
+    """Remove the tool calls from the texts of answers, and return texts and calls.
 
     Args:
         answers: The answers.
@@ -58,7 +58,7 @@ def split_calls(
         detokenizer: Converts tokens to text.
 
     Returns:
-        The answers without calls, and the calls of each answer.
+        The answers without calls, and for each answer the list of its calls.
     """
     may = [number for number, one in enumerate(answers) if one.answered and (one.tools or style.of_all)]
     if style.name == HARMONY:
@@ -82,21 +82,9 @@ def _split_messages(
     split: SplitFunction,
     detokenizer: Detokenizer,
 ) -> tuple[list[SplitAnswer], list[list[Call]]]:
-    """Split tool calls that are separate messages from answers, before reasoning is split off.
-
-    An answer that a stop string ended is not changed: its limit counts the characters of all messages, and
-    the call may be cut off.
-
-    Args:
-        answers: The answers.
-        may: Positions of the answers that may call tools.
-        style: How the model writes calls.
-        split: Splits answers into reasoning and the text after it.
-        detokenizer: Converts tokens to text.
-
-    Returns:
-        The answers without calls, and the calls of each answer.
-    """
+    # With separate messages for calls, they are removed before reasoning is split off. An answer that a stop
+    # string ended is not changed: its limit counts the characters of all messages, and the call may be cut
+    # off
     stored = [one.answer for one in answers]
     calls: list[list[Call]] = [[] for _ in answers]
     may = [number for number in may if stored[number].limit is None]
@@ -117,7 +105,6 @@ def _texts_with_tokens(
     split: SplitFunction,
     detokenizer: Detokenizer,
 ) -> dict[int, str | None]:
-    """Return the texts of answers with special tokens of tool calls, by position, including these tokens."""
     tokens = frozenset(token for token, _ in style.shown)
     numbers = [number for number in may if not tokens.isdisjoint(answers[number].answer.ids)]
     if not numbers:
@@ -128,28 +115,21 @@ def _texts_with_tokens(
 
 
 class _ShowingDetokenizer:
-    """A detokenizer that writes some special tokens, such as marks of tool calls, into texts."""
-
     def __init__(self, detokenizer: Detokenizer, shown: frozenset[int]) -> None:
         self._usual, self._shown = detokenizer, shown
 
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
-        """Return the text of each list of token ids, including the special tokens that this detokenizer shows."""
         return self._usual.decode_shown(rows, self._shown)
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the text of each list of token ids, also including the special tokens in `shown`."""
         return self._usual.decode_shown(rows, self._shown | shown)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token id."""
         return self._usual.token_texts(ids)
 
     def limited(self, answers: Sequence[StoredAnswer]) -> list[StoredAnswer]:
-        """Return the answers with limits that also count the characters of the special tokens shown here.
-
-        A stop string ends an answer within its last tokens, which are ordinary text.
-        """
+        # Limits then also count the characters of the special tokens shown here. A stop string ends an answer
+        # within its last tokens, which are ordinary text
         cut = [number for number, one in enumerate(answers) if one.limit is not None]
         ids: list[Sequence[int]] = [answers[number].ids for number in cut]
         texts = zip(self._usual.decode_batch(ids), self.decode_batch(ids), strict=True)
@@ -161,7 +141,6 @@ class _ShowingDetokenizer:
 
 
 def _without_tokens(found: FoundCalls, style: CallStyle) -> str | None:
-    """Return an answer's text without its tool calls and their special tokens, or None if it is empty."""
     text = found.text or ""
     for _, shown in style.shown:
         text = text.replace(shown, "")
@@ -173,12 +152,12 @@ def call_column(
 ) -> pa.Array:
     """Return the result column of tool calls.
 
-    It is null for a row with an error, and an empty list for an answer without calls.
+    It is null for an error row, and an empty list for an answer without calls.
 
     Args:
         answers: The answers.
-        calls: The calls of each answer.
-        style: How the model writes calls, which determines the length of their ids.
+        calls: For each answer the list of its calls.
+        style: How the model writes calls. It determines the length of their ids.
     """
     return pa.array(
         [
@@ -192,7 +171,6 @@ def call_column(
 
 
 def _id(key: bytes, number: int, style: CallStyle) -> str:
-    """Return the id of an answer's tool call, a hash of the answer's work key and the number of the call."""
     digest = hashlib.sha256(key + f"call {number}".encode()).hexdigest()
     length = _ID_LENGTHS.get(style.name)
     return digest[:length] if length is not None else _PREFIX + digest[:_LENGTH]

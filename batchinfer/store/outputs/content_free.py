@@ -17,14 +17,14 @@ from batchinfer.store.outputs.scores import STORED
 
 
 def calibrated_scoring(scoring: Scoring, answer: tuple[Path, int] | None) -> Scoring:
-    """Return the scoring of a classification with the prior of its labels added.
+    """Return the scoring of a classification with a prior: the log-probability of each label without content.
 
-    The prior is the log-probability of each label after the prompt without content.
+    It is read from the answer to the content-free prompt, in which a placeholder replaces the row's texts.
 
     Args:
         scoring: The scoring without prior.
-        answer: The part of the store with the answer to the prompt without content, and the number of its row
-            in the part. None: there is no answer.
+        answer: The part of the store with the answer to the content-free prompt, and the number of its row in
+            the part. None: there is no answer.
 
     Raises:
         BatchInferError: There is no answer, or it is an error.

@@ -28,7 +28,11 @@ _ACTIVATIONS: Mapping[DenseActivation, Callable[[Floats], Floats]] = {
 
 
 def apply_layers(vectors: Floats, layers: tuple[Dense, ...]) -> Floats:
-    """Apply linear layers with activations to vectors of shape [n, inputs of the first layer].
+    """Apply linear layers, each followed by its activation, to vectors. Their weights are read from files.
+
+    Args:
+        vectors: [n, inputs of the first layer].
+        layers: The layers in order. Without any, the vectors are returned unchanged.
 
     Returns:
         Vectors of shape [n, outputs of the last layer].
@@ -45,7 +49,7 @@ def apply_layers(vectors: Floats, layers: tuple[Dense, ...]) -> Floats:
 
 
 def _weights(layer: Dense) -> tuple[Floats, Floats | None]:
-    """Read weight and bias of a layer, for each batch of rows, since they are small compared to a model."""
+    # Read for each batch of rows, since the weights are small compared to a model
     try:
         content = Path(layer.file).read_bytes()
     except OSError as error:

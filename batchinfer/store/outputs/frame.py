@@ -27,7 +27,11 @@ OK, ERROR = pa.scalar("ok"), pa.scalar("error")
 
 
 def frame_schema(*own: pa.Field) -> pa.Schema:
-    """Return a result's columns: the columns of all results, with the columns `own` in the middle."""
+    """Return the columns of a result with answers in the columns `own`.
+
+    Columns that all results have, such as row_id and status, come before `own`; the columns of errors come
+    last.
+    """
     return pa.schema([*HEAD, *own, *TAIL])
 
 
@@ -56,16 +60,20 @@ class Frame:
         return pc.and_(pc.is_valid(self.matched.column("row_id")), pc.invert(self.failed))
 
     def when_answered(self, values: pa.ChunkedArray) -> pa.ChunkedArray:
-        """Return a column with null for rows without an answer. `values` has a value per row."""
+        """Return a result column with the given values, one per row, but null for rows without an answer."""
         return pc.if_else(self.answered, values, pa.scalar(None, values.type))
 
     def around(self, **own: pa.Array) -> pa.Table:
-        """Return a table with the columns of all results and, between them, the columns `own` of an answer."""
+        """Return a result table with the columns `own` of answers.
+
+        Columns that all results have, such as row_id and status, come before `own`; the columns of errors
+        come last.
+        """
         columns = {name: self.rows.column(name) for name in ("row_id", "file", "row_index", "custom_id")}
         columns["status"] = pc.if_else(self.failed, ERROR, OK)
         return pa.table({**columns, **own, **{name: self._either(name) for name, _ in TAIL}})
 
     def _either(self, name: str) -> pa.ChunkedArray:
-        """Return an error column: the index row's value, or else its completion's, or null without an error."""
+        # An error of the index row takes precedence over an error of its completion
         both = pc.coalesce(self.rows.column(name), self.matched.column(name))
         return pc.if_else(self.failed, both, pa.scalar(None, both.type))

@@ -21,27 +21,27 @@ NOT_OPENAI = "OpenAI batch files cannot contain scores; use --to-openai only wit
 
 
 class TokenBytes(Protocol):
-    """Bytes and texts of tokens, implemented by `batchinfer.input.tokenizer.token_texts`."""
+    """Converts token ids to bytes and texts. `batchinfer.input.tokenizer.token_texts` implements it."""
 
     @property
     def specials(self) -> frozenset[int]:
         """Return the ids of special tokens, which are left out of texts."""
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token, given its id. They may be a part of a character."""
+        """Return the UTF-8 bytes of a token, given its id. They may be only a part of a character."""
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of a prompt without special tokens, given its token ids."""
+        """Return the text of a prompt, given its token ids. Special tokens are left out."""
 
 
 class Receiver(Protocol):
     """Checks the answers of engines during a run, before they are stored."""
 
     def expect(self, requests: Iterable[Request]) -> None:
-        """Register requests whose answers will be passed to `receive`."""
+        """Register requests that are about to run. Their answers will be passed to `receive`."""
 
     def receive(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions to store. An invalid answer becomes an error."""
+        """Return the completions to store. Invalid answers are replaced by errors."""
 
 
 class UncheckedAnswers:
@@ -51,7 +51,7 @@ class UncheckedAnswers:
         """Do nothing: answers need no check."""
 
     def receive(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions to store, unchanged except that errors have no output."""
+        """Return the completions to store: unchanged, except that errors lose their output."""
         return [one if one.error is None else replace(one, output=None) for one in completions]
 
 
@@ -77,27 +77,34 @@ class OutputKind(ABC):
     figures: Mapping[str, str] = MappingProxyType({})
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return a receiver that checks the answers of a run.
+        """Return a receiver, which checks the answers of a run before they are stored.
 
         Args:
-            columns: The result columns for the fields of JSON answers, or None.
+            columns: The result columns for the fields of JSON answers. None: answers have no such columns.
             detokenizer: Converts tokens to text.
         """
         return UncheckedAnswers()
 
     @abstractmethod
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the store columns for a batch of outputs, by name.
+        """Return the columns that the store needs for a batch of outputs, by column name.
 
-        Columns that no output needs are left out. A value is null for an output without it, and for None.
+        A column is left out if no output needs it. Otherwise it has a value per output, or null.
+
+        Args:
+            outputs: The outputs. None for an error.
         """
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of `stored` that a result needs, given the outputs that the job requests."""
+        """Return the columns of the store that are read to write a result.
+
+        Args:
+            requested: The outputs that the job requests.
+        """
         return self.stored
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows to write at a time, or None for the default.
+        """Return how many result rows are written at a time, to limit memory. None: the default.
 
         Args:
             requested: The outputs that the job requests.
@@ -106,13 +113,19 @@ class OutputKind(ABC):
 
     @abstractmethod
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result in order, without columns copied from the input."""
+        """Return the columns of a result in order, without the columns that are copied from the input.
+
+        Args:
+            requested: The outputs that the job requests.
+        """
 
     @abstractmethod
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return rows of a result, in the columns of `schema`. Column types may differ, and can be cast.
+        """Return rows of a result.
+
+        It has the columns of `schema`. Their types may differ, but can be cast.
 
         Args:
             requested: The outputs that the job requests.
@@ -124,12 +137,14 @@ class OutputKind(ABC):
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return the number of list values in each row of a result table, with shape [rows].
 
-        It limits the size of row groups.
+        Rows with many values, such as vectors, are written in smaller row groups.
         """
         return np.zeros(table.num_rows, np.int64)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the result columns that an OpenAI file needs, and the rows per batch, or None for the default.
+        """Return the result columns that an OpenAI batch file needs, and how many rows to read at a time.
+
+        The number is None for the default.
 
         Args:
             names: The columns of the result.

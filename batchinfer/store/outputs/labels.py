@@ -21,7 +21,7 @@ from batchinfer.store.outputs.scores import STORED, ScoresKind, context_counts
 
 
 class LabelsKind(ScoresKind):
-    """The kind of answers that are labels with probabilities. `OutputKind` documents the methods."""
+    """Answers of a classification: labels with probabilities. `OutputKind` documents the methods."""
 
     name, version, answer = "labels", 0, "label"
     probability: str | None = "probability"
@@ -30,11 +30,11 @@ class LabelsKind(ScoresKind):
     )
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return no columns: `ScoresKind` stores the scores of all continuations, including labels."""
+        """Return an empty dict: `ScoresKind` stores the scores of all continuations, including labels."""
         return {}
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result: the likeliest label, its probability, and all probabilities."""
+        """Return the columns of a result: the most likely label, its probability, and all probabilities."""
         return frame_schema(
             pa.field("label", pa.string()),
             pa.field("probability", pa.float64()),
@@ -45,7 +45,10 @@ class LabelsKind(ScoresKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return result rows with labels, for index rows `rows` and their completions `matched`."""
+        """Return rows of a result with labels and their probabilities.
+
+        `OutputKind.table` documents the arguments.
+        """
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         each, found = answered_probabilities(requested, rows, matched, answered)
@@ -61,20 +64,23 @@ class LabelsKind(ScoresKind):
         )
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return zeros, one per row of a result table, because a row has no long lists."""
+        """Return zeros, one per row of the result table: labels are not long lists."""
         return np.zeros(table.num_rows, np.int64)
 
 
 def answered_probabilities(
     requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
 ) -> tuple[list[Sequence[str]], list[NDArray[np.float64]]]:
-    """Return the labels of each row with an answer, and their probabilities, each with shape [labels of the row].
+    """Return the labels of each row that has an answer, and an array with the probability of each label.
 
     Args:
         requested: The outputs that the job requests.
         rows: Rows of the index.
         matched: The completion of each row.
         answered: A boolean per row: True if it has an answer.
+
+    Returns:
+        Two lists with an element per row with an answer, each with a value per label of the row.
     """
     scoring, places = _scoring(requested), pa.array(np.flatnonzero(answered))
     logprobs, _, lengths = matched.select(STORED.names).take(places).columns
@@ -85,9 +91,9 @@ def answered_probabilities(
 def label_probabilities(
     logprobs: NDArray[np.float32], lengths: NDArray[np.int32], counts: Sequence[int], scoring: Scoring
 ) -> list[NDArray[np.float64]]:
-    """Return the probability of each label of each row: a softmax over the log-probabilities of its labels.
+    """Return the probabilities of the labels of each row: a softmax over the log-probabilities of its labels.
 
-    The log-probability of a label is the sum over its tokens, or the mean with length normalisation. With a
+    The log-probability of a label is the sum over its tokens, or their mean with length normalisation. With a
     prior, each probability is first divided by the label's prior (contextual calibration, Zhao et al. 2021:
     https://arxiv.org/abs/2102.09690).
 
@@ -98,7 +104,7 @@ def label_probabilities(
         scoring: Length normalisation and prior.
 
     Returns:
-        Per row the probabilities with shape [labels of the row].
+        For each row the probabilities with shape [labels of the row].
     """
     if not len(counts):
         return []
@@ -114,12 +120,12 @@ def label_probabilities(
 def label_logprobs(
     logprobs: NDArray[np.float32], lengths: NDArray[np.int32], length_normalized: bool
 ) -> NDArray[np.float64]:
-    """Return the log-probability of each label: the sum over its tokens, or their mean, with shape [labels].
+    """Return the log-probability of each label, with shape [labels].
 
     Args:
-        logprobs: Log-probabilities of the tokens of all labels, one label after the other.
+        logprobs: Log-probabilities of the tokens of all labels, concatenated.
         lengths: Number of tokens of each label.
-        length_normalized: Return the mean.
+        length_normalized: True for the mean over the tokens of a label, False for their sum.
     """
     sizes = lengths.astype(np.int64)
     sums: NDArray[np.float64] = np.add.reduceat(logprobs.astype(np.float64), np.cumsum(sizes) - sizes)
@@ -132,7 +138,6 @@ def _values(column: pa.ChunkedArray) -> NDArray[Any]:
 
 
 def _labels(rows: pa.Table, scoring: Scoring) -> list[Sequence[str]]:
-    """Return the labels of each row: the labels of the job, or the row's own ones."""
     if not scoring.own_labels:
         return [scoring.choices] * rows.num_rows
     return [json.loads(text) for text in rows.column(LABELS.name).to_pylist()]
@@ -146,13 +151,6 @@ def _scoring(requested: RequestedOutputs) -> Scoring:
 def _maps(
     found: Sequence[NDArray[np.float64]], each: Sequence[Sequence[str]], answered: NDArray[np.bool_]
 ) -> pa.MapArray:
-    """Return a map from labels to probabilities for each row with an answer, and null elsewhere.
-
-    Args:
-        found: The probabilities of each row with an answer.
-        each: The labels of each row with an answer.
-        answered: A boolean per row: True if it has an answer.
-    """
     counts = np.zeros(len(answered), np.int64)
     counts[answered] = [*map(len, each)]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -62,9 +62,9 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
 
 
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a result row with the log-probabilities of its prompt moved to the start of its `logprobs`.
+    """Return a result row whose column `logprobs` begins with the log-probabilities of the prompt.
 
-    A row without log-probabilities of answer or prompt is returned unchanged.
+    If prompt or answer have no log-probabilities, the row is returned unchanged.
     """
     if row.get("logprobs") is None or row.get("prompt_logprobs") is None:
         return row
@@ -72,10 +72,13 @@ def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_logprobs(tokens: list[Token]) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` of a response in the format of vLLM's server, from a result row's values.
+    """Return `prompt_logprobs` of a response, in the format of vLLM's server.
 
-    For each prompt token it has a mapping from token ids to log-probabilities, starting with the token
-    itself. The first prompt token has None. Only the top tokens have a rank.
+    It has an element per prompt token: a dict from token ids to log-probabilities, of the token itself and
+    then of the top tokens at its position. It is None for the first token of the prompt.
+
+    Args:
+        tokens: The values of the result column `prompt_logprobs`.
     """
     found: list[dict[str, Any] | None] = [None]
     for token in tokens[1:]:
@@ -90,10 +93,7 @@ def _of_vllm(token: Token, rank: int | None) -> dict[str, Any]:
 
 
 def _likeliest(token: Token) -> dict[str, float]:
-    """Return the log-probabilities of a token and its top alternatives by their text.
-
-    If two tokens have the same text, the more likely one is used.
-    """
+    # If two tokens have the same text, the more likely one is used
     found: dict[str, float] = {}
     for likely in [*token["top"], token]:
         found.setdefault(likely["token"], _finite(likely["logprob"]))

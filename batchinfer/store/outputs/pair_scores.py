@@ -22,27 +22,30 @@ from batchinfer.store.outputs.vectors import VectorsKind
 
 
 class PairScoresKind(VectorsKind):
-    """The kind of answers that are scores of a query and a document. `OutputKind` documents the methods."""
+    """Answers that are scores of a query and a document by a cross-encoder.
+
+    `OutputKind` documents the methods.
+    """
 
     name, version, answer = "pair_scores", 0, "score"
     figures = SCORE_FIGURES
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return no columns: `VectorsKind` stores all pooled states, and logits are pooled states."""
+        """Return an empty dict: logits are stored as vectors, by `VectorsKind`."""
         return {}
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return None: the default number of result rows is written at a time."""
+        """Return None, as the default number of result rows is written at a time."""
         return None
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result: the score after the activation, and the number of prompt tokens."""
+        """Return the columns of a result: the score and the number of prompt tokens."""
         return frame_schema(pa.field("score", pa.float64()), pa.field("prompt_tokens", pa.int32()))
 
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return result rows with the score of each pair, for index rows `rows` and their completions `matched`."""
+        """Return rows of a result with the score of each pair. `OutputKind.table` documents the arguments."""
         assert requested.pairs is not None, "the index of a job whose answers are scores of pairs says which"
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
@@ -53,7 +56,7 @@ class PairScoresKind(VectorsKind):
         return frame.around(score=pa.array(score, mask=~answered), prompt_tokens=prompt_tokens)
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return zeros, one per row of a result table, because a row has no lists."""
+        """Return zeros, one per row of the result table: a row has no lists."""
         return np.zeros(table.num_rows, np.int64)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
@@ -62,7 +65,12 @@ class PairScoresKind(VectorsKind):
 
 
 def apply_activation(logits: NDArray[np.float32], activation: ScoreActivation) -> NDArray[np.float64]:
-    """Return the scores for logits of a cross-encoder: the logits themselves or their sigmoid, with shape [n]."""
+    """Return the scores for logits of a cross-encoder, with shape [n].
+
+    Args:
+        logits: [n].
+        activation: "identity" returns the logits; otherwise the sigmoid is applied.
+    """
     wide = logits.astype(np.float64)
     # 0.5 * (tanh(x / 2) + 1) equals 1 / (1 + exp(-x)), but does not overflow
     found: NDArray[np.float64] = wide if activation == "identity" else 0.5 * (np.tanh(0.5 * wide) + 1)

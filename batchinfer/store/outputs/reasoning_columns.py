@@ -20,7 +20,7 @@ class SplitAnswer(NamedTuple):
 
     Attributes:
         text: The text after the reasoning. None: the answer ended within its reasoning.
-        reasoning: The reasoning. None: there is none, or only white space.
+        reasoning: The text of the reasoning. None: there is none, or only white space.
         tokens: The number of reasoning tokens.
     """
 
@@ -30,11 +30,11 @@ class SplitAnswer(NamedTuple):
 
 
 class StoredAnswer(NamedTuple):
-    """The tokens of an answer in the store.
+    """The tokens of a stored answer, and facts that help to find its reasoning.
 
     Attributes:
         ids: Its token ids.
-        limit: The number of characters of its text to keep, or None for all.
+        limit: The number of characters of its text to keep, if a stop string ended it. None: all.
         opening: Whether its prompt opened the reasoning: NO_MARKER, OPEN or CLOSED.
         ended: True if the last token is the EOS or stop token that ended the answer.
     """
@@ -71,14 +71,8 @@ def split_reasoning(
 
 
 def _messages(ids: list[int], marks: ReasoningTokens) -> list[list[int]]:
-    """Return the token ids of each message within the reasoning, without the headers between messages.
-
-    A message ends at the first end token, and the next one begins after the last token of its header.
-
-    Args:
-        ids: The tokens of the reasoning.
-        marks: The tokens that mark reasoning.
-    """
+    # A message of the reasoning ends at the first end token, and the next one begins after the last token of
+    # its header
     found, at = [], 0
     while marks.answer and (end := find(ids, marks.end[:1], at)) >= 0:
         found.append(ids[at:end])
@@ -102,10 +96,7 @@ def _split_at_cut(found: ReasoningCut, inside: str, behind: str, reasoning: Reas
 
 
 def _answer(text: str, reasoning: Reasoning) -> str:
-    """Return the text after the reasoning, without the white space that separates them.
-
-    A constrained answer always has exactly the gap of `reasoning` before it, so its own white space is kept.
-    """
+    # A constrained answer always has exactly this gap before it, so its own white space is kept
     gap = reasoning.gap
     return text[len(gap) :] if text.startswith(gap) else text.lstrip()
 
@@ -113,14 +104,7 @@ def _answer(text: str, reasoning: Reasoning) -> str:
 def _split_cut_answer(
     answer: StoredAnswer, found: ReasoningCut, reasoning: Reasoning, detokenizer: Detokenizer
 ) -> SplitAnswer:
-    """Split an answer that a stop string ended. Its limit counts the characters of all tokens.
-
-    Args:
-        answer: The answer.
-        found: The token positions of its reasoning.
-        reasoning: How the model marks reasoning.
-        detokenizer: Converts tokens to text.
-    """
+    # The limit of a stop string counts the characters of all tokens
     first = len(answer.ids) if found.answer is None else found.answer
     before = [answer.ids[: found.start], answer.ids[: found.end], answer.ids[:first], answer.ids]
     start, end, behind, whole = detokenizer.decode_batch([*before])
@@ -132,7 +116,7 @@ def _split_cut_answer(
 def _split_by_text(
     answers: Sequence[StoredAnswer], reasoning: Reasoning, detokenizer: Detokenizer
 ) -> list[SplitAnswer]:
-    """Split answers whose marks of reasoning are ordinary text. A token may contain a mark and adjacent text."""
+    # The marks are ordinary text, so a token may contain a mark and adjacent text
     texts = detokenizer.decode_batch([answer.ids for answer in answers])
     places = [
         _reasoning_range(text[: answer.limit], reasoning) for text, answer in zip(texts, answers, strict=True)
@@ -150,7 +134,6 @@ def _split_by_text(
 
 
 def _reasoning_range(text: str, reasoning: Reasoning) -> tuple[int, int] | None:
-    """Return the start and end of the reasoning in a text, in characters, or None without reasoning."""
     start = len(text) - len(text.lstrip()) + len(reasoning.begin)
     if not text.startswith(reasoning.begin, start - len(reasoning.begin)):
         return None
@@ -167,15 +150,7 @@ def _split_at_chars(text: str, place: tuple[int, int] | None, tokens: int, mark:
 
 
 def _count_tokens(rows: list[list[int]], chars: list[int], detokenizer: Detokenizer) -> list[int]:
-    """Return for each row the least number of first tokens whose text has at least `chars` characters.
-
-    It uses binary search, for all rows at once.
-
-    Args:
-        rows: The token ids of each row.
-        chars: The number of characters for each row.
-        detokenizer: Converts tokens to text.
-    """
+    # Binary search for all rows at once
     low, high = [0] * len(rows), [len(row) for row in rows]
     while any(a < b for a, b in zip(low, high, strict=True)):
         half = [(a + b) // 2 for a, b in zip(low, high, strict=True)]

@@ -35,15 +35,22 @@ def kind_of(job: Job) -> OutputKind:
 
 
 def answer_column(names: Iterable[str]) -> str | None:
-    """Return the answer column of a result, given its column names in order, or None if it has none.
+    """Return the answer column of a result, or None if it has none.
 
-    The result's own columns come before columns of the input, which may have the name of another kind's
-    column.
+    Columns that are copied from the input may have the same name as the answer column of another kind. They
+    come last, so the first match counts.
+
+    Args:
+        names: The result's column names in order.
     """
     answers = {kind.answer for kind in KINDS.values()}
     return next((name for name in names if name in answers), None)
 
 
 def probability_column(answer: str) -> str | None:
-    """Return the result column with the probabilities of the answers in the column `answer`, or None."""
+    """Return the result column with the probabilities of answers, or None if the result has no such column.
+
+    Args:
+        answer: The answer column, which determines the kind of answers.
+    """
     return next((kind.probability for kind in KINDS.values() if kind.answer == answer), None)

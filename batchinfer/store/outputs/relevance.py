@@ -13,22 +13,25 @@ from batchinfer.store.outputs.scores import SCORE_FIGURES, context_counts
 
 
 class RelevanceKind(LabelsKind):
-    """The kind of answers that are the probability of the first of two labels. See `OutputKind`."""
+    """Answers that are the relevance of a document to a query. `OutputKind` documents the methods.
+
+    The relevance is the probability of the first of two labels, such as yes and no.
+    """
 
     name, version, answer = "relevance", 0, "score"
     probability = None
     figures = SCORE_FIGURES
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result: the probability of the first of two labels, and the prompt tokens."""
+        """Return the columns of a result: the score and the number of prompt tokens."""
         return frame_schema(pa.field("score", pa.float64()), pa.field("prompt_tokens", pa.int32()))
 
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return result rows with a score from 0 to 1, for index rows `rows` and their completions `matched`.
+        """Return rows of a result with a score from 0 to 1: the probability of the first of two labels.
 
-        The score is the probability of the first of two labels.
+        `OutputKind.table` documents the arguments.
         """
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)

@@ -37,7 +37,7 @@ _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
 
 
 class ScoresKind(OutputKind):
-    """The kind of answers that are log-probabilities of a text. `OutputKind` documents the methods."""
+    """Answers that are log-probabilities of given continuations. `OutputKind` documents the methods."""
 
     name, version, output, answer = "scores", 0, Scores, "logprob"
     figures: Mapping[str, str] = MappingProxyType(
@@ -50,10 +50,10 @@ class ScoresKind(OutputKind):
     stored = STORED
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the store columns for scores of continuations, or none if no output is a score.
+        """Return the columns of the store for scores of continuations, by name. Empty without scores.
 
-        They are the log-probability of each token, whether it was the most likely token, and the number of
-        tokens of each continuation.
+        The columns have lists: the log-probability of each token, True if it was the most likely token, and
+        the number of tokens of each continuation.
         """
         found = [one if isinstance(one, Scores) else None for one in outputs]
         if all(one is None for one in found):
@@ -70,7 +70,10 @@ class ScoresKind(OutputKind):
         return _SCORED_ROWS
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result, with a list of log-probabilities per token if the job requests it."""
+        """Return the columns of a result, such as the log-probability of the continuation.
+
+        If the job requests it, a further column has the log-probability of each token.
+        """
         per_token = requested.scoring is not None and requested.scoring.per_token
         return frame_schema(
             pa.field("logprob", pa.float64()),
@@ -83,7 +86,10 @@ class ScoresKind(OutputKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return result rows with sums of log-probabilities, for index rows `rows` and completions `matched`."""
+        """Return rows of a result with the sum of each row's log-probabilities.
+
+        `OutputKind.table` documents the arguments.
+        """
         frame = Frame(rows, matched)
         logprobs, greedy = (matched.column(name) for name in STORED.names[:2])
         per_token = requested.scoring is not None and requested.scoring.per_token
@@ -97,7 +103,7 @@ class ScoresKind(OutputKind):
         return frame.around(**{name: frame.when_answered(one) for name, one in columns.items()})
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities per token in each row of a result table, with shape [rows]."""
+        """Return the number of token log-probabilities in each row of a result table, with shape [rows]."""
         if _PER_TOKEN.name not in table.schema.names:
             return np.zeros(table.num_rows, np.int64)
         found: NDArray[np.int64] = (
@@ -107,7 +113,7 @@ class ScoresKind(OutputKind):
 
 
 def context_counts(rows: pa.Table, matched: pa.Table) -> pa.ChunkedArray:
-    """Return the number of prompt tokens of each row without its continuations, or null without scores.
+    """Return the number of tokens of each row's prompt without its continuations. It is null without scores.
 
     Args:
         rows: Rows of the index.
@@ -118,10 +124,7 @@ def context_counts(rows: pa.Table, matched: pa.Table) -> pa.ChunkedArray:
 
 
 def _of_each(column: pa.ChunkedArray, operation: np.ufunc, empty: float | bool) -> pa.ChunkedArray:
-    """Reduce the values of each list of a column with a NumPy operation, in float64 if `empty` is a float.
-
-    An empty list gives `empty`, and null stays null.
-    """
+    # An empty list gives `empty`, and null stays null
     lists = column.combine_chunks()
     flat = lists.flatten().to_numpy(zero_copy_only=False)
     flat = flat.astype(np.float64) if isinstance(empty, float) else flat.astype(bool)

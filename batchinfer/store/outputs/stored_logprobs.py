@@ -34,13 +34,21 @@ PROMPT_SCHEMA = pa.schema(
 
 
 def prompt_columns(found: Sequence[PromptLogprobs | None]) -> list[pa.Array]:
-    """Return the columns of PROMPT_SCHEMA, with null for a completion without log-probabilities of its prompt."""
+    """Return the columns of the store for log-probabilities of prompts, in the order of PROMPT_SCHEMA.
+
+    Args:
+        found: A value per completion. None becomes null.
+    """
     ids = _lists([None if one is None else one.token_ids for one in found], np.int32)
     return [ids, *logprob_columns([None if one is None else one.logprobs for one in found])]
 
 
 def logprob_columns(found: Sequence[TokenLogprobs | None]) -> list[pa.Array]:
-    """Return the columns of LOGPROB_SCHEMA, with null for a completion without log-probabilities."""
+    """Return the columns of the store for log-probabilities of answers, in the order of LOGPROB_SCHEMA.
+
+    Args:
+        found: A value per completion. None becomes null.
+    """
     return [
         _lists([None if one is None else one.chosen for one in found], np.float32),
         _lists([None if one is None else one.top.reshape(-1) for one in found], np.float32),

@@ -30,33 +30,40 @@ _VECTORS = VectorsKind()
 
 
 class TextsAndVectorsKind(TokensKind):
-    """The kind of answers that are texts or, for rows that request one, vectors. See `OutputKind`.
+    """Answers to OpenAI requests: texts, or vectors for embeddings requests.
 
-    It has the name of the kind of texts, because its text answers are the same.
+    `OutputKind` documents the methods. It has the same name as the kind of texts, because its text answers
+    are the same.
     """
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the store columns that a result needs: of texts, and of vectors if any row requests one."""
+        """Return the columns of the store that a result needs.
+
+        They are the columns of texts and, if a row requests a vector, the column of vectors.
+        """
         return pa.schema(
             [*super().read(requested), *(() if requested.embedding is None else _VECTORS.stored)]
         )
 
     def batch_rows(self, requested: RequestedOutputs) -> int | None:
-        """Return the number of result rows to write at a time: the smaller one of texts and vectors."""
+        """Return the number of result rows to write at a time, or None for the default.
+
+        It is the number for texts. If a row requests a vector, it is at most the number for vectors.
+        """
         own = super().batch_rows(requested)
         if requested.embedding is None:
             return own
         return vector_rows(requested) if own is None else min(own, vector_rows(requested))
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result: of texts, and the vector if any row requests one."""
+        """Return the columns of a result: columns of texts and, if a row requests one, the vector."""
         ours = super().schema(requested)
         return ours if requested.embedding is None else ours.append(embedding_field(requested))
 
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return result rows with texts or vectors, for index rows `rows` and their completions `matched`."""
+        """Return rows of a result with texts or vectors. `OutputKind.table` documents the arguments."""
         table = super().table(requested, rows, matched, detokenizer)
         if requested.embedding is None:
             return table
@@ -70,12 +77,19 @@ class TextsAndVectorsKind(TokensKind):
         return pc.and_(found, pc.invert(_have_vectors(frame)))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities and vector elements in each row of a result table."""
+        """Return the number of list values in each row of a result table, with shape [rows].
+
+        Log-probabilities and vector elements count.
+        """
         own = super().entries(table)
         return own + embedding_entries(table) if EMBEDDING in table.schema.names else own
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the columns, among `names`, that an OpenAI file needs, and the rows per batch or None."""
+        """Return the columns that an OpenAI file needs, and how many rows to read at a time (None: default).
+
+        Args:
+            names: The columns of the result.
+        """
         ours, lines = super().openai_columns(names)
         if EMBEDDING not in names:
             return ours, lines
@@ -84,12 +98,14 @@ class TextsAndVectorsKind(TokensKind):
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a response to an embeddings request if `answers` are vectors, else a completion."""
+        """Return the body of a response: embeddings if the answers are vectors, else a completion.
+
+        `OutputKind.openai_body` documents the arguments.
+        """
         if answers[0].get(EMBEDDING) is None:
             return super().openai_body(answers, chat, tokens, encoding)
         return _VECTORS.openai_body(answers, chat, tokens, encoding)
 
 
 def _have_vectors(frame: Frame) -> pa.ChunkedArray:
-    """Return a boolean per row: True if its answer is a vector."""
     return pc.and_(frame.answered, pc.is_valid(frame.matched.column(_STORED)))

@@ -61,24 +61,24 @@ _REASONING = tuple(field.name for field in REASONING_FIELDS)
 
 
 class TokensKind(OutputKind):
-    """The kind of answers that are texts. `OutputKind` documents the methods."""
+    """Answers that are texts. `OutputKind` documents the methods."""
 
     name, version, output, answer = "tokens", 0, Tokens, "generated_text"
     stored = pa.schema([*LOGPROB_SCHEMA, *PROMPT_SCHEMA])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
-        """Return a receiver that replaces invalid JSON answers by errors.
+        """Return a receiver, which replaces invalid JSON answers by errors before they are stored.
 
         Args:
-            columns: The result columns for the fields of JSON answers, or None.
+            columns: The result columns for the fields of JSON answers. None: answers have no such columns.
             detokenizer: Converts tokens to text.
         """
         return JsonAnswers(AnswerCheck(columns, detokenizer))
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the store columns for log-probabilities of texts, if any has them, by name.
+        """Return the columns of the store for log-probabilities of texts, by name. Empty without any.
 
-        Token ids are in COMPLETION_SCHEMA.
+        Token ids are in COMPLETION_SCHEMA, which all answers have.
         """
         texts = [one if isinstance(one, Tokens) else None for one in outputs]
         found = [None if one is None else one.logprobs for one in texts]
@@ -91,7 +91,7 @@ class TokensKind(OutputKind):
         return arrays
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the store columns of log-probabilities of answers and prompts that a result needs."""
+        """Return the columns of the store that a result needs: log-probabilities of answers and prompts."""
         of_answers = LOGPROB_SCHEMA if _has_logprobs(requested) else ()
         return pa.schema([*of_answers, *(PROMPT_SCHEMA if requested.prompt_logprobs else ())])
 
@@ -100,10 +100,10 @@ class TokensKind(OutputKind):
         return LOGPROB_ROWS if _has_logprobs(requested) or requested.prompt_logprobs else None
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result.
+        """Return the columns of a result, without the columns that are copied from the input.
 
-        They are RESULT_SCHEMA, then columns of reasoning, tool calls, log-probabilities, confidence and
-        fields of JSON answers, as the job requests.
+        The text and its number of tokens come first. Then come the columns that the job requests: reasoning,
+        tool calls, log-probabilities, confidence, and fields of JSON answers.
         """
         ours = (
             RESULT_SCHEMA if requested.reasoning is None else pa.schema([*RESULT_SCHEMA, *REASONING_FIELDS])
@@ -118,7 +118,7 @@ class TokensKind(OutputKind):
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return result rows with texts, for index rows `rows` and their completions `matched`."""
+        """Return rows of a result with texts. `OutputKind.table` documents the arguments."""
         frame = Frame(rows, matched)
         told = self._have_texts(frame)
         reader = AnswerReader(requested.reasoning, requested.tool_calls, detokenizer)
@@ -150,15 +150,22 @@ class TokensKind(OutputKind):
         return table if columns is None else _with_answers(table, columns)
 
     def _have_texts(self, frame: Frame) -> pa.ChunkedArray:
-        """Return a boolean per row: True if it has an answer, or an error whose text is kept."""
+        # The text of some errors is kept
         return pc.or_(frame.answered, pc.is_in(frame.matched.column("error_code"), _CODES_WITH_TEXT))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
-        """Return the number of log-probabilities in each row of a result table, with shape [rows]."""
+        """Return the number of log-probabilities in each row of a result table, with shape [rows].
+
+        Answers and prompts count.
+        """
         return logprob_entries(table) + logprob_entries(table, PROMPT_COLUMN)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the result columns that an OpenAI file of completions needs, and the rows per batch or None."""
+        """Return the columns that an OpenAI file needs, and how many rows to read at a time (None: default).
+
+        Args:
+            names: The columns of the result.
+        """
         ours = [*_OPENAI, *(name for name in (*_REASONING, CALLS_FIELD.name) if name in names)]
         large = [name for name in (COLUMN, PROMPT_COLUMN) if name in names]
         return [*ours, *large], _LOGPROB_LINES if large else None
@@ -166,7 +173,10 @@ class TokensKind(OutputKind):
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a response: a chat or text completion with a choice per result row in `answers`."""
+        """Return the body of a response: a completion with a choice for each result row in `answers`.
+
+        `OutputKind.openai_body` documents the arguments.
+        """
         body = {
             "object": "chat.completion" if chat else "text_completion",
             "choices": [_choice(row, chat, tokens) for row in answers],
@@ -178,7 +188,7 @@ class TokensKind(OutputKind):
 
 
 class JsonAnswers:
-    """A receiver of a run's answers that replaces invalid JSON answers and tool calls by errors."""
+    """Checks the answers of a run, and replaces invalid JSON answers and invalid tool calls by errors."""
 
     def __init__(self, check: AnswerCheck) -> None:
         self._check = check
@@ -187,7 +197,7 @@ class JsonAnswers:
         self._calling = set[bytes]()  # keys of running requests with tool calls
 
     def expect(self, requests: Iterable[Request]) -> None:
-        """Register requests whose answers will be passed to `receive`."""
+        """Register requests that are about to run. Their answers will be passed to `receive`."""
         for one in requests:
             if one.params.constraint in (*JSON_CONSTRAINTS, "tool_call"):
                 self._of_json[one.key] = one.params.reasoning
@@ -195,7 +205,7 @@ class JsonAnswers:
                 self._calling.add(one.key)
 
     def receive(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Return the completions to store, with errors in place of invalid JSON answers."""
+        """Return the completions to store. Invalid JSON answers are replaced by errors."""
         of_json = [one for one in completions if one.key in self._of_json]
         found = ((one.key, self._of_json.pop(one.key)) for one in of_json)
         marks = {key: reasoning for key, reasoning in found if reasoning is not None}
@@ -206,12 +216,6 @@ class JsonAnswers:
 
 
 def _where(told: pa.ChunkedArray, values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column with null for rows without a text.
-
-    Args:
-        told: A boolean per row: True if the row has a text.
-        values: The column.
-    """
     return pc.if_else(told, values, pa.scalar(None, values.type))
 
 
@@ -222,10 +226,7 @@ def _has_logprobs(requested: RequestedOutputs) -> bool:
 def _with_tokens(
     table: pa.Table, matched: pa.Table, detokenizer: Detokenizer
 ) -> Iterator[AnswerTokens | None]:
-    """Yield for each row its answer with the positions and log-probabilities of its tokens.
-
-    None is yielded for an error row, and for an answer that did not end with a stop token or string.
-    """
+    # None for an error row, and for an answer that did not end with a stop token or string
     columns = (table.column("finish_reason"), table.column("generated_text"))
     kept = (matched.column(name) for name in ("token_ids", "logprobs"))
     for reason, text, ids, logprobs in zip(*(one.to_pylist() for one in (*columns, *kept)), strict=True):
@@ -234,12 +235,10 @@ def _with_tokens(
 
 
 def _answer_columns(answers: AnswerSchema | None) -> SchemaColumns | None:
-    """Return the result columns for the fields of answers with this JSON schema, or None. Raises NoColumns."""
     return None if answers is None else schema_columns(parsed_schema(answers.text), answers.column)
 
 
 def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
-    """Return a result table with columns for the fields of its JSON answers, or null without an answer."""
     whole = pc.equal(table.column("status"), "ok").to_numpy(zero_copy_only=False)
     texts = table.column("generated_text").to_pylist()
     answers = [
@@ -251,7 +250,7 @@ def _with_answers(table: pa.Table, columns: SchemaColumns) -> pa.Table:
 
 
 def _usage(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return `usage` of a response: the token counts of all answers to a request. The prompt counts once."""
+    # The prompt counts once
     prompt, output = answers[0]["prompt_tokens"], sum(row["completion_tokens"] for row in answers)
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
     if "reasoning_tokens" not in answers[0]:

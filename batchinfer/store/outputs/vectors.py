@@ -27,13 +27,13 @@ _HELD_VALUES = 1 << 20  # vector elements per batch of result rows
 
 
 class VectorsKind(OutputKind):
-    """The kind of answers that are vectors. `OutputKind` documents the methods."""
+    """Answers that are vectors. `OutputKind` documents the methods."""
 
     name, version, output, answer = "vectors", 0, Vector, EMBEDDING
     stored = STORED
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
-        """Return the store column for a batch of vectors, or no column if no output is a vector."""
+        """Return the column of the store for vectors, by name, or an empty dict if no output is a vector."""
         found = [one.values if isinstance(one, Vector) else None for one in outputs]
         return {} if all(one is None for one in found) else {STORED.names[0]: lists_of(found, np.float32)}
 
@@ -42,16 +42,13 @@ class VectorsKind(OutputKind):
         return vector_rows(requested)
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
-        """Return the columns of a result with vectors: the vector and the number of prompt tokens."""
+        """Return the columns of a result: the vector and the number of prompt tokens."""
         return frame_schema(embedding_field(requested), pa.field("prompt_tokens", pa.int32()))
 
     def table(
         self, requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
-        """Return result rows with final vectors, for index rows `rows` and their completions `matched`.
-
-        A final vector went through dense layers, truncation and normalisation.
-        """
+        """Return rows of a result with vectors. `OutputKind.table` documents the arguments."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
         return frame.around(
@@ -64,13 +61,20 @@ class VectorsKind(OutputKind):
         return embedding_entries(table)
 
     def openai_columns(self, names: Sequence[str]) -> tuple[list[str], int | None]:
-        """Return the result columns that an OpenAI file of embeddings needs, and the rows per batch."""
+        """Return the columns that an OpenAI file of embeddings needs, and how many rows to read at a time.
+
+        Args:
+            names: The columns of the result.
+        """
         return [EMBEDDING, "prompt_tokens"], VECTOR_LINES
 
     def openai_body(
         self, answers: Sequence[dict[str, Any]], chat: bool, tokens: TokenBytes, encoding: str | None
     ) -> dict[str, Any]:
-        """Return the body of a response to an embeddings request, with a vector per result row in `answers`."""
+        """Return the body of a response to an embeddings request, with a vector for each row in `answers`.
+
+        `OutputKind.openai_body` documents the arguments.
+        """
         prompt = sum(row["prompt_tokens"] for row in answers)
         return {
             "object": "list",
@@ -87,25 +91,30 @@ class VectorsKind(OutputKind):
 
 
 def embedding_field(requested: RequestedOutputs) -> pa.Field:
-    """Return the result column of vectors. Its length is fixed unless rows set their own dimensions."""
+    """Return the result column of vectors.
+
+    Vectors have a fixed length, unless rows may set their own dimensions.
+    """
     size = -1 if requested.own_dimensions else _embedding(requested).dimensions
     return pa.field(EMBEDDING, pa.list_(pa.float32(), size))
 
 
 def vector_rows(requested: RequestedOutputs) -> int:
-    """Return the number of result rows with vectors to write at a time."""
+    """Return the number of result rows to write at a time if their answers are vectors."""
     return max(1, min(4096, _HELD_VALUES // _embedding(requested).dimensions))
 
 
 def embedding_column(
     requested: RequestedOutputs, rows: pa.Table, matched: pa.Table, answered: NDArray[np.bool_]
 ) -> pa.Array:
-    """Return the vectors of a result after dense layers, truncation and normalisation, or null without an answer.
+    """Return the vectors of a result: pooled states after dense layers, truncation and normalisation.
+
+    They are null for rows without a vector.
 
     Args:
         requested: The outputs that the job requests.
         rows: Rows of the index.
-        matched: The completion of each row, with the pooled vector.
+        matched: The completion of each row, with the pooled state.
         answered: A boolean per row: True if it has a vector.
     """
     made, places = _embedding(requested), pa.array(np.flatnonzero(answered))
@@ -142,7 +151,12 @@ def _embedding(requested: RequestedOutputs) -> Embedding:
 
 
 def lists_of(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa.ListArray:
-    """Return an Arrow array with one list per NumPy array, and null for None."""
+    """Return an Arrow list array with one list per NumPy array. None becomes null.
+
+    Args:
+        found: The arrays.
+        kind: The type of their elements.
+    """
     values = np.concatenate([np.empty(0, kind), *(one for one in found if one is not None)]).astype(kind)
     ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)]).astype(np.int32)
     missing = pa.array([one is None for one in found], pa.bool_())
@@ -150,13 +164,6 @@ def lists_of(found: Sequence[NDArray[Any] | None], kind: type[np.generic]) -> pa
 
 
 def _embedding_array(vectors: pa.ListArray, answered: NDArray[np.bool_], made: Embedding) -> pa.Array:
-    """Return fixed-length vectors after dense layers, truncation and normalisation, or null without an answer.
-
-    Args:
-        vectors: The pooled vectors of the rows with an answer.
-        answered: A boolean per row: True if it has an answer.
-        made: The dense layers, dimensions and normalisation.
-    """
     finished = np.zeros((len(answered), made.dimensions), np.float32)
     finished[answered] = _normalize_if_set(_apply_dense(vectors, made)[:, : made.dimensions], made)
     missing = pa.array(~answered)
@@ -164,7 +171,6 @@ def _embedding_array(vectors: pa.ListArray, answered: NDArray[np.bool_], made: E
 
 
 def _apply_dense(vectors: pa.ListArray, made: Embedding) -> NDArray[np.float32]:
-    """Return pooled vectors after the dense layers, before truncation, with shape [vectors, dimensions]."""
     count = len(vectors)
     inputs = made.dense[0].inputs if made.dense else made.dimensions
     values = vectors.flatten().to_numpy().reshape(count, -1) if count else np.empty((0, inputs))
@@ -172,7 +178,6 @@ def _apply_dense(vectors: pa.ListArray, made: Embedding) -> NDArray[np.float32]:
 
 
 def _normalize_if_set(vectors: NDArray[np.float32], made: Embedding) -> NDArray[np.float32]:
-    """Return the vectors, normalised if the model requires it."""
     return normalized(vectors).astype(np.float32) if made.normalize else vectors
 
 
