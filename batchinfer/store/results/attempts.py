@@ -33,13 +33,14 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ChosenCompletions:
-    """The chosen completion of each row of an index. It takes 8 bytes per row, or 9 with a ladder.
+    """The completion that was chosen for each row of an index. It takes 8 bytes per row, or 9 with a ladder.
 
     Attributes:
-        places: The place of each row's completion: its position in the store, with its rank in the upper
-            bits. Negative if there is none, or an attempt is still to be made.
-        numbers: The attempt of each row's completion, from 1. None: the job has no ladder.
-        others: The positions of completions of these rows that were not chosen.
+        places: Per row, the completion's position in the store, with its rank (see `ranks_of`) in the upper
+            bits. Negative: there is none, or the row needs a further attempt.
+        numbers: Per row, the number of the attempt that gave the completion, from 1. None: the job has no
+            ladder.
+        others: The positions of completions of these rows that were not chosen, ascending.
     """
 
     places: Numbers
@@ -48,23 +49,25 @@ class ChosenCompletions:
 
     @property
     def ranks(self) -> Numbers:
-        """Return the rank of each row's completion: 0 for an answer, 1 or 2 for a permanent or retryable error.
+        """Return the rank of each row: 0 for an answer, 1 for a permanent error, 2 for a retryable error.
 
-        The values are only valid for rows with a completion.
+        The value is undefined for a row without a completion.
         """
         return ranks_of(self.places)
 
 
 def ranks_of(places: Numbers) -> Numbers:
-    """Return the rank in the upper bits of each place: 0 for an answer, 1 or 2 for an error.
+    """Return the rank in the upper bits of each place.
 
-    Rank 1 is a permanent error, and 2 a retryable error.
+    The rank is 0 for an answer, 1 for a permanent error and 2 for a retryable error.
     """
     return (places >> _RANK_SHIFT) & 3
 
 
 def choose_completions(database: Any, index: str, rows: int, attempts: int = 1) -> ChosenCompletions:
-    """Choose the completion of each row of an index.
+    """Choose the completion of each row of an index among its attempts.
+
+    The first valid one is chosen. If there is none, it is the last answer, or else the last error.
 
     Args:
         database: A DuckDB connection with the table `chosen`, see `load_chosen`.
@@ -96,7 +99,6 @@ def _invalid(places: Numbers) -> NDArray[np.bool_]:
 
 
 def _fill(places: Numbers, database: Any, query: str) -> None:
-    """Run a query that returns rows of the index with places, and assign the places in the array."""
     for batch in database.sql(query).to_arrow_reader(_BATCH):
         places[batch.column(0).to_numpy()] = batch.column(1).to_numpy()
 
@@ -104,14 +106,16 @@ def _fill(places: Numbers, database: Any, query: str) -> None:
 def load_chosen(
     database: Any, parts: Sequence[Path], attempts: int = 1, keys: str | None = None, first: int = 0
 ) -> None:
-    """Create the table `chosen` with the columns key and place: the preferred completion of each work key.
+    """Create the table `chosen` in DuckDB, with a completion of each work key in the columns key and place.
 
-    The place is the completion's position in the store, with its rank in the upper bits.
+    Of several completions with the same key, answers are preferred, then permanent errors. The place is the
+    position in the store, with the rank (see `ranks_of`) in the upper bits.
 
     Args:
         database: A DuckDB connection.
         parts: Parts of the store.
-        attempts: Maximum attempts per row. If it is above 1, a bit of the place marks invalid completions.
+        attempts: Maximum attempts per row. If it is above 1, a further bit of the place marks invalid
+            answers.
         keys: A table expression with the keys to load. None: all.
         first: The number of the first of these parts in the store.
     """
@@ -125,7 +129,9 @@ def load_chosen(
 
 
 def with_places(parts: Sequence[Path], columns: str, first: int = 0) -> str:
-    """Return a SQL query for completions with their `place`: position in the store, with the rank above it.
+    """Return a SQL query for the completions in parts of the store, with the columns `columns` and place.
+
+    The place is the position in the store, with the rank (see `ranks_of`) in the upper bits.
 
     Args:
         parts: Parts of the store.

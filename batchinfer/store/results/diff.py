@@ -45,13 +45,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DifferingRows:
-    """The rows of two results that differ in the same way.
+    """A group of rows that differ between two results in the same way.
 
     Attributes:
         kind: The kind of difference.
         rows: The number of rows.
-        name: The column, the error code, or `code → other code`; None for an answer or a row in one result
-            only.
+        name: For a kind "column" its name; for a kind of error its code, or `code → other code`; else None.
         examples: The first of these rows.
     """
 
@@ -73,7 +72,7 @@ class ResultDiff:
         groups: The rows that differ, by kind of difference.
         columns_only_a: Columns that only A has.
         columns_only_b: Columns that only B has.
-        note: The reason that rows were not matched by custom_id, or None.
+        note: The reason that rows were not matched by custom_id. None: they were, or the user chose a column.
         accuracy: The accuracy of both results. None: a result has no expected answers (input.expected).
     """
 
@@ -95,12 +94,12 @@ class ResultDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffOptions:
-    """How two results are compared.
+    """Options for comparing two results.
 
     Attributes:
-        by: The column that rows are matched by. None: custom_id, or else row_id.
+        by: The column that rows are matched by. None: custom_id, or row_id if ids are missing or not unique.
         examples: Maximum number of example rows per kind of difference.
-        show: Include the texts and values of example rows.
+        show: True to include the texts and values of example rows.
     """
 
     by: str | None = None
@@ -109,7 +108,18 @@ class DiffOptions:
 
 
 def diff_results(a: Sequence[Path], b: Sequence[Path], options: DiffOptions) -> ResultDiff:
-    """Compare two results, given their Parquet files. Raises UsageError, StorageError, OutOfMemory."""
+    """Compare two results, and return their differences.
+
+    Args:
+        a: The Parquet files of result A.
+        b: The Parquet files of result B.
+        options: How rows are matched, and which examples are returned.
+
+    Raises:
+        UsageError: The results cannot be compared, or rows cannot be matched by the given column.
+        StorageError: A file cannot be read.
+        OutOfMemory: DuckDB exceeded its memory limit.
+    """
     with (
         temporary_folder("diff") as spill,
         connection(Path(spill, "sorting")) as database,
@@ -120,18 +130,7 @@ def diff_results(a: Sequence[Path], b: Sequence[Path], options: DiffOptions) -> 
 
 @dataclass(slots=True)
 class _Diff:
-    """A comparison of two results in a DuckDB database.
-
-    `a` and `b` are views of the results, and `differing` is a table of the rows that differ.
-
-    Attributes:
-        database: The DuckDB connection.
-        files_a: The files of result A.
-        files_b: The files of result B.
-        options: How the results are compared.
-        types: The type of each column, by "a" or "b" and by column.
-    """
-
+    # `a` and `b` are views of the results, and `differing` is a table of the rows that differ
     database: Any
     files_a: Sequence[Path]
     files_b: Sequence[Path]
@@ -139,7 +138,6 @@ class _Diff:
     types: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def found(self) -> ResultDiff:
-        """Compare the two results, and return their differences."""
         rows = {}
         for side, files in (("a", self.files_a), ("b", self.files_b)):
             self.database.execute(f"CREATE VIEW {side} AS FROM {parquet(files)}")
@@ -163,7 +161,6 @@ class _Diff:
 
     @property
     def answer(self) -> str:
-        """Return the answer column that both results have. Raises UsageError if they have different ones."""
         found = answer_column(name for name in self.types["a"] if name in self.types["b"])
         if found is None:
             raise UsageError(
@@ -175,7 +172,6 @@ class _Diff:
         return int(self.database.execute(sql).fetchone()[0])
 
     def _refuse_unlike(self) -> None:
-        """Check that both results have samples in the same form: as lists or as rows. Raises UsageError."""
         kinds = [self.types[side].get(SAMPLE, "").endswith("[]") for side in "ab"]
         if kinds[0] != kinds[1]:
             lists, other = "AB" if kinds[0] else "BA"
@@ -185,11 +181,7 @@ class _Diff:
             )
 
     def _key(self, rows: dict[str, int]) -> tuple[str, str | None]:
-        """Return the column that rows are matched by, and the reason if it is not custom_id.
-
-        Args:
-            rows: The number of rows of "a" and of "b".
-        """
+        # Returns the column that rows are matched by, and the reason if it is not custom_id
         if self.options.by is None:
             problems = [problem for side in rows if (problem := self._no_key(side, CUSTOM_ID, rows[side]))]
             return (ROW_ID, problems[0]) if problems else (CUSTOM_ID, None)
@@ -201,13 +193,6 @@ class _Diff:
         return self.options.by, None
 
     def _no_key(self, side: str, column: str, rows: int) -> str | None:
-        """Return the reason that a column does not identify the rows of a result, or None if it does.
-
-        Args:
-            side: "a" or "b".
-            column: The column.
-            rows: The number of rows of the result.
-        """
         name = f"{column} of {side.upper()}"
         if column not in self.types[side]:
             return f"{side.upper()} has no column {column}"
@@ -221,7 +206,6 @@ class _Diff:
         )
 
     def _columns(self) -> list[str]:
-        """Return the columns to compare in A's order: all in both results, except answers and fixed columns."""
         left_out = {*_OURS, self.answer}
         return [name for name in self.types["a"] if name in self.types["b"] and name not in left_out]
 
@@ -229,34 +213,26 @@ class _Diff:
         return self.types["a"][column] == self.types["b"][column]
 
     def _value(self, column: str) -> str:
-        """Return SQL for a column's value, which is equal for equal values. Ids of tool calls are left out."""
+        # Ids of tool calls differ even if the calls are equal
         if column == CALLS_FIELD.name and self._same_type(column) and self.types["a"][column].endswith("[]"):
             return f"[[one['name'], one['arguments']] FOR one IN {_named(column)}]"
         return _named(column) if self._same_type(column) else f"CAST({_named(column)} AS VARCHAR)"
 
     @property
     def _samples(self) -> bool:
-        """Return True if both results have several answers per input row, each in a row of its own."""
         return all(not self.types[side].get(SAMPLE, "[]").endswith("[]") for side in "ab")
 
     @property
     def _place(self) -> str:
-        """Return SQL for a number that is unique per row of a result."""
         return f"({ROW_ID} * {MAX_SAMPLES} + {SAMPLE})" if self._samples else ROW_ID
 
     def _key_value(self, column: str) -> str:
-        """Return SQL for the value of `column` that rows are matched by, with the sample number if needed."""
         if self._samples and column in (ROW_ID, CUSTOM_ID):
             return f"concat({_named(column)}, '#', {SAMPLE})"
         return self._value(column)
 
     def _join(self, by: str, columns: Sequence[str]) -> None:
-        """Create the table `differing` of rows that differ. Long values are compared by their 64-bit hash.
-
-        Args:
-            by: The column that rows are matched by.
-            columns: The columns to compare in addition to answer and error.
-        """
+        # Long values are compared by their 64-bit hash
         hashes = [f"hash({self._value(name)}) AS c{at}" for at, name in enumerate(columns)]
         side = ", ".join(
             [f"{self._key_value(by)} AS k", f"{self._place} AS r", "status = 'ok' AS ok", "error_code AS code",
@@ -293,12 +269,6 @@ class _Diff:
                 yield DifferingRows("column", rows, column, self._examples(f"c{at}", _named(column)))
 
     def _examples(self, where: str, shown: str) -> tuple[Difference, ...]:
-        """Return the first differing rows, with values if the options request them.
-
-        Args:
-            where: SQL condition over the table `differing`.
-            shown: SQL for the value to return.
-        """
         first = (
             f"SELECT CAST(k AS VARCHAR) AS id, ra, rb FROM differing WHERE {where} "
             f"ORDER BY coalesce(ra, rb) LIMIT {self.options.examples}"

@@ -13,15 +13,15 @@ from batchinfer.store.results.join import ErrorCounts
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The number of error rows that a job allows.
+    """The number of error rows that a job allows, as a share of its rows.
 
     Error rows are never removed, so an exceeded budget stays exceeded.
 
     Attributes:
         rows: Number of rows of the input.
         max_error_rate: Maximum share of error rows, from 0 to 1.
-        publish: True if the job publishes its result although the budget is exceeded.
-        already: Error rows before the engine starts.
+        publish: True if the job publishes its result even if the budget is exceeded.
+        already: Number of error rows before the engine starts.
     """
 
     rows: int
@@ -31,7 +31,10 @@ class Budget:
 
     @property
     def allowed(self) -> int:
-        """Return the maximum number of error rows, computed exactly: 100 × 0.29 is 28.99… in floats."""
+        """Return the maximum number of error rows.
+
+        It is computed with fractions, because 100 × 0.29 is 28.99… in floats.
+        """
         return int(self.rows * Fraction(str(self.max_error_rate)))
 
     def exceeded(self, errors: int) -> bool:
@@ -39,15 +42,15 @@ class Budget:
         return errors > 0 and errors > self.allowed  # called per engine message; `allowed` is slow
 
     def starting_at(self, errors: int) -> Budget:
-        """Return the budget with this number of error rows recorded as existing before the engine starts."""
+        """Return the same budget for a job that has `errors` error rows before the engine starts."""
         return replace(self, already=errors)
 
 
 def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary, command: str = "") -> str:
-    """Return the message that more rows are errors than the budget allows, with reasons and next steps.
+    """Return the message that a job has more error rows than its budget allows, with reasons and next steps.
 
     Args:
-        counts: The numbers of error rows.
+        counts: The numbers of rows and error rows.
         budget: The budget.
         errors: A summary of the errors.
         command: The command that shows the error rows; empty if there is none.
@@ -62,5 +65,10 @@ def budget_text(counts: ErrorCounts, budget: Budget, errors: ErrorSummary, comma
 
 
 def show_errors(results: Path, partial: bool) -> str:
-    """Return the command that shows the error rows of a result, or of a run that published none (`partial`)."""
+    """Return the command line that shows the error rows of a result.
+
+    Args:
+        results: The result folder.
+        partial: True if the run published no result, so that the command reads its committed answers.
+    """
     return f"batchinfer show {shlex.quote(str(results))} --errors{' --partial' if partial else ''}"

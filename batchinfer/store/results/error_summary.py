@@ -19,13 +19,13 @@ _ROWS = 16_384
 
 @dataclass(slots=True)
 class ErrorSummary:
-    """The number of error rows per error code, and an example of each.
+    """The number of error rows per error code, and an example of each code.
 
     Attributes:
         codes: The number of error rows by code.
         examples: Location and message of the first row by code.
-        retryable: The number of retryable error rows that `summarise_errors` found. `summarise_all_errors`
-            does not add the retryable errors of completions.
+        retryable: The number of retryable error rows, as counted by `summarise_errors`.
+            `summarise_all_errors` does not count retryable errors of completions.
     """
 
     codes: Counter[str] = field(default_factory=Counter)
@@ -38,7 +38,11 @@ class ErrorSummary:
         return self.codes.total()
 
     def text(self, most: int = 5) -> str:
-        """Return the `most` most frequent error codes for users, each with its number of rows and first row."""
+        """Return a list of error codes for users, each with its number of rows and the first row.
+
+        Args:
+            most: Maximum number of codes. The most frequent ones are listed.
+        """
         return "\n".join(
             f"  {count} × {code}, first {self.examples[code]}" for code, count in self.codes.most_common(most)
         )
@@ -47,7 +51,9 @@ class ErrorSummary:
 def summarise_all_errors(
     index_parts: Sequence[Path], completion_parts: Sequence[Path], spill: Path, attempts: int = 1
 ) -> ErrorSummary:
-    """Summarise rows that could not become requests, and rows whose completion is an error.
+    """Summarise the error rows of a job.
+
+    They are rows that could not become requests, and rows whose completion is an error.
 
     Args:
         index_parts: Parts of the index.
@@ -63,11 +69,11 @@ def summarise_all_errors(
 
 
 def summarise_errors(parts: Sequence[Path], samples: bool = False) -> ErrorSummary:
-    """Summarise the error columns of index parts or of published files.
+    """Summarise the errors in the columns of index parts or of a result's files.
 
     Args:
-        parts: The files.
-        samples: True if the files have several answers per input row. Input rows are counted, not answers.
+        parts: The Parquet files.
+        samples: True if the files have several answers per input row. An input row is then counted once.
     """
     found = ErrorSummary()
     for batch in parquet_batches(parts, _ROWS, columns=[*_COLUMNS, *([SAMPLE.name] if samples else [])]):

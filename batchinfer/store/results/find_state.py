@@ -17,10 +17,10 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def find_state(results: Path) -> StateFolder:
-    """Return the state folder of a result folder, with the store of the job's last run.
+    """Return the state folder of a result folder, without the job file. Its store is the one of the last run.
 
-    A state folder that has a subfolder for this result is preferred. Otherwise it is the state folder of the
-    job.
+    If several state folders are possible, one with a subfolder for this result is preferred. If none exists,
+    the returned one is next to the result.
     """
     results = results.absolute()
     places = [StateFolder(results, root=root) for root in _roots(results)]
@@ -30,7 +30,7 @@ def find_state(results: Path) -> StateFolder:
 
 
 def _roots(results: Path) -> Iterator[Path]:
-    """Yield the paths from which the state folder's name may be derived, most likely first."""
+    # The most likely root comes first
     yield results
     if (root := root_of_trial(results)) is not None:
         yield root
@@ -46,7 +46,6 @@ def _roots(results: Path) -> Iterator[Path]:
 
 
 def _job_of(results: Path) -> str | None:
-    """Return the name of a result's job from the manifest, or None if it cannot be read."""
     try:
         manifest = read_manifest(Location.at(results))
     except DamagedResult:  # reported when the result is read; its state may still be found by name

@@ -18,7 +18,10 @@ _READ = [*(name for name, _ in HEAD if name != "status"), "key", "token_count", 
 
 
 class IndexRows:
-    """Reads the index columns that results need, by row range. Several threads may read."""
+    """Reads the index columns from which results are written, and passthrough columns, by row range.
+
+    Several threads may read.
+    """
 
     def __init__(self, index: Index) -> None:
         self._rows = ParquetRows(index.index_parts)
@@ -31,16 +34,15 @@ class IndexRows:
         self._columns += [LABELS.name] if index.scoring is not None and index.scoring.own_labels else []
 
     def tables(self, start: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Yield pairs of tables: rows of the index, and their passthrough values.
+        """Yield rows of the index in tables, each paired with a table of their passthrough values.
+
+        Without passthrough columns, both tables of a pair are the same.
 
         Args:
             start: The first row.
             stop: The row after the last row.
-            sizes: Numbers of rows of the tables, repeated from the first one on. The last table may be
-                shorter.
-
-        Yields:
-            Without passthrough columns, both tables of a pair are the same.
+            sizes: The numbers of rows of consecutive tables, repeated from the first one on. The last table
+                may be shorter.
 
         Raises:
             InputCorrupt: A file is damaged.

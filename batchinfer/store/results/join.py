@@ -32,7 +32,7 @@ ROW_IN_PART = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """The number of a job's rows so far, and the number of error rows by kind.
+    """The number of rows of a job that were read so far, and of its error rows by kind.
 
     Attributes:
         rows: All rows of the index.
@@ -48,26 +48,26 @@ class ErrorCounts:
 
     @property
     def errors(self) -> int:
-        """Return the number of error rows of both kinds."""
+        """Return the number of error rows of both kinds: without a request, or with an error completion."""
         return self.input_errors + self.engine_errors
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The positions in the store of the completions of a job's rows. It takes 16 bytes per row.
+    """The position in the store of the completion of each row of a job. It takes 16 bytes per row.
 
-    A position is the number of a part << 36 plus the number of the row in the part.
+    A position in the store is the number of a part << 36 plus the number of the row in the part.
 
     Attributes:
         parts: Parts of the store, oldest first.
         positions: The positions of the completions, ascending. Rows with equal keys have the same position.
         rows: The row of the index for each position. Rows without a completion are left out.
         counts: Numbers of rows and error rows.
-        attempts: The attempt of each index row's completion. None: the job has no ladder.
+        attempts: The attempt of each index row's completion, from 1. None: the job has no ladder.
         others: Positions of completions that were not chosen, because another attempt was.
         failed: Rows of the index whose completion is an error, ascending.
         again: A boolean per row in `failed`: True if the error is retryable.
-        reused_unchanged: True if all reused rows have the same completions as before.
+        reused_unchanged: True if all rows reused from the last run have the same completions as then.
     """
 
     parts: tuple[Path, ...]
@@ -82,16 +82,20 @@ class Join:
 
     @property
     def missing(self) -> int:
-        """Return the number of requests of the job that have no completion yet."""
+        """Return the number of rows whose requests have no completion yet."""
         return self.counts.rows - self.counts.input_errors - len(self.rows)
 
     def refuse_missing(self) -> None:
-        """Check that all requests of the job have completions. Raises BatchInferError."""
+        """Raise BatchInferError if a request of the job has no completion."""
         if self.missing:
             raise BatchInferError(f"{self.missing} rows have no completion yet: nothing published")
 
     def within(self, spans: Sequence[tuple[int, int]]) -> Join:
-        """Return the join of only the index rows in these spans, each given as (start, stop)."""
+        """Return the positions for only some rows of the index.
+
+        Args:
+            spans: The ranges of rows, as (start, stop).
+        """
         wanted = np.zeros(self.counts.rows, np.bool_)
         for start, stop in spans:
             wanted[start:stop] = True
@@ -101,11 +105,11 @@ class Join:
         return replace(self, positions=self.positions[chosen], rows=self.rows[chosen])
 
     def of_part(self, number: int) -> slice:
-        """Return the slice of `positions` and `rows` that belongs to the store part with this number."""
+        """Return the slice of `positions` and `rows` for the part of the store with this number."""
         return _part_slice(self.positions, number)
 
     def used(self) -> Iterator[tuple[str, Numbers]]:
-        """Yield each store part that the rows use, with the ascending numbers of the used rows in the part.
+        """Yield the name of each used part of the store, with the ascending numbers of its used rows.
 
         Invalid answers count as used: without them, later attempts would not have been made.
         """
@@ -139,16 +143,17 @@ def join_answers(
         index_parts: Parts of the index.
         completion_parts: Parts of the store.
         spill: Folder for data that exceeds `memory_limit`.
-        attempts: Maximum attempts per row. A row with an attempt still to be made has no completion.
-        reused: The first rows, with positions recorded by an earlier run. Only error rows are looked up.
-        without: Parts of the store that have no completion for the rows that are not reused.
-        memory_limit: Memory of DuckDB, in addition to the returned arrays.
+        attempts: Maximum attempts per row. A row that needs a further attempt has no completion.
+        reused: The first rows of the index, with the positions that the last run recorded. Only rows with
+            errors are looked up again.
+        without: Parts of the store without completions of other rows. They are not read if they come first.
+        memory_limit: Memory of DuckDB, in addition to the returned arrays. None: `working_memory`.
         threads: Threads of DuckDB.
-        watched: See `duck.connection`.
+        watched: Makes queries interruptible, see `duck.connection`.
 
     Raises:
         StorageError: A part cannot be read.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
     """
     parts = tuple(sorted(completion_parts))
     if not index_parts:
@@ -183,11 +188,7 @@ def join_answers(
 
 
 def _rows_to_look_up(new: Sequence[Path], some: bool) -> str:
-    """Return a SQL table expression for the rows to look up.
-
-    They are the rows of the new index parts and, if `some` rows are reused, the registered table `failed` of
-    reused rows whose answers are errors.
-    """
+    # The table `failed` has the reused rows whose answers are errors
     source = parquet(new)
     if not some:
         return source
@@ -195,13 +196,11 @@ def _rows_to_look_up(new: Sequence[Path], some: bool) -> str:
 
 
 def _count_leading(parts: Sequence[Path], some: Sequence[Path]) -> int:
-    """Return the number of leading parts that are in `some`."""
     among = {*some}
     return next((number for number, part in enumerate(parts) if part not in among), len(parts))
 
 
 def _count_rows(database: Any, index: Sequence[Path]) -> tuple[int, int, int]:
-    """Return the numbers of rows, error rows and retryable error rows in these index parts."""
     if not index:
         return 0, 0, 0
     bad = "key IS NULL"
@@ -219,14 +218,14 @@ def find_completion(
         index_parts: Parts of the index.
         completion_parts: Parts of the store.
         spill: Folder for temporary files.
-        watched: See `duck.connection`.
+        watched: Makes queries interruptible, see `duck.connection`.
 
     Returns:
         The part, the row number in the part, and both as a position (see `Join`).
 
     Raises:
         StorageError: A part cannot be read.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
     """
     parts = tuple(sorted(completion_parts))
     if not parts:
@@ -251,18 +250,8 @@ def _choose(
     few: bool = False,
     old: int = 0,
 ) -> ChosenCompletions:
-    """Choose the completions of rows of an index.
-
-    Args:
-        database: A DuckDB connection.
-        index: The rows, as a SQL table expression.
-        parts: Parts of the store.
-        rows: Number of rows.
-        attempts: Maximum attempts per row.
-        spill: Folder for temporary files.
-        few: True if most completions belong to other rows, so that keys are filtered first.
-        old: Number of leading parts without completions of these rows.
-    """
+    # If most completions belong to other rows (`few`), keys are filtered first. The first `old` parts have no
+    # completions of these rows
     if not parts[old:]:
         return ChosenCompletions(np.full(rows, -1, np.int64), None, np.empty(0, np.int64))
     load_chosen(database, parts[old:], attempts, index if few else None, old)
@@ -271,7 +260,12 @@ def _choose(
 
 
 def has_error_completions(completion_parts: Sequence[Path], spill: Path) -> bool:
-    """Return True if a part of the store has a completion that is an error. Most stores have none."""
+    """Return True if any completion in the parts of a store is an error. Most stores have none.
+
+    Args:
+        completion_parts: The parts.
+        spill: Folder for temporary files.
+    """
     if not completion_parts:
         return False
     with connection(spill) as database:
@@ -295,11 +289,11 @@ def count_engine_errors(
         completion_parts: Parts of the store.
         spill: Folder for temporary files.
         attempts: Maximum attempts per row.
-        memory_limit: Memory of DuckDB.
+        memory_limit: Memory of DuckDB. None: `working_memory`.
         threads: Threads of DuckDB.
 
     Returns:
-        Per code: the code, the number of rows, and the location and message of the first row.
+        For each error code: the code, the number of rows, and the location and message of the first row.
     """
     if not index_parts or not completion_parts:
         return []

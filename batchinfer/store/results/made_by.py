@@ -29,7 +29,12 @@ class MadeBy:
 
     @classmethod
     def of(cls, job: Job, limit: int | None) -> MadeBy:
-        """Return the command that runs a job. `limit` is the number of rows of a trial."""
+        """Return the `batchinfer run` command that runs a job.
+
+        Args:
+            job: The job.
+            limit: The number of rows of a trial. None: all rows.
+        """
         return cls(str(job.source), job.overrides, job.date, limit)
 
     @property
@@ -56,9 +61,9 @@ def _is_pair(value: object) -> bool:
 
 
 def note_made_by(state: StateFolder, made_by: MadeBy) -> None:
-    """Record in the state folder which command publishes the result. Raises StorageError.
+    """Record in the state folder which `batchinfer run` command publishes the result.
 
-    The caller holds the result's lock.
+    The caller must hold the lock of the result. Raises StorageError.
     """
     if read_made_by(state) != made_by:
         write_json(

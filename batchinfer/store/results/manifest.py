@@ -26,7 +26,7 @@ _DATA_NAME = re.compile(r"part-([0-9a-f]{16})-\d{5,}\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class PublishSpec:
-    """The identity of a result. Equal specs with equal completions publish equal bytes.
+    """Everything that determines the bytes of a result, except its answers.
 
     Attributes:
         job: The job's name.
@@ -55,14 +55,14 @@ class ResultFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of _manifest.json in a result folder.
+    """The content of _manifest.json in a result folder, which describes the result and its files.
 
     Attributes:
         job: The job's name.
         identity: The sha256 of everything in the job and the checkpoint that determines rows.
-        inputs: The identity of each input file.
+        inputs: The identity of each input file, such as name, bytes and sha256.
         numerics: Version of the numerics.
-        generation: 16 hex digits, derived from all other fields; part of every file name.
+        generation: 16 hex digits that are derived from the contents of the result; part of every file name.
         rows: Number of rows.
         ok: Number of rows without an error.
         errors: Number of error rows.
@@ -89,7 +89,10 @@ class Manifest:
 
 
 def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
-    """Return 16 hex digits that depend on a result's spec and its files' contents, but not on file names."""
+    """Return the generation of a result: 16 hex digits that are equal for equal results.
+
+    They are derived from the spec and the contents of the files, but not from file names.
+    """
     contents = [[file.rows, file.bytes, file.sha256] for file in files]
     inputs = [dict(item) for item in spec.inputs]
     material = [MANIFEST_FORMAT, spec.job, spec.identity, inputs, spec.numerics, contents]
@@ -97,7 +100,12 @@ def generation_of(spec: PublishSpec, files: Sequence[ResultFile]) -> str:
 
 
 def file_name(generation: str, number: int) -> str:
-    """Return the name of the result file with this generation and number. Numbers start at 0."""
+    """Return the name of a result file. Every name has the generation, so it never refers to other contents.
+
+    Args:
+        generation: The generation of the result.
+        number: The number of the file, from 0.
+    """
     return f"part-{generation}-{number:05d}.parquet"
 
 
@@ -152,7 +160,6 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    """Return what is contradictory within a manifest, or None."""
     spec = PublishSpec(manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
     if manifest.generation != generation_of(spec, manifest.files):
         return "its generation does not match its contents"
@@ -186,7 +193,11 @@ def damaged_result(path: Location, problem: str, job: str | None = None) -> Dama
 
 @dataclass(frozen=True, slots=True)
 class OlderResult:
-    """A published result that a new result replaces, identified by its generation."""
+    """The result that is published in a folder now, and that a new result will replace.
+
+    Attributes:
+        generation: Its generation, or "damaged" if it is unknown.
+    """
 
     generation: str
 
@@ -194,15 +205,16 @@ class OlderResult:
 def check_destination(
     folder: Location, job: str, replace: bool = False, *, ours: bool = False
 ) -> OlderResult | None:
-    """Check that a job may publish into `folder`, and return the result that it would replace, if any.
+    """Check that a job may publish into a folder, and return the result that it would replace, if any.
 
-    It refuses, before the run, everything that would make publishing fail at the end of the run.
+    The check is made before the run, so that publishing does not fail at its end.
 
     Args:
         folder: The result folder.
         job: The name of the job.
-        replace: The result of another job may be replaced.
-        ours: This job has published there before. Result files without a valid manifest may then be replaced.
+        replace: True if the result of another job may be replaced.
+        ours: True if this job has published there before. Result files without a valid manifest may then be
+            replaced.
 
     Raises:
         OutputConflict: The path is a file, a link or a mount point, the folder has files that batchinfer did
@@ -251,10 +263,8 @@ def _of_another(folder: Location, theirs: str, job: str) -> OutputConflict:
 def _damaged_older(
     folder: Location, job: str, replace: bool, ours: bool, error: DamagedResult
 ) -> OlderResult:
-    """Return the older result in `folder` although its manifest is damaged. Raises OutputConflict.
-
-    It may be replaced if this job published it, or if the manifest names another job and `replace` is True.
-    """
+    # A result with a damaged manifest may be replaced if this job published it, or if the manifest names
+    # another job and `replace` is True
     generations = _generations(folder)
     _refuse_strangers(folder, {MANIFEST_NAME, *_data_names(folder)})
     others = error.job is not None and error.job != job and not ours
@@ -278,9 +288,13 @@ def _refuse_strangers(folder: Location, known: set[str]) -> None:
 
 
 def is_published(folder: Location, spec: PublishSpec) -> bool:
-    """Return True if `folder` has this result, judged by manifest and file sizes.
+    """Return True if a folder has the result that `spec` describes, with files of the right size.
 
-    `open_published` also checks digests.
+    Their digests are not checked, as `open_published` does.
+
+    Args:
+        folder: The result folder.
+        spec: The identity of the result.
     """
     try:
         manifest = read_manifest(folder)
@@ -299,7 +313,7 @@ def is_published(folder: Location, spec: PublishSpec) -> bool:
 
 
 def _starts(rows: int, rows_per_file: int) -> range:
-    """Return the first row of each result file. There is at least one file, even without rows."""
+    # There is at least one file, even without rows
     return range(0, max(rows, 1), rows_per_file)
 
 
@@ -309,7 +323,6 @@ def _size(file: Location) -> int:
 
 
 def _generations(folder: Location) -> set[str]:
-    """Return the generations in the names of all result files in the folder."""
     return {name.split("-")[1] for name in _data_names(folder)}
 
 

@@ -38,13 +38,13 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """The fields of an input row that the line of an OpenAI output file needs.
+    """The fields of an OpenAI request that are needed for its line in the output file.
 
     Attributes:
         url: The endpoint of the request, or None if it is missing or unreadable.
         model: The requested model, or None.
         encoding: The requested `encoding_format` of a vector, or None.
-        echoed: The prompt to repeat before the answer, as text or token ids, or None.
+        echoed: The prompt to repeat before the answer (`echo: true`), as text or token ids, or None.
     """
 
     url: str | None
@@ -54,11 +54,11 @@ class RequestFields:
 
 
 def read_request_fields(reader: Reader, limit: int | None = None) -> Iterator[RequestFields]:
-    """Yield the fields of every input row that an OpenAI output file needs, in order.
+    """Yield for each input row the fields of its OpenAI request that the output file needs, in order.
 
     Args:
         reader: Reads the input.
-        limit: Maximum number of rows.
+        limit: Maximum number of rows. None: all.
 
     Raises:
         InputCorrupt: A file has changed.
@@ -91,16 +91,16 @@ def write_openai(
     model: str,
     created: int = 0,
 ) -> int:
-    """Write a result as the output file of an OpenAI batch, durably, and return the number of lines.
+    """Write a result as the output file of an OpenAI batch, and return the number of lines.
 
     Args:
         result: The result folder.
         out: The output file.
         rows: The fields of each input row, in order.
-        tokens: Bytes and texts of tokens.
+        tokens: Converts token ids to bytes and texts.
         kind: The kind of answers.
         model: The model of answers to requests that name none.
-        created: Unix time.
+        created: The Unix time to write as `created`. 0 gives equal bytes for equal results.
 
     Raises:
         UsageError: Nothing is published.
@@ -121,16 +121,6 @@ def write_openai(
 
 
 def _lines(files: Sequence[Path], rows: Iterator[RequestFields], origin: Origin) -> Iterator[str]:
-    """Yield the lines of an OpenAI output file.
-
-    Args:
-        files: The result files.
-        rows: The fields of each input row.
-        origin: Values that all lines share.
-
-    Raises:
-        InputCorrupt: There are fewer input rows than result rows.
-    """
     names = [name for file in files[:1] for name in pq.read_schema(file).names]
     own, size = origin.kind.openai_columns(names)
     own = [*own, *(name for name in (SAMPLE.name,) if name in names)]
@@ -150,8 +140,8 @@ class Origin:
     Attributes:
         job: The name of the job.
         model: The model of answers to requests that name none.
-        created: Unix time.
-        tokens: Bytes and texts of tokens.
+        created: The Unix time to write as `created`.
+        tokens: Converts token ids to bytes and texts.
         kind: The kind of answers.
     """
 
@@ -163,9 +153,9 @@ class Origin:
 
 
 def batch_line(rows: Sequence[dict[str, Any]], request: RequestFields, origin: Origin) -> dict[str, Any]:
-    """Return the line of an OpenAI output file for a request.
+    """Return the line of an OpenAI output file for a request, as a JSON object.
 
-    Its `response` has the answers, or is null without any. Its `error` has the first error row, or is null.
+    Its `response` has the answers, or is null if there are none. Its `error` is the first error, or null.
 
     Args:
         rows: The result rows of the request; several only with `n` or several inputs.

@@ -42,13 +42,13 @@ _MAX_CHECKS = 3  # attempts to check a file that other runs replace at the same 
 
 @dataclass(frozen=True, slots=True)
 class ProtectedFiles:
-    """The files and folders of a job, which no file that the command line names may replace.
+    """The files and folders of a job that must not be replaced by a file named on the command line.
 
     Attributes:
         files: Descriptions and paths of single files.
         folders: Descriptions and paths of folders.
         inputs: The input paths and patterns of the job.
-        input_files: The input files that they matched.
+        input_files: The input files that they match.
     """
 
     files: tuple[tuple[str, Path], ...]
@@ -58,9 +58,13 @@ class ProtectedFiles:
 
     @classmethod
     def of_job(cls, job: Job, *states: StateFolder) -> ProtectedFiles:
-        """Return the files of a job, and of its result and state folders.
+        """Return the protected files of a job: its job file, model, input, results and state.
 
-        Raises the errors of listing the input.
+        Raises the same errors as listing the input.
+
+        Args:
+            job: The job.
+            states: The state folders of its results.
         """
         value = job.input.path or ()
         patterns = (value,) if isinstance(value, str) else tuple(value)
@@ -76,9 +80,10 @@ class ProtectedFiles:
         return cls(files, tuple(folders), patterns, tuple(Path(file.path) for file in listed))
 
     def refusal(self, path: Path) -> str | None:
-        """Return why no output file may be written to `path`, as the end of a sentence, or None if it may.
+        """Return why no output file may be written to a path, as the end of a sentence, or None if it may.
 
-        Links in `path` must be resolved.
+        Args:
+            path: The path, with symbolic links resolved.
         """
         for what, file in (*self.files, *(("an input of the job", file) for file in self.input_files)):
             if _same(path, file):
@@ -95,7 +100,7 @@ class ProtectedFiles:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return True if both paths name the same file, by name or by inode (hard links)."""
+    # Hard links have the same inode
     if path == Path(os.path.realpath(other)):
         return True
     return path.exists() and other.exists() and path.samefile(other)
@@ -112,8 +117,6 @@ def _others_folder(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _FileState:
-    """The identity and times of a file. They are equal if the file was not changed."""
-
     device: int
     inode: int
     bytes: int
@@ -122,11 +125,11 @@ class _FileState:
 
 
 class OutputFile:
-    """A file with one result of a job, which an option of the command line names.
+    """An output file of a job that an option of the command line names, such as an OpenAI batch file.
 
-    `check` changes nothing; `probe` and `writing` require the result's lock. Runs for other results of the
-    job (other dates, trials) may write at the same time, even to the same path. Each uses its own temporary
-    file. They take turns to rename it and to update the shared list of written files.
+    `check` changes nothing; `probe` and `writing` require the lock of the result. Runs for other results of
+    the job (other dates, trials) may write at the same time, even to the same path. Each run uses a temporary
+    file of its own. Runs take turns to rename it and to update the shared list of written files.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class OutputFile:
             option: The command-line option before the path, for messages.
             protected: Files that must not be replaced.
             state: The state folder of the result.
-            replace: Files that this job did not write may be replaced.
+            replace: True if a file that this job did not write may be replaced.
         """
         self.path = Path(os.path.realpath(location.local))
         self._option, self._protected, self._state, self._replace = option, protected, state, replace
@@ -154,18 +157,15 @@ class OutputFile:
         self._digested: tuple[_FileState, Digest] | None = None
 
     def _temporary_of(self, part: Path) -> Path:
-        """Return the temporary file for a result, given its part of the state folder.
-
-        It stays the same after a kill.
-        """
+        # The name stays the same after a kill
         ours = _mark(self._state.job, self.path)
         return self.path.parent / f".batchinfer-{ours}-{_mark(part)}{TEMPORARY}"
 
     def check(self) -> None:
-        """Check that the output file may be written or replaced.
+        """Check that the output file may be written, or replaced if it exists. Nothing is changed.
 
         Raises:
-            OutputConflict: It may not.
+            OutputConflict: It may not be written.
             StorageError: The existing file cannot be read.
         """
         if (shown := not_utf8(self.path)) is not None:
@@ -182,9 +182,9 @@ class OutputFile:
         self._ours()
 
     def probe(self) -> None:
-        """Check that a file can be written in the output file's folder, and remove leftovers of killed runs.
+        """Check that the folder of the output file is writable by writing a temporary file, and remove it.
 
-        Raises StorageError.
+        Temporary files of killed runs are removed as well. Raises StorageError.
         """
         self._sweep()
         file = DurableFile(self.path, self._ops, self._temporary)
@@ -195,12 +195,12 @@ class OutputFile:
             file.abandon()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Check that the disk of the output file has `needed_bytes` free. Raises StorageError."""
+        """Raise StorageError if the disk of the output file has less than `needed_bytes` free."""
         needing = f"{self._option} {self.path}: the file needs at least"
         check_free_space(self.path.parent, needed_bytes, needing, "choose a file on another disk")
 
     def _sweep(self) -> None:
-        """Remove temporary files that killed runs left in the folder, also for other dates."""
+        # Temporary files for other dates are removed, too
         with self._state.lock_shared():  # no other run can take its lock now
             held = {self._temporary_of(part) for part in self._state.parts_in_use()}
             with storage(self.path.parent, "clear"):
@@ -212,9 +212,9 @@ class OutputFile:
 
     @contextmanager
     def writing(self) -> Iterator[DurableFile]:
-        """Open the output file for writing while the block runs.
+        """Yield a temporary file for writing, which replaces the output file when the block ends.
 
-        It gets its name when the block ends, and is discarded after an exception.
+        It is discarded after an exception.
 
         Raises:
             OutputConflict: Another file was put there since `check`.
@@ -234,10 +234,6 @@ class OutputFile:
         return OutputConflict(f"{self._option} {self.path}: {why}")
 
     def _ours(self) -> Digest | None:
-        """Return the digest of the existing output file, or None if there is none.
-
-        Raises OutputConflict if it may not be replaced.
-        """
         for _ in range(_MAX_CHECKS):
             there = self._look()
             if there is None:
@@ -253,7 +249,6 @@ class OutputFile:
         raise self._stranger()
 
     def _look(self) -> _FileState | None:
-        """Return identity and times of the existing output file, or None if there is none."""
         try:
             with storage(self.path, "look at"):
                 found = os.stat(self.path)
@@ -267,10 +262,7 @@ class OutputFile:
         return _FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def _digest(self, there: _FileState) -> Digest:
-        """Return the digest of the existing file `there`.
-
-        It is cached, since other runs wait during the second check.
-        """
+        # Cached, since other runs wait during the second check
         if self._digested is None or self._digested[0] != there:
             self._digested = (there, Digest(there.bytes, sha256_of(self.path)))
         return self._digested[1]
@@ -290,12 +282,12 @@ class OutputFile:
         }
 
     def _remember(self, written: Digest) -> None:
-        """Record a file's digest before it is renamed, next to the old one: after a crash, either is known."""
+        # Before the rename, the new digest is recorded next to the old one: after a crash, either is known
         there = self._ours()
         self._write_entries([written] if there is None else [there, written])
 
     def _write_entries(self, ours: list[Digest]) -> None:
-        """Record `ours` as the only digests of this output file. The entries of other files are kept."""
+        # The entries of other files are kept
         kept = {path: found for path, found in self._entries().items() if os.path.exists(path)}
         kept[str(self.path)] = ours
         listed = {path: [asdict(one) for one in found] for path, found in kept.items()}
@@ -303,7 +295,7 @@ class OutputFile:
 
 
 def _digest(raw: object) -> Digest:
-    """Return the digest in a JSON value. An invalid value gives a digest that no file has."""
+    # An invalid value gives a digest that no file has
     if isinstance(raw, dict) and isinstance(raw.get("bytes"), int):
         return Digest(raw["bytes"], str(raw.get("sha256")))
     return Digest(-1, "")

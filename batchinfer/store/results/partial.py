@@ -35,22 +35,22 @@ def partial_reader(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> pa.RecordBatchReader:
-    """Return the finished rows and error rows of a job in input order, with the schema of its result.
+    """Return the finished rows of a job that may still run, in input order, with the schema of its result.
 
-    DuckDB can query the reader: `duckdb.from_arrow(reader)`.
+    Error rows are included. DuckDB can query the reader: `duckdb.from_arrow(reader)`.
 
     Args:
         index: The index of the job.
         completions: The folder of the store.
         detokenizer: Converts tokens to text.
         spill: Folder for temporary files, outside of the state folder.
-        memory_limit: Memory of DuckDB.
+        memory_limit: Memory of DuckDB. None: `working_memory`.
         threads: Threads of DuckDB.
-        watched: See `duck.connection`.
+        watched: Makes queries interruptible, see `duck.connection`.
 
     Raises:
         StorageError: A file cannot be read.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
         InputCorrupt: The index is damaged.
     """
     records, _ = read_records(completions, digests=True) if completions.is_dir() else ({}, ())
@@ -73,18 +73,18 @@ def partial_reader(
 
 
 def with_known_prior(index: Index, completions: Path, spill: Path, watched: Watched = nullcontext) -> Index:
-    """Return the index of a job with the prior of its labels, if the job calibrates them.
+    """Return the index of a job with the prior of its labels added, if the job calibrates labels.
 
-    The prior is read from the stored answer to the prompt without content.
+    The prior is read from the stored answer to the content-free prompt. Other indexes are returned unchanged.
 
     Args:
         index: The index.
         completions: The folder of the store.
         spill: Folder for temporary files.
-        watched: See `duck.connection`.
+        watched: Makes queries interruptible, see `duck.connection`.
 
     Raises:
-        BatchInferError: The prompt without content has no answer yet.
+        BatchInferError: The content-free prompt has no answer yet.
         StorageError: A file cannot be read.
     """
     if not index.content_free_parts or index.scoring is None:
@@ -95,5 +95,8 @@ def with_known_prior(index: Index, completions: Path, spill: Path, watched: Watc
 
 
 def write_partial(reader: pa.RecordBatchReader, path: Path, ops: FileOps | None = None) -> Digest:
-    """Write rows of a result to a single Parquet file, durably, and return its digest. Raises StorageError."""
+    """Write rows of a result to a single Parquet file, sync it to disk, and return its size and digest.
+
+    Raises StorageError.
+    """
     return write_table(path, reader, ops or FileOps())

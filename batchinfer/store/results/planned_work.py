@@ -31,11 +31,11 @@ _WAIT_S = 0.2  # seconds between checks of another run
 
 @dataclass(frozen=True, slots=True)
 class OtherRun:
-    """Another run that announced its plans in the shared store.
+    """Another run that uses the same store, and has announced which answers it computes.
 
     Attributes:
-        announcement: The file of the announcement, which the run's process locks.
-        plans: The plans: Parquet files with a column `key`.
+        announcement: The file of the announcement. The process of the run holds its lock.
+        plans: The run's plans: Parquet files with the work keys in the column `key`.
     """
 
     announcement: Path
@@ -48,7 +48,10 @@ class OtherRun:
 
 
 class Announcement:
-    """The announcement of a run's plans. `others` are the running runs that announced their plans earlier."""
+    """The announcement, to other runs that use the same store, of the answers that this run computes.
+
+    Its attribute `others` lists the running runs that announced their plans earlier.
+    """
 
     def __init__(self, folder: Path, plans: Sequence[Path], ops: FileOps) -> None:
         self._folder, self._plans = folder, [*plans]
@@ -62,7 +65,10 @@ class Announcement:
                 self._write()
 
     def add(self, plan: Path) -> None:
-        """Announce another plan of this run, for rows that were read later. Raises StorageError."""
+        """Add another plan of this run to the announcement, for rows that were read later.
+
+        Raises StorageError.
+        """
         self._plans.append(plan)
         with storage(self._folder, "announce a plan in"), self._gate():
             self._write()
@@ -88,11 +94,13 @@ class Announcement:
 
 @contextmanager
 def announce_plans(store: Path, plans: Sequence[Path], ops: FileOps) -> Iterator[Announcement]:
-    """Announce the plans of this run to other runs while the block runs. Raises StorageError.
+    """Announce to other runs, while the block runs, which answers this run computes.
+
+    Another run with the same requests can then wait for these answers. Raises StorageError.
 
     Args:
         store: The folder of the shared store.
-        plans: The Parquet files of the plans, which must not change.
+        plans: The Parquet files of this run's plans, which must not change.
         ops: File operations.
     """
     announcement = Announcement(store / _FOLDER, plans, ops)
@@ -105,12 +113,12 @@ def announce_plans(store: Path, plans: Sequence[Path], ops: FileOps) -> Iterator
 
 
 def is_another_run_computing(store: Path) -> bool:
-    """Return True if another run that shares the store has announced its plan and is running."""
+    """Return True if another run that uses the same store has announced a plan and is running."""
     return any(OtherRun(path, ()).is_running for path in (store / _FOLDER).glob("*.json"))
 
 
 def _running(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
-    """Yield the announced runs whose processes are running, and remove the announcements of killed runs."""
+    # The announcements of killed runs are removed
     for path in sorted(folder.glob("*.json")):
         other = OtherRun(path, tuple(Path(plan) for plan in read_strings(path).values()))
         if other.is_running:
@@ -120,10 +128,10 @@ def _running(folder: Path, ops: FileOps) -> Iterator[OtherRun]:
 
 
 def find_similar_runs(plan: Path, others: Sequence[OtherRun], spill: Path) -> list[OtherRun]:
-    """Return the runs that share at least half of this plan's work keys and at least half of their own.
+    """Return the runs whose answers are worth waiting for.
 
-    Waiting for other runs may take longer than computing: a trial of 20 rows must not wait for a run of a
-    million rows.
+    They share at least half of this plan's work keys, and at least half of their own. A trial of 20 rows must
+    not wait for a run of a million rows.
 
     Args:
         plan: The Parquet file of this run's plan.
@@ -145,7 +153,12 @@ def find_similar_runs(plan: Path, others: Sequence[OtherRun], spill: Path) -> li
 
 
 def wait_for(others: Sequence[OtherRun], tick: Callable[[], None]) -> None:
-    """Wait until none of the runs `others` is running. `tick` is called every 0.2 seconds."""
+    """Wait until none of the other runs is running.
+
+    Args:
+        others: The runs.
+        tick: Called every 0.2 seconds.
+    """
     while any(other.is_running for other in others):
         time.sleep(_WAIT_S)
         tick()

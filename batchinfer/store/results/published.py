@@ -17,7 +17,12 @@ from batchinfer.store.results.manifest import Manifest, ResultFile, damaged_resu
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published result whose files all have the digests in the manifest. `files` are in input order."""
+    """A published result, after a check that all files have the digests in the manifest.
+
+    Attributes:
+        manifest: The content of its manifest.
+        files: Its Parquet files in input order.
+    """
 
     manifest: Manifest
     files: tuple[Path, ...]
@@ -25,7 +30,12 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file of a result or store that is not as it was written, with a description of the problem."""
+    """A file of a result or store that is damaged, missing or unexpected.
+
+    Attributes:
+        file: The file.
+        message: A description of the problem.
+    """
 
     file: Location
     message: str
@@ -36,7 +46,7 @@ def open_published(folder: Location, *, fresh: bool = False) -> Published | None
 
     Args:
         folder: The result folder.
-        fresh: Compute all digests again. Otherwise digests of unchanged files are cached.
+        fresh: True to read all files. Otherwise cached digests of unchanged files are used.
 
     Raises:
         DamagedResult: A file is not as it was published.
@@ -59,7 +69,11 @@ def open_published_or_notify(
     Args:
         folder: The result folder.
         notice: Called with a message if the result is damaged.
-        fresh: Compute all digests again. Otherwise digests of unchanged files are cached.
+        fresh: True to read all files. Otherwise cached digests of unchanged files are used.
+
+    Raises:
+        OutputConflict: The manifest has a newer format.
+        StorageError: A file cannot be read.
     """
     try:
         return open_published(folder, fresh=fresh)
@@ -82,8 +96,7 @@ def open_if_intact(folder: Location) -> Published | None:
 def count_published_input_rows(folder: Location) -> int | None:
     """Return the number of input rows of the result in a folder. A row with several answers counts once.
 
-    Returns:
-        None if nothing is published there, or the result is damaged.
+    Return None if nothing is published there, or the result is damaged.
 
     Raises:
         OutputConflict: The manifest has a newer format.
@@ -98,12 +111,12 @@ def count_published_input_rows(folder: Location) -> int | None:
 
 
 def file_problems(folder: Location, manifest: Manifest, *, fresh: bool = False) -> Iterator[Problem]:
-    """Yield the files of a result that differ from its manifest, each with the problem.
+    """Yield a problem for each file of a result that is missing, or differs from the manifest.
 
     Args:
         folder: The result folder.
         manifest: The manifest.
-        fresh: Compute all digests again. Otherwise digests of unchanged files are cached.
+        fresh: True to read all files. Otherwise cached digests of unchanged files are used.
     """
     with file_digests(folder.local, fresh=fresh) as digests:
         for file in manifest.files:

@@ -17,9 +17,9 @@ from batchinfer.store.index.index import Index
 
 
 def identities(index: Index) -> list[dict[str, Any]]:
-    """Return the identity of each input file of an index: name, size, and sha256 if it was read completely.
+    """Return what identifies each input file of an index: its name, size and sha256.
 
-    Rewriting a file with equal rows does not change its identity.
+    If a file was not read to its end, its times and inode replace the sha256.
     """
     return [_identity(file, index.sha256.get(file.path)) for file in index.inputs]
 
@@ -34,7 +34,9 @@ def _identity(file: InputFile, digest: str | None) -> dict[str, Any]:
 
 
 def read_published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[str, Any]] | None:
-    """Return the recorded identities of input files, or None if a file's size, times or inode changed.
+    """Return the recorded identities of input files, or None if the files have changed since.
+
+    Files are compared by size, times and inode.
 
     Args:
         path: The record, written by `remember_inputs`.
@@ -51,10 +53,10 @@ def read_published_inputs(path: Path, files: Sequence[InputFile]) -> list[dict[s
 def remember_inputs(
     path: Path, files: Sequence[InputFile], identities: Sequence[dict[str, Any]], ops: FileOps | None = None
 ) -> None:
-    """Record the identities of the input files of a published result. Raises StorageError.
+    """Record which input files a published result was made from. Raises StorageError.
 
     Args:
-        path: The record.
+        path: The file to write.
         files: The input files.
         identities: The identity of each file, from `identities`.
         ops: File operations.
@@ -64,5 +66,4 @@ def remember_inputs(
 
 
 def _same(value: object) -> str:
-    """Return equal text for equal JSON values."""
     return json.dumps(value, sort_keys=True)

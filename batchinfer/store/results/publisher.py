@@ -57,23 +57,23 @@ def publish(
 ) -> Manifest:
     """Publish the result of a job to `state.destination`, and return its manifest.
 
-    The caller holds the lock of the state folder.
+    The caller must hold the lock of the result.
 
     Args:
         index: The index.
         join: The positions of the answers. Every work key of the index must have one.
         spec: The identity of the result.
         detokenizer: Converts tokens to text.
-        state: The state folder.
-        replace: The result of another job may be replaced.
+        state: The state folder of the result.
+        replace: True if the result of another job may be replaced.
         threads: Threads that write files. None: one per core, at most MOST_THREADS.
-        remember: Record the files, so the next result can reuse them.
-        on_rows: Called with the number of rows that were staged since the last call.
+        remember: True to record the files, so that the next result can reuse them.
+        on_rows: Called with the number of rows that were written since the last call.
 
     Raises:
-        OutputConflict: Exit code 73.
-        StorageError: Exit code 74.
-        BatchInferError: Rows are missing.
+        OutputConflict: The folder must not be replaced. Exit code 73.
+        StorageError: A file cannot be read or written. Exit code 74.
+        BatchInferError: Requests have no completion.
     """
     older = check_destination(state.destination, spec.job, replace, ours=state.has_published)
     join.refuse_missing()
@@ -101,17 +101,6 @@ def publish(
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """Writes the files of a result to a staging folder, or copies them from the last result.
-
-    Attributes:
-        index: The index.
-        join: The positions of the answers.
-        spec: The identity of the result.
-        stage: The staging folder.
-        threads: Number of threads.
-        on_rows: Called with the number of rows that were staged since the last call.
-    """
-
     index: Index
     join: Join
     spec: PublishSpec
@@ -120,12 +109,6 @@ class _Staging:
     on_rows: Callable[[int], None]
 
     def copy_unchanged(self, fingerprints: Sequence[str], earlier: EarlierFiles) -> list[StagedFile]:
-        """Copy the files whose fingerprints the last result has, too.
-
-        Args:
-            fingerprints: The fingerprint of each file of the new result.
-            earlier: The files of the last result.
-        """
         found = []
         for number, fingerprint in enumerate(fingerprints):
             left = published_rows(self.index.best, self.index.rows) - number * self.spec.rows_per_file
@@ -138,7 +121,6 @@ class _Staging:
     def write_missing(
         self, detokenizer: Detokenizer, there: Collection[int], state: StateFolder
     ) -> list[StagedFile]:
-        """Write all files of the result except files whose numbers are in `there`."""
         index, per_file = self.index, self.spec.rows_per_file
         indexed = indexed_rows(index.best, per_file)
         spans = spans_of(index.rows, indexed, self.threads, there)
@@ -152,7 +134,7 @@ class _Staging:
 
 
 def _fresh(state: StateFolder) -> Path:
-    """Return an empty staging folder, after removing the files of an interrupted run."""
+    # Removes the files of an interrupted run
     if state.staging.exists():
         _remove(state.staging, state.ops)
     stage = state.staging / "next"
@@ -165,7 +147,6 @@ def _fresh(state: StateFolder) -> Path:
 def _finish(
     stage: Path, staged: Sequence[StagedFile], spec: PublishSpec, endpoints: tuple[str, ...], ops: FileOps
 ) -> Manifest:
-    """Rename the staged files to names with their generation, write the manifest, and return it."""
     written = [file.published for file in staged]
     generation = generation_of(spec, written)
     files = tuple(
@@ -218,11 +199,9 @@ def _put_if_absent(stage: Path, state: StateFolder) -> None:
 
 
 def _replace(stage: Path, older: OlderResult, state: StateFolder) -> None:
-    """Swap the staged result with the older one, and keep the older one for an hour.
-
-    If the system cannot swap folders (macOS, some file systems), the older one is moved away first. For a
-    moment there is no result, and readers see a missing folder.
-    """
+    # Swaps the staged result with the older one, which is kept for an hour. If the system cannot swap folders
+    # (macOS, some file systems), the older one is moved away first. For a moment there is no result, and
+    # readers see a missing folder
     ops, kept = state.ops, state.generations / older.generation
     with storage(kept, "make room for"):
         ops.mkdir(state.generations, 0o700)
@@ -245,7 +224,6 @@ def _remove(folder: Path, ops: FileOps) -> None:
 
 
 def _endpoints(index: Index) -> tuple[str, ...]:
-    """Return the distinct endpoints of an OpenAI batch input, or an empty tuple for other inputs."""
     found: set[str] = set()
     for path in index.index_parts:
         with pq.ParquetFile(path) as file:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 def spans_of(
     rows: int, rows_per_file: int, threads: int, there: Collection[int] = ()
 ) -> list[tuple[int, int]]:
-    """Cut the rows of a result into spans of whole files, as (start, stop).
+    """Divide the rows of a result into spans of whole files, so that several threads can write them.
 
     Args:
         rows: Number of rows.
@@ -42,6 +42,9 @@ def spans_of(
         threads: Number of threads. A single thread gets the longest possible spans, several threads get short
             spans.
         there: The numbers of files that exist already. Their rows are left out.
+
+    Returns:
+        The spans as (start, stop).
     """
     files = range(-(-max(1, rows) // rows_per_file))
     most = -(-SPAN_ROWS // rows_per_file) if threads > 1 else len(files)
@@ -57,13 +60,17 @@ def spans_of(
 
 
 def staged_name(number: int) -> str:
-    """Return the name of the result file with this number, from 0, before its generation is known."""
+    """Return the temporary name of a result file, before its generation is known.
+
+    Args:
+        number: The number of the file, from 0.
+    """
     return f"{number:05d}.parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
-    """A result file in the staging folder.
+    """A result file in the staging folder, before the result is published.
 
     Attributes:
         number: The number of the file in the result, from 0.
@@ -83,7 +90,7 @@ class StagedFile:
 
     @property
     def published(self) -> ResultFile:
-        """Return the manifest's entry for this file, with the name that it has in the staging folder."""
+        """Return the manifest's entry for this file, with its temporary name."""
         return ResultFile(staged_name(self.number), self.rows, self.bytes, self.sha256)
 
 
@@ -92,12 +99,12 @@ class ResultFiles:
     """Writes the files of a result in several threads.
 
     Attributes:
-        folder: The staging folder.
+        folder: The folder for the files, before the result is published.
         schema: The columns of the result.
         kind: The kind of answers.
         rows_per_file: Result rows per file. The last file may have fewer.
         ops: File operations.
-        indexed_per_file: Rows of the index per file; more than result rows if samples are chosen.
+        indexed_per_file: Index rows per file. It exceeds `rows_per_file` if only some samples are published.
     """
 
     folder: Path
@@ -114,14 +121,15 @@ class ResultFiles:
         threads: int,
         on_rows: OnRows,
     ) -> list[StagedFile]:
-        """Write the result files of all spans, and remove unfinished files after an error.
+        """Write the result files of all spans, and return them. Unfinished files are removed after an error.
 
         Args:
             spans: The spans, as (start, stop) in rows of the index.
-            tables: Returns the rows of the span with this number.
-            threads: Number of threads. If there are more than spans, rows are prepared in parallel with
-                writing.
-            on_rows: Called in this thread with the number of rows that were written since the last call.
+            tables: Returns the result rows of a span, given the number of the span.
+            threads: Number of threads. If there are more threads than spans, rows are prepared in parallel
+                with writing.
+            on_rows: Called in the thread of the caller, with the number of rows that were written since the
+                last call.
 
         Raises:
             Exception: The first error of any thread.
@@ -134,10 +142,7 @@ class ResultFiles:
         return [file for files in _run_in_threads(span, len(spans), threads, on_rows) for file in files]
 
     def _write_span(self, first: int, tables: Iterator[pa.Table], on_rows: OnRows) -> list[StagedFile]:
-        """Write the result files from number `first` on.
-
-        There is at least one file, so every result has a schema.
-        """
+        # There is at least one file, so every result has a schema
         written: list[StagedFile] = []
         writer = self._open(first)
         try:
@@ -161,14 +166,7 @@ class _Aborted(Exception):
 
 
 def _run_in_threads(work: Callable[[int, OnRows], T], count: int, threads: int, on_rows: OnRows) -> list[T]:
-    """Return the results of `work` for each number below `count`, computed in threads.
-
-    Args:
-        work: Gets a number, and a function to report written rows.
-        count: How often `work` is called.
-        threads: Maximum number of threads.
-        on_rows: Called in this thread with each reported number of rows.
-    """
+    # `on_rows` is called in the thread of the caller
     if min(threads, count) <= 1:
         return [work(number, on_rows) for number in range(count)]
     told: SimpleQueue[int | Future[T]] = SimpleQueue()
@@ -193,7 +191,7 @@ def _run_in_threads(work: Callable[[int, OnRows], T], count: int, threads: int, 
 
 
 def _wait(told: SimpleQueue[int | Future[Any]], left: int, on_rows: OnRows) -> None:
-    """Wait until `left` futures are done, and pass reported rows to `on_rows`. Raises the first error."""
+    # Raises the first error
     while left:
         heard = told.get()
         if isinstance(heard, int):
@@ -204,7 +202,7 @@ def _wait(told: SimpleQueue[int | Future[Any]], left: int, on_rows: OnRows) -> N
 
 
 def _prefetch(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Yield the tables, while another thread computes the next one."""
+    # Another thread computes the next table
     with ThreadPoolExecutor(1, "result file") as maker:
         future = maker.submit(next, tables, None)
         while (table := future.result()) is not None:
@@ -219,10 +217,7 @@ def _count_rows(tables: Iterator[pa.Table], on_rows: OnRows) -> Iterator[pa.Tabl
 
 
 def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind) -> Iterator[pa.Table]:
-    """Yield row groups of BATCH_ROWS rows, or fewer if they have more than GROUP_ENTRIES values.
-
-    Row groups depend on the rows only, not on the sizes of the tables, so equal rows give equal bytes.
-    """
+    # Row groups depend on the rows only, not on the sizes of the tables, so equal rows give equal bytes
     held: list[pa.Table] = []
     rows = entries = in_file = 0
     for table in tables:
@@ -241,8 +236,6 @@ def _row_groups(tables: Iterator[pa.Table], rows_per_file: int, kind: OutputKind
 
 
 class _ResultWriter:
-    """A result file that is being written. `finish` writes the footer, and `abandon` removes the file."""
-
     def __init__(self, folder: Path, number: int, schema: pa.Schema, ops: FileOps) -> None:
         self.rows = 0
         self._number, self._errors, self._retryable = number, 0, 0
@@ -252,26 +245,24 @@ class _ResultWriter:
         )
 
     def write(self, group: pa.Table) -> None:
-        """Write a row group of result rows, and count its error rows."""
         self._writer.write_table(_with_own_dictionaries(group), row_group_size=group.num_rows)
         self.rows += group.num_rows
         self._errors += pc.sum(pc.equal(group.column("status"), ERROR)).as_py() or 0
         self._retryable += pc.sum(group.column("retryable")).as_py() or 0
 
     def finish(self) -> StagedFile:
-        """Complete the result file, and return its size, digest and counts."""
         self._writer.close()
         digest = self._file.commit()
         counts = self._errors, self._retryable
         return StagedFile(self._number, self.rows, digest.bytes, digest.sha256, *counts)
 
     def abandon(self) -> None:
-        """Remove the unfinished result file."""
         self._file.abandon()
 
 
 def _with_own_dictionaries(group: pa.Table) -> pa.Table:
-    """Reduce dictionaries to the values in these rows, by first occurrence, so equal rows give equal bytes."""
+    # Dictionaries are reduced to the values in these rows, by first occurrence, so equal rows give equal
+    # bytes
     for place, column in enumerate(group.schema):
         if pa.types.is_dictionary(column.type):
             group = group.set_column(place, column, _with_own_dictionary(group.column(place)))

@@ -34,9 +34,9 @@ ATTEMPT = pa.field("attempt", pa.int32())
 
 
 def result_schema(index: Index) -> pa.Schema:
-    """Return the columns of a result.
+    """Return the names and types of the columns of a job's result.
 
-    Raises ValueError if a passthrough column has the name of a fixed column.
+    Raises ValueError if a passthrough column has the same name as a column that batchinfer writes.
     """
     ours = [*KINDS[index.output].schema(index), *([ATTEMPT] if index.attempts > 1 else [])]
     ours += [SAMPLE] if index.samples else []
@@ -52,9 +52,10 @@ def result_schema(index: Index) -> pa.Schema:
 
 
 class ResultRows:
-    """Makes the rows of a result from spans of index rows and their completions. Threads may use different spans.
+    """Makes result rows from rows of the index and their completions, for given spans of index rows.
 
-    If `partial` is True, rows whose key has no completion are left out. Otherwise there must be none.
+    Threads may read different spans at the same time. With `partial`, rows without a completion are left out.
+    Otherwise, all rows must have one.
     """
 
     def __init__(
@@ -76,7 +77,11 @@ class ResultRows:
         self._first = list(accumulate(counts, initial=0))  # number of the first batch of each span
 
     def tables(self, span: int) -> Iterator[pa.Table]:
-        """Yield the result rows of the span of index rows with number `span`, in tables with all result columns."""
+        """Yield the result rows of a span in tables that have all columns of the result.
+
+        Args:
+            span: The number of the span, from 0.
+        """
         first = self._spans[span][0]
         for batch, (rows, values) in enumerate(self._read(*self._spans[span]), self._first[span]):
             _check_order(rows.column("row_id").to_numpy(), first)
@@ -99,7 +104,6 @@ class ResultRows:
             yield table.cast(self._schema)
 
     def _published(self, table: pa.Table, rows: pa.Table, matched: pa.Table) -> NDArray[np.bool_]:
-        """Return a boolean per row: True if it is finished, and among the samples to publish."""
         marks = np.ones(len(table), np.bool_)
         best = self._index.best
         if self._partial:
@@ -114,12 +118,6 @@ class ResultRows:
         return self._rows.tables(start, stop, [self._batch_rows])
 
     def _numbers(self, first: int, matched: pa.Table) -> pa.Array:
-        """Return the attempt of each row's completion, or null for a row without one.
-
-        Args:
-            first: The index row of the first row.
-            matched: The completion of each row.
-        """
         numbers = np.ones(matched.num_rows, np.int32)
         if self._attempts is not None:
             numbers[:] = self._attempts[first : first + len(numbers)]
@@ -137,7 +135,7 @@ def result_rows(
     *,
     partial: bool = False,
 ) -> Iterator[ResultRows]:
-    """Open the answers of the spans' rows. Yields the result rows, which can be read within the block.
+    """Read the completions of spans of index rows, and yield a reader of result rows.
 
     Args:
         index: The index.
@@ -145,7 +143,7 @@ def result_rows(
         detokenizer: Converts tokens to text.
         spill: Folder for data that exceeds the memory.
         spans: The spans of index rows, as (start, stop).
-        partial: Leave out rows without a completion.
+        partial: True to leave out rows without a completion.
 
     Raises:
         StorageError: A part cannot be read.
@@ -163,7 +161,10 @@ def result_rows(
 
 
 def batch_rows(index: Index) -> int:
-    """Return the number of index rows to convert at a time, a multiple of the samples per input row."""
+    """Return how many index rows are converted to result rows at a time.
+
+    It is a multiple of the number of samples per input row, so that these stay together.
+    """
     rows = KINDS[index.output].batch_rows(index) or BATCH_ROWS
     if index.best is None:
         return rows
@@ -176,13 +177,6 @@ def _check_order(row_ids: NDArray[np.int64], first: int) -> None:
 
 
 def _matching(first: int, rows: int, answers: pa.Table) -> pa.Table:
-    """Return a completion per index row, with nulls for rows without one.
-
-    Args:
-        first: The first index row.
-        rows: Number of index rows.
-        answers: The completions with their `row_id`.
-    """
     places = np.full(rows, -1, np.int64)
     places[answers.column("row_id").to_numpy() - first] = np.arange(answers.num_rows)
     return answers.take(pa.array(places, mask=places < 0)).combine_chunks()

@@ -38,16 +38,6 @@ _SMALL = 4  # shares of up to 4 times `at_once` rows are read by a thread of the
 
 
 class _Share(NamedTuple):
-    """The completions of one part, or of some of its row groups, that rows of the index use.
-
-    Attributes:
-        part: The part of the store.
-        positions: The row numbers of the completions, from the start of the part or of its row groups,
-            ascending.
-        rows: The rows of the index that use them.
-        groups: The row groups. None: all.
-    """
-
     part: Path
     positions: Numbers
     rows: Numbers
@@ -55,12 +45,10 @@ class _Share(NamedTuple):
 
     @classmethod
     def of(cls, join: Join, number: int) -> _Share:
-        """Return the completions that the rows of a join use from the part with this number."""
         own = join.of_part(number)
         return cls(join.parts[number], join.positions[own] - (number << PART_SHIFT), join.rows[own])
 
     def by_groups(self) -> Iterator[_Share]:
-        """Yield the completions of each row group of the part. Raises StorageError."""
         with _open_part(self.part) as file:
             sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         ends = np.cumsum([0, *sizes])
@@ -71,16 +59,19 @@ class _Share(NamedTuple):
 
 
 class SortedAnswers:
-    """The completions of batches of rows, sorted by row. A context manager; several threads may read batches."""
+    """The completions of batches of index rows, sorted by row.
+
+    It is a context manager. Several threads may read batches.
+    """
 
     def __init__(
         self, join: Join, schema: pa.Schema, starts: Numbers, at_once: int, spill: Path, memory: int
     ) -> None:
-        """Read and sort the completions of all rows of a join.
+        """Read the completions of all rows from the store, and sort them by row.
 
         Args:
             join: The positions of the completions.
-            schema: `row_id` and the columns of completions. A column that a part does not have is null.
+            schema: `row_id` and the columns of completions to read. A column is null for parts that lack it.
             starts: The first row of each batch, ascending.
             at_once: Maximum rows to read at a time.
             spill: Folder for sorted completions that exceed the memory.
@@ -109,15 +100,18 @@ class SortedAnswers:
         self.close()
 
     def close(self) -> None:
-        """Remove the files of spilled completions."""
+        """Remove the temporary files with completions."""
         runs, self._runs = self._runs, []
         for run in runs:
             run.close()
 
     def of(self, batch: int) -> pa.Table:
-        """Return the completions of the rows in the batch with this number, in row order.
+        """Return the completions of the rows in a batch, in row order.
 
         Rows without a completion are left out.
+
+        Args:
+            batch: The number of the batch, from 0.
         """
         found = [table for run in self._runs if (table := run.of(batch)).num_rows]
         if len(found) == 1:
@@ -126,10 +120,7 @@ class SortedAnswers:
         return together.take(pa.array(np.argsort(together.column(ROW).to_numpy()))).combine_chunks()
 
     def _read_answers(self, join: Join) -> Iterator[_Answers]:
-        """Yield completions with the rows that use them, in the order of the parts.
-
-        Small shares are read in parallel.
-        """
+        # Small shares are read in parallel
         ahead: deque[Future[list[_Answers]]] = deque()
         with ThreadPoolExecutor(threads := min(_MOST_THREADS, usable_cpus()), "answers") as pool:
             try:
@@ -147,10 +138,7 @@ class SortedAnswers:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _shares(self, join: Join) -> Iterator[_Share]:
-        """Yield the completions that rows need from each part.
-
-        Parts with many of them are split by row groups.
-        """
+        # Parts from which many rows are needed are split by row groups
         for number in range(len(join.parts)):
             share = _Share.of(join, number)
             if len(share.rows) <= self._at_once:
@@ -159,7 +147,6 @@ class SortedAnswers:
                 yield from share.by_groups()
 
     def _of_part(self, share: _Share) -> Iterator[_Answers]:
-        """Yield the completions of a share in batches, each with the rows that use them."""
         for start, batch in _batches(share.part, share.groups, self._schema, self._at_once):
             low, high = np.searchsorted(share.positions, [start, start + batch.num_rows]).tolist()
             for some in range(low, high, self._at_once):  # rows with equal keys each get a copy
@@ -174,7 +161,6 @@ class SortedAnswers:
             self._close_run()
 
     def _close_run(self) -> None:
-        """Sort the collected completions by row, and keep them in memory if they fit, or else in a file."""
         if not self._held:
             return
         table, size = pa.Table.from_batches(self._held).combine_chunks(), self._held_bytes
@@ -201,22 +187,17 @@ class _Run(Protocol):
 
 
 class _InMemory:
-    """Completions in memory. Each reader sorts the rows of its batch, so sorting is parallel.
-
-    The constructor gets the completions, the order that sorts them by row, and `ends`: the position in this
-    order of each batch's first row, and the number of completions at the end.
-    """
-
+    # `order` sorts the completions by row; each reader sorts the rows of its batch, so sorting is parallel.
+    # `ends` has the position in this order of each batch's first row, and the number of completions at the
+    # end
     def __init__(self, table: pa.Table, order: Numbers, ends: Numbers) -> None:
         self._table, self._order, self._ends = table, order, ends
 
     def of(self, batch: int) -> pa.Table:
-        """Return the completions of the rows in the batch with this number."""
         share = self._order[int(self._ends[batch]) : int(self._ends[batch + 1])]
         return self._table.take(pa.array(share)).combine_chunks()
 
     def close(self) -> None:
-        """Release the memory of the completions."""
         self._table = self._table.schema.empty_table()
 
 
@@ -239,12 +220,10 @@ class _Spilled:
             self._reader = pa.ipc.open_file(self._file)
 
     def of(self, batch: int) -> pa.Table:
-        """Return the completions of the rows in the batch with this number."""
         with self._lock, storage(self._path, "read"):
             return pa.Table.from_batches([self._reader.get_batch(batch)])
 
     def close(self) -> None:
-        """Remove the file of the completions."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 
@@ -256,10 +235,7 @@ def _one_batch(table: pa.Table) -> pa.RecordBatch:
 def _small_batches(
     file: pq.ParquetFile, groups: Sequence[int], rows: int, names: list[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the named columns of a file's row groups, at most `rows` rows at a time.
-
-    Small files are read as a whole: a thousand files of a thousand rows take 0.6 s, and 1.4 s in batches.
-    """
+    # Small files are read as a whole: a thousand files of a thousand rows take 0.6 s, and 1.4 s in batches
     if sum(file.metadata.row_group(group).num_rows for group in groups) > rows:
         yield from file.iter_batches(rows, row_groups=groups, columns=names, use_threads=False)
         return
@@ -269,17 +245,6 @@ def _small_batches(
 def _batches(
     part: Path, groups: range | None, schema: pa.Schema, at_once: int
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Yield batches of completions in a part of the store, each with the number of its first row.
-
-    Args:
-        part: The part.
-        groups: The row groups. None: all.
-        schema: The columns, including ROW, which is left out.
-        at_once: Maximum rows per batch.
-
-    Raises:
-        StorageError: The part cannot be read.
-    """
     start, wanted = 0, schema.remove(schema.get_field_index(ROW))
     with _open_part(part) as file:
         there = set(file.schema_arrow.names)
@@ -291,7 +256,7 @@ def _batches(
 
 @contextmanager
 def _open_part(part: Path) -> Iterator[pq.ParquetFile]:
-    """Open a part of the store. Raises StorageError, also for damage that is found within the block."""
+    # Also converts errors of damage that is found within the block
     try:
         with pq.ParquetFile(part, page_checksum_verification=True) as file:
             yield file

@@ -16,7 +16,7 @@ from batchinfer.store.results.published import Problem, file_problems
 
 
 def verify_result(folder: Location) -> list[Problem]:
-    """Return the problems of a published result. All digests are computed again, and cached ones are updated.
+    """Return the problems of a published result. All files are read, and cached digests are updated.
 
     Args:
         folder: The result folder.
@@ -42,9 +42,12 @@ def verify_result(folder: Location) -> list[Problem]:
 
 
 def verify_store(path: Path) -> list[Problem]:
-    """Return the problems of the parts of the completion store in the folder `path`, after reading all of them.
+    """Return the problems of the parts of a completion store. All parts are read.
 
     It takes no lock and changes nothing.
+
+    Args:
+        path: The folder of the store.
     """
     records, discarded = read_records(path, verify=True)
     found = [Problem(Location(str(part.path)), part.reason) for part in discarded]
@@ -63,7 +66,6 @@ def _unlisted(folder: Location, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _check_pages(path: Path, rows: int) -> Iterator[Problem]:
-    """Read a whole Parquet file and its page checksums. Yield the problem if it is damaged or lacks rows."""
     found, place = 0, Location(str(path))
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

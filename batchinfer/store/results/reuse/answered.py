@@ -23,7 +23,7 @@ _KEPT = 2  # 64-bit words of a key that are compared
 
 
 class KeySet:
-    """A set of work keys, compared by their first 16 bytes. Ten million keys take 160 MB."""
+    """A set of work keys that is compared by their first 16 bytes. Ten million keys take 160 MB."""
 
     def __init__(self, parts: Sequence[Words]) -> None:
         words = np.concatenate([np.empty((0, _KEPT), np.uint64), *parts])
@@ -33,7 +33,7 @@ class KeySet:
     def has(self, keys: NDArray[np.void]) -> NDArray[np.bool_]:
         """Return a boolean per work key: True if it is in the set.
 
-        Of keys in the set that share their first 8 bytes, only the first is found.
+        Two keys in the set with the same first 8 bytes are improbable. Of these, only the first is found.
         """
         words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, KEY_WORDS)
         if not len(self._firsts):
@@ -49,14 +49,17 @@ class KeySet:
 
 
 class AnsweredRows:
-    """A function that returns True if all rows of a prepared chunk have stored answers."""
+    """Decides if all rows of a prepared chunk have stored answers, so that they need not be computed.
+
+    An object is called like a function.
+    """
 
     def __init__(self, parts: Sequence[Path], retry_errors: bool, spill: Path) -> None:
-        """Prepare lookups in these parts of a store. Keys are read by the first lookup.
+        """Prepare to look up work keys in a store. Its keys are read by the first lookup.
 
         Args:
-            parts: The parts.
-            retry_errors: Treat retryable errors as missing answers.
+            parts: The parts of the store.
+            retry_errors: True to treat retryable errors as missing answers.
             spill: Folder for temporary files of DuckDB.
         """
         self._parts, self._retry, self._spill = parts, retry_errors, spill
@@ -66,7 +69,7 @@ class AnsweredRows:
     def __call__(self, prompts: Prepared) -> bool:
         """Return True if the store has an answer for the current attempt of every prepared row.
 
-        Error rows do not count. Raises StorageError.
+        Error rows are ignored, as they are never computed. Raises StorageError.
         """
         if self._present is None:
             self._present = KeySet([answered_keys(part, self._retry, _KEPT) for part in self._parts])
@@ -76,10 +79,7 @@ class AnsweredRows:
         return bool(self._present.has(due[prompts.counts > 0]).all())
 
     def _climbed(self, due: NDArray[np.void], prompts: Prepared) -> NDArray[np.void]:
-        """Return the key of each row's current attempt.
-
-        `due` has the keys of the first attempts, and is changed.
-        """
+        # `due` has the keys of the first attempts, and is changed
         if self._invalid is None:
             self._invalid = self._invalid_ones(1 + len(prompts.rungs))
         for rung in prompts.rungs:

@@ -25,10 +25,10 @@ _ROWS_READ = 4096
 
 
 class DraftRequests:
-    """Derives requests to the draft model from the requests of a plan.
+    """Derives requests to the draft model from requests to the target model. Its answers are used as drafts.
 
-    A greedy request has the same key as in a job that runs the draft model as its model. A sampled request
-    uses the random draws of the original request, so the two models agree as often as possible.
+    A greedy request has the same work key as in a job whose model is the draft model. A sampled request uses
+    the random draws of the original request, so the two models agree as often as possible.
     """
 
     def __init__(self, context: bytes, longest: int, vocab: int) -> None:
@@ -37,16 +37,15 @@ class DraftRequests:
         Args:
             context: The digest that enters every work key of the draft model.
             longest: Maximum tokens of a prompt and its answer together.
-            vocab: The vocabulary size.
+            vocab: The number of tokens in the vocabulary.
         """
         self._context, self._longest, self._vocab = context, longest, vocab
 
     def of(self, request: Request) -> Request | None:
         """Return the request to the draft model for a request to the target model.
 
-        Returns:
-            None if the request generates no tokens, is too long for the draft model, or uses tokens outside
-            its vocabulary.
+        Return None if the request generates no tokens, is too long for the draft model, or uses tokens
+        outside its vocabulary.
         """
         if not request.params.gives_tokens:
             return None
@@ -65,13 +64,11 @@ class DraftRequests:
 
 @lru_cache(maxsize=256)
 def _plain(params: SamplingParams) -> SamplingParams:
-    """Return sampling parameters that request no outputs other than tokens, and no adapter."""
     return replace(params, logprobs=None, prompt_logprobs=None, confidence=False, adapter="")
 
 
 @lru_cache(maxsize=256)
 def _largest(params: SamplingParams) -> int:
-    """Return the largest token id in sampling parameters, or 0 if they have none."""
     return max((*(token for token, _ in params.logit_bias), *params.allowed_token_ids), default=0)
 
 
@@ -86,11 +83,14 @@ def write_draft_keys(
     draft: DraftRequests,
     ops: FileOps,
 ) -> Path:
-    """Write the work keys of the requests to the draft model next to the plan, and return the file.
+    """Write the work keys of the requests to the draft model to a Parquet file, and return the file.
+
+    It is in the folder of the plan and has the columns `seq` (number of the request in the plan) and
+    `draft_key`.
 
     Args:
         plan: The file of the plan.
-        requests: Batches of requests of the plan with their numbers in it (`seq`).
+        requests: Batches of requests of the plan, each with their numbers in the plan.
         draft: Derives the requests to the draft model.
         ops: File operations.
 
@@ -115,9 +115,10 @@ def _key_batches(
 
 
 def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> tuple[Path, int]:
-    """Write the numbers in the plan (`seq`) of requests to the draft model that have no stored answer.
+    """Write which requests to the draft model have no stored answer and must be computed.
 
-    Of equal requests only the first is written.
+    The Parquet file has the column `seq`, the number of the request in the plan. Of equal requests, only the
+    first is included.
 
     Args:
         keys: The file from `write_draft_keys`.
@@ -130,7 +131,7 @@ def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) 
 
     Raises:
         StorageError: A file cannot be read or written.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
     """
     path = keys.with_name("draft-lacking.parquet")
     stored = f"ANTI JOIN (SELECT key AS draft_key FROM {parquet(parts)}) USING (draft_key)" if parts else ""
@@ -142,7 +143,9 @@ def write_lacking(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) 
 
 
 def write_draft_answers(keys: Path, parts: Sequence[Path], spill: Path, ops: FileOps) -> Path:
-    """Write the stored answers of the draft model, with the number of each request in the plan (`seq`).
+    """Write the stored answers of the draft model to a Parquet file, and return the file.
+
+    It has the columns `seq` (number of the request in the plan) and `tokens`.
 
     Args:
         keys: The file from `write_draft_keys`.
@@ -150,12 +153,9 @@ def write_draft_answers(keys: Path, parts: Sequence[Path], spill: Path, ops: Fil
         spill: Folder for temporary files.
         ops: File operations.
 
-    Returns:
-        The file.
-
     Raises:
         StorageError: A file cannot be read or written.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
     """
     path = keys.with_name("draft-answers.parquet")
     with connection(spill) as database:

@@ -24,13 +24,20 @@ _CHARACTERS = 32  # maximum characters of an earlier text per token of the new a
 
 @dataclass(frozen=True, slots=True)
 class LastResult:
-    """The Parquet files of a job's last result, if it has one text per input row."""
+    """The last published result of a job, whose texts may serve as drafts in the next run.
+
+    Attributes:
+        files: The Parquet files of the result.
+    """
 
     files: Sequence[Path]
 
     @classmethod
     def of(cls, files: Sequence[Path]) -> LastResult | None:
-        """Return the result in these files, or None if it does not have one text per row, and an id per row."""
+        """Return the result in these files, or None if its texts cannot serve as drafts.
+
+        They can if the result has one text and a custom_id column per input row.
+        """
         if not files:
             return None
         schema = pq.read_schema(files[0])
@@ -44,9 +51,9 @@ class LastResult:
         return cls(files)
 
     def last_texts(self, characters: int) -> list[str]:
-        """Return texts from the end of the result, in order, with at least `characters` characters in total.
+        """Return the last texts of the result, in order, with at least `characters` characters in total.
 
-        Fewer if the result has fewer. Raises StorageError.
+        All texts are returned if they are shorter. Raises StorageError.
         """
         texts: list[str] = []
         for path in reversed(self.files):
@@ -63,23 +70,24 @@ class LastResult:
     def write_answers(
         self, plan: Path, index_parts: Sequence[Path], spill: Path, ops: FileOps
     ) -> Path | None:
-        """Write the earlier answers to greedy requests of a plan, which serve as drafts.
+        """Write the texts of the last result for the greedy requests of a plan, which use them as drafts.
 
         Rows are matched by custom_id. Texts are cut to the expected length of the answer.
 
         Args:
-            plan: The file of the plan. The answers are written next to it.
+            plan: The file of the plan. The new file is written next to it.
             index_parts: Parts of the index.
             spill: Folder for temporary files.
             ops: File operations.
 
         Returns:
-            The file with columns `seq` (number of the request in the plan) and `text`, or None if no row has
+            The file with the columns `seq` (number of the request in the plan) and `text`, or None if no row
+                has
             an id.
 
         Raises:
             StorageError: A file cannot be read or written.
-            OutOfMemory: DuckDB exceeded its limit.
+            OutOfMemory: DuckDB exceeded its memory limit.
         """
         path = plan.with_name("earlier.parquet")
         with connection(spill) as database:

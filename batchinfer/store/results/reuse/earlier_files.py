@@ -34,7 +34,10 @@ _READ_BYTES = 1 << 20
 
 
 class EarlierFiles:
-    """The files of a job's last published result, by fingerprint, for reuse in the next result."""
+    """The files of a job's last published result, which the next result reuses if their rows are unchanged.
+
+    A file is found by its fingerprint: a digest of everything that determines its bytes.
+    """
 
     def __init__(self, state: StateFolder) -> None:
         self._ops = state.ops
@@ -46,7 +49,7 @@ class EarlierFiles:
                 self._published = {file.sha256: results / file.name for file in manifest.files}
 
     def copy(self, number: int, fingerprint: str, rows: int, stage: Path) -> StagedFile | None:
-        """Copy the last result's file with this fingerprint to the staging folder.
+        """Copy a file of the last result to the staging folder of the new result.
 
         Args:
             number: The number of the file in the new result.
@@ -73,7 +76,13 @@ Known = tuple[int, str, int, int, int]  # bytes, sha256, rows, errors, retryable
 
 
 def remember_files(state: StateFolder, prints: Fingerprints, files: Sequence[StagedFile]) -> None:
-    """Record a result as the job's last one, with the fingerprints of its files. Raises StorageError."""
+    """Record a result as the job's last one, with the fingerprints of its files. Raises StorageError.
+
+    Args:
+        state: The state folder of the result.
+        prints: The fingerprints of the files, in order.
+        files: The files, in order.
+    """
     listed = [[one, *astuple(file)[1:]] for one, file in zip(prints.files, files, strict=True)]
     results = os.path.relpath(state.results, state.job.parent)
     value = {"format": FORMAT, "results": results, "files": listed}
@@ -83,7 +92,7 @@ def remember_files(state: StateFolder, prints: Fingerprints, files: Sequence[Sta
 
 
 def _read(state: StateFolder) -> tuple[Path | None, dict[str, Known], Fingerprints]:
-    """Return the folder of the last result, its files by fingerprint, and their fingerprints in order."""
+    # Returns the folder of the last result, its files by fingerprint, and their fingerprints in order
     found: dict[str, Known] = {}
     match read_json(state.result_files):
         case {
@@ -108,8 +117,7 @@ class _AnotherFile(Exception):
 
 
 def _copy(source: Path, target: Path, expected: Digest, ops: FileOps) -> bool:
-    """Copy a file durably. Return False, without a copy, if its digest differs or it cannot be read."""
-
+    # Returns False, without a copy, if the digest differs or the file cannot be read
     def check(found: Digest) -> None:
         if found != expected:
             raise _AnotherFile
@@ -129,7 +137,7 @@ def _copy(source: Path, target: Path, expected: Digest, ops: FileOps) -> bool:
 
 
 def _may_be(source: Path, expected: Digest) -> bool:
-    """Return True if the source is a regular file of the expected size. Other files are not opened."""
+    # Other files than regular ones are not opened
     try:
         found = source.stat()
     except OSError:
@@ -138,7 +146,7 @@ def _may_be(source: Path, expected: Digest) -> bool:
 
 
 def _pieces(source: Path, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file, at most one more than `size`, since another process may append to it."""
+    # Yields at most one byte more than `size`, since another process may append to the file
     with source.open("rb") as file:
         left = size + 1
         while left > 0 and (piece := file.read(min(left, _READ_BYTES))):

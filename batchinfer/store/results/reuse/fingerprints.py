@@ -36,7 +36,9 @@ _NONE = -1  # the row has no stored answer
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """The fingerprints of the files of a result. Files with equal fingerprints have equal bytes.
+    """The fingerprints of a result's files: digests of everything that determines their bytes.
+
+    Files with equal fingerprints have equal bytes.
 
     Attributes:
         files: The fingerprint (hex) of each file, in order.
@@ -55,14 +57,14 @@ NO_FINGERPRINTS = Fingerprints((), "")
 def compute_fingerprints(
     index: Index, join: Join, spec: PublishSpec, threads: int, last: Fingerprints = NO_FINGERPRINTS
 ) -> Fingerprints:
-    """Return the fingerprints of a result before its files are written. Each row takes 8 bytes of memory.
+    """Return the fingerprints of a result's files before they are written. Each row takes 8 bytes of memory.
 
     Args:
         index: The index.
         join: The positions of the answers of its rows.
         spec: The identity of the result.
         threads: Number of threads.
-        last: The fingerprints of the last result. Those of files with only reused rows are taken from it.
+        last: The fingerprints of the last result. A file that only has reused rows keeps its fingerprint.
 
     Raises:
         InputCorrupt: The index is damaged.
@@ -80,8 +82,6 @@ def compute_fingerprints(
 
 
 class _Fingerprints:
-    """Computes the fingerprints of the result files in a span of rows, in any thread."""
-
     def __init__(self, index: Index, join: Join, spec: PublishSpec) -> None:
         self._rows, self._join = IndexRows(index), join
         self._per_file = indexed_rows(index.best, spec.rows_per_file)
@@ -93,17 +93,13 @@ class _Fingerprints:
         self._sizes = [BATCH_ROWS] * full + [rest] * (rest > 0)
 
     def of_span(self, span: tuple[int, int]) -> list[str]:
-        """Return the fingerprints of the result files in a span of index rows, given as (start, stop)."""
         start, stop = span
         firsts = range(start, max(stop, start + 1), self._per_file)
         tables = self._rows.tables(start, stop, self._sizes)
         return [self._of_file(first, min(first + self._per_file, stop), tables) for first in firsts]
 
     def _of_file(self, first: int, stop: int, tables: Iterator[tuple[pa.Table, pa.Table]]) -> str:
-        """Return the fingerprint of the result file with the index rows from `first` to `stop`.
-
-        `tables` yields the rows of this file next.
-        """
+        # `tables` yields the rows of this file next
         digest = hashlib.sha256(self._head)
         digest.update(f"{first} {stop}\n".encode())
         self._add_answers(digest, first, stop)
@@ -131,10 +127,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _maker(index: Index, spec: PublishSpec) -> bytes:
-    """Return everything that determines result files except rows and answers, as bytes.
-
-    `spec.identity` covers job and checkpoint.
-    """
+    # Everything except rows and answers. `spec.identity` covers job and checkpoint
     kind, programs = KINDS[index.output], [version(name) for name in ("pyarrow", "tokenizers")]
     rows = [index.attempts, index.samples, index.logprobs, spec.rows_per_file]
     rows += [] if index.best is None else [*index.best[: 3 if index.best.lists else 2]]
@@ -146,7 +139,7 @@ def _maker(index: Index, spec: PublishSpec) -> bytes:
 
 
 def _bytes_of(table: pa.Table) -> pa.Buffer:
-    """Return a table as bytes. Dictionaries are decoded, since they may have values that no row uses."""
+    # Dictionaries are decoded, since they may have values that no row uses
     types = [(field.name, _plain(field.type)) for field in table.schema]
     table = table.cast(pa.schema(types))
     sink = pa.BufferOutputStream()

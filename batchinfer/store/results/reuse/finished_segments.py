@@ -41,12 +41,14 @@ _NONE = -1  # the row has no answer
 
 @dataclass(frozen=True, slots=True)
 class FinishedSegments:
-    """Selects the segments of a kept index whose index rows and answers can be reused.
+    """Selects the segments of a kept index whose index rows and answers this run can reuse.
+
+    An object is called like a function.
 
     Attributes:
         kept: The folder of the kept index.
         parts: The parts of the store.
-        retry_errors: Rows with retryable errors must run again.
+        retry_errors: True if rows with retryable errors must run again.
         notice: Called with a message if the record of finished segments cannot be read.
     """
 
@@ -56,7 +58,9 @@ class FinishedSegments:
     notice: Callable[[str], None]
 
     def __call__(self, identity: str, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return the leading segments of the kept index whose rows have these settings and all their answers.
+        """Return the leading segments of the kept index that can be reused.
+
+        Their rows must have these settings, and the store must still have all their answers.
 
         Args:
             identity: The hash of the settings.
@@ -78,11 +82,13 @@ class FinishedSegments:
 
 
 def record_finished(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
-    """Record the segments of a published index as finished, so the next run can reuse their rows and answers.
+    """Record the segments of a published index as finished.
+
+    The next run can then reuse their index rows and answers.
 
     Args:
         kept: The folder of the kept index.
-        index: The index. Nothing is recorded if it was written without segments.
+        index: The index. Nothing is recorded if this run wrote no segments.
         join: The positions of the answers of its rows.
         ops: File operations.
 
@@ -101,8 +107,6 @@ def record_finished(kept: Path, index: Index, join: Join, ops: FileOps) -> None:
 
 
 class _Recorder:
-    """Records the segments of a published index, in row order."""
-
     def __init__(self, kept: Path, index: Index, join: Join, ops: FileOps) -> None:
         self._kept, self._join, self._ops = kept, join, ops
         self._start = index.reused.rows
@@ -117,15 +121,7 @@ class _Recorder:
         )
 
     def next(self, folder: str, rows: int, before: str) -> FinishedSegment:
-        """Record the segment with the next rows.
-
-        It links the segment's index parts into the kept index, and writes the positions of the answers.
-
-        Args:
-            folder: The folder of the segment.
-            rows: Its number of rows.
-            before: The folder of the segment before it, or "".
-        """
+        # Links the index parts of the segment into the kept index, and writes the positions of the answers
         start, end, files = self._start, self._start + rows, dict[str, Digest]()
         self._start = end
         errors = np.zeros(2, np.int64)
@@ -151,12 +147,10 @@ class _Recorder:
         return FinishedSegment(folder, before, rows, distinct, *counts, store, files)
 
     def _failed(self, start: int, end: int) -> tuple[Numbers, NDArray[np.bool_]]:
-        """Return the rows in a range whose answers are errors, and for each True if it is retryable."""
         some = slice(*np.searchsorted(self._join.failed, [start, end]).tolist())
         return self._join.failed[some], self._join.again[some]
 
     def _failed_keys(self, table: pa.Table) -> list[bytes]:
-        """Return the work keys of the rows in an index part whose answers are errors."""
         if not len(table):
             return []
         first = table["row_id"][0].as_py()
@@ -164,7 +158,7 @@ class _Recorder:
         return [key.as_py() for key in table["key"].take(pa.array(failed - first))]
 
     def _used(self, start: int, end: int) -> tuple[tuple[str, ...], Numbers]:
-        """Return the store parts that rows use, and positions whose part numbers are indices into these parts."""
+        # Part numbers in the returned positions are indices into the returned parts
         places = self._places[start:end]
         there = places >= 0
         numbers, which = np.unique(places[there] >> PART_SHIFT, return_inverse=True)
@@ -174,12 +168,11 @@ class _Recorder:
 
 
 def _begins(positions: Numbers) -> Numbers:
-    """Return the indices at which ascending positions change, including 0."""
     return np.flatnonzero(np.diff(positions, prepend=_NONE))
 
 
 def _of_rows(parts: Iterator[Path], rows: int) -> Iterator[Path]:
-    """Yield the next index parts, which have exactly `rows` rows together. Segments end at the end of a part."""
+    # Segments end at the end of a part
     while rows > 0:
         part = next(parts)
         rows -= pq.read_metadata(part).num_rows
@@ -188,6 +181,5 @@ def _of_rows(parts: Iterator[Path], rows: int) -> Iterator[Path]:
 
 
 def _keys(part: Path) -> pa.Table:
-    """Return the columns row_id, key and retryable of an index part."""
     with storage(part, "read"), pq.ParquetFile(part, page_checksum_verification=True) as file:
         return file.read(["row_id", "key", "retryable"])

@@ -16,10 +16,9 @@ _ROWS_READ = 4096
 
 
 class GivenAnswers:
-    """Reads earlier answers, which serve as drafts, in the order of a plan.
+    """Reads earlier answers from a Parquet file, in the order of a plan. They serve as drafts.
 
-    The Parquet file has an ascending column `seq` (the request's number in the plan) and the columns of the
-    answers.
+    The file has an ascending column `seq` (the request's number in the plan) and the columns of the answers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,11 +27,14 @@ class GivenAnswers:
         self._answers: list[Mapping[str, Any]] = []
 
     def of(self, seqs: NDArray[np.int64]) -> list[Mapping[str, Any] | None]:
-        """Return the columns of the earlier answers to these requests, or None for a request without one.
+        """Return the earlier answers to some requests, or None for a request without one.
 
         Args:
-            seqs: The numbers of the requests in the plan, ascending. They continue the numbers of the
+            seqs: The numbers of the requests in the plan, ascending. They must follow the numbers of the
                 previous call.
+
+        Returns:
+            For each request the values by column of the file.
 
         Raises:
             InputCorrupt: The file is damaged.

@@ -19,7 +19,7 @@ _ROW = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ReusedPositions:
-    """The positions in the store of the answers of rows that a run reuses.
+    """The positions in the store of the answers of rows that a run reuses, as recorded by the last run.
 
     Attributes:
         places: The position of each row's answer, negative without an answer.
@@ -32,20 +32,25 @@ class ReusedPositions:
     keys: pa.Array
 
     def overlay(self, found: Numbers) -> Numbers:
-        """Return the position of each reused row's answer: `found`, or the recorded one if `found` is negative."""
+        """Return the current position of each reused row's answer.
+
+        Args:
+            found: The position that was looked up for each row. If it is negative, the recorded one is
+                returned.
+        """
         return np.where(found >= 0, found, self.places)
 
     def is_unchanged(self, places: Numbers) -> bool:
-        """Return True if reused rows whose answers were errors still have the recorded positions in `places`.
+        """Return True if no reused row with an error has another completion than recorded.
 
         Args:
-            places: The position of each reused row's answer now.
+            places: The current position of each reused row's answer.
         """
         return bool((places[self.failed] & POSITION == self.places[self.failed]).all())
 
 
 def read_reused_positions(reused: ReusedRows, parts: Sequence[Path]) -> ReusedPositions:
-    """Return the recorded positions of reused rows in a store. Raises StorageError.
+    """Return the recorded positions of the answers of reused rows. Raises StorageError.
 
     Args:
         reused: The reused rows.
@@ -65,13 +70,7 @@ def read_reused_positions(reused: ReusedRows, parts: Sequence[Path]) -> ReusedPo
 
 
 def _in_store(places: Numbers, names: Sequence[str], numbers: Mapping[str, int]) -> Numbers:
-    """Return positions with the part numbers of the store instead of indices into `names`.
-
-    Args:
-        places: Positions, whose part numbers are indices into `names`.
-        names: Names of parts.
-        numbers: The number of each part in the store, by name.
-    """
+    # Part numbers are indices into `names` before, and part numbers of the store afterwards
     own = np.array([*(numbers[name] for name in names), 0], np.int64)
     moved = (own[places >> PART_SHIFT] << PART_SHIFT) + (places & _ROW)
     return np.where(places >= 0, moved, places)

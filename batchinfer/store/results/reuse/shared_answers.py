@@ -9,7 +9,7 @@ from batchinfer.filesystem.duck import connection, parquet
 
 
 def saved_tokens(index_parts: Sequence[Path], parts: Sequence[Path], spill: Path) -> tuple[int, int]:
-    """Return the numbers of prompt tokens and output tokens that duplicates saved by sharing answers.
+    """Return how many prompt tokens and output tokens were saved because duplicates share an answer.
 
     Args:
         index_parts: Parts of the index.
@@ -18,7 +18,7 @@ def saved_tokens(index_parts: Sequence[Path], parts: Sequence[Path], spill: Path
 
     Raises:
         StorageError: A file cannot be read.
-        OutOfMemory: DuckDB exceeded its limit.
+        OutOfMemory: DuckDB exceeded its memory limit.
     """
     if not parts or not index_parts:
         return 0, 0
