@@ -49,21 +49,24 @@ class ExpertPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the plan of experts as a dictionary for forecasts and reports, without the experts of each rank."""
+        """Return the attributes of this plan as a dictionary for forecasts and reports.
+
+        `placement` is "ranges" or "loads" instead of the experts of each rank.
+        """
         placed = "ranges" if self.placement is None else "loads"
         asked = ("ranks", "why", "in_ranges", "expected", "repeated")
         return {"placement": placed} | {name: getattr(self, name) for name in asked}
 
     @property
     def load_factor(self) -> float:
-        """Return the expected load of the most loaded rank divided by the mean load, or 1 if none was measured."""
+        """Return the expected load of the most loaded rank divided by the mean load, or 1 if no loads were measured."""
         return self.expected or 1.0
 
     def imbalance(self, tokens: Mapping[int, Sequence[float]]) -> float:
-        """Return the load of the most loaded rank divided by the mean load, with this plan and measured loads.
+        """Return the load of the most loaded rank divided by the mean load, for measured loads and this assignment.
 
         Args:
-            tokens: By layer index, the number of tokens of each expert.
+            tokens: The measured loads: by layer index, the number of tokens of each expert.
         """
         placed = self.placement
         return imbalance(
@@ -91,7 +94,7 @@ def plan_experts(
 ) -> ExpertPlan:
     """Assign experts to ranks so that the most loaded rank takes the least time.
 
-    Contiguous ranges are kept if no placement saves at least LEAST_GAIN of the time. Times come from the roofline
+    Contiguous ranges are kept if no placement saves at least LEAST_GAIN (1 %) of the time. Times come from the roofline
     model, applied to the step sizes and expert loads of earlier runs.
 
     Args:
@@ -143,12 +146,8 @@ def _expert_bytes(layer: LayerSpec, itemsize: int) -> float:
 def _costs(
     layer: LayerSpec, loads: EarlierExperts, index: int, ranks: int, peaks: Peaks | None, itemsize: int
 ) -> Floats:
-    """Return the cost per rank of each expert of a layer, for every possible number of copies of the expert.
-
-    Returns:
-        An array of shape [experts, ranks]. Column n is the cost on each rank if n + 1 ranks hold a copy, in seconds
-        over all steps, or in tokens if the peaks are unknown.
-    """
+    # Column n of the result is the cost on each of the n + 1 ranks that hold a copy of the expert: seconds over
+    # all steps, or tokens if the peaks are unknown.
     copies, fed, tokens = np.arange(1, ranks + 1), layer.feed_forward, loads.tokens[index]
     if peaks is None or not loads.steps.any():
         return tokens[:, None] / copies

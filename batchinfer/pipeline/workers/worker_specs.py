@@ -17,7 +17,7 @@ def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
 
     Args:
         job: The job.
-        setting: The setting of the job.
+        setting: The job's device, arithmetic, memory and parallelism.
         factory: "module:function" of the function that loads the weights.
     """
     placement = setting.placement

@@ -47,12 +47,12 @@ class CalibrationSample:
 
     @property
     def length(self) -> int:
-        """Return the mean number of tokens per row of the calibration sample, prompt and answer."""
+        """Return the mean number of prompt tokens per row of the sample plus the maximum number of answer tokens."""
         return self.tokens // max(1, self.rows) + self.answer_tokens
 
     @property
     def whole(self) -> int:
-        """Return the number of tokens of all rows of the calibration sample, prompts and answers."""
+        """Return the number of tokens of all rows of the sample, if every answer has the maximum length."""
         return self.rows * self.length
 
 
@@ -62,7 +62,7 @@ class CalibrationForecast:
 
     Attributes:
         rows: Number of prompts of the sample.
-        tokens: Tokens of these prompts.
+        tokens: Number of tokens of all these prompts together.
         seconds: Duration of the calibration. None if unknown.
         why: Why `seconds` is None, for people.
     """
@@ -84,13 +84,16 @@ class CalibrationForecast:
 def forecast_job_calibration(
     job: Job, setup: Setup, plan: Plan, multiple: float = 1.0
 ) -> CalibrationForecast | None:
-    """Forecast the calibration at the start of a job's first run. Returns None if the run does not calibrate.
+    """Forecast the calibration at the start of a job's first run.
+
+    Returns None if the run does not calibrate: the job needs no calibration, the weights are calibrated already, or no
+    request must run.
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         plan: The plan, which may cover only a sample of the job's rows.
-        multiple: Rows of the job per row of the plan.
+        multiple: Rows of the job divided by rows of the plan. 1 if the plan covers all rows.
     """
     if not setup.setting.numerics.calibrates or setup.setting.parts.weights is not None or not plan.to_run:
         return None
@@ -104,12 +107,14 @@ def forecast_job_calibration(
 def calibration_forecast(
     setup: Setup, sample: CalibrationSample, group: int = INT4_GROUP
 ) -> CalibrationForecast:
-    """Forecast the time to calibrate int4 weights of a job's model.
+    """Forecast the time to calibrate the int4 weights of a job's model.
+
+    It is unknown on GPUs and without measured peaks.
 
     Args:
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         sample: The size of the sample of prompts.
-        group: Number of values that share a scale.
+        group: Number of weights that share a scale.
     """
     setting, checkpoint = setup.setting.with_placement(replicas=1), setup.checkpoint
     assert isinstance(checkpoint, Checkpoint), "no other model is calibrated"
@@ -131,8 +136,8 @@ def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
     """Return the seconds of a calibration's own arithmetic, without the forward passes of the model.
 
     Args:
-        work: Numbers of operations.
-        flops_per_s: Peak of float32 products.
+        work: The numbers of operations of each kind.
+        flops_per_s: Peak FLOP/s of float32 matrix products.
     """
     at_peak = work.products / PRODUCTS_EFFICIENCY + 2 * work.factors / FACTORS_EFFICIENCY
     at_peak += work.scaled * SCALED_OPS + work.made_up * MADE_UP_OPS

@@ -35,7 +35,8 @@ class Deadline:
     Attributes:
         at: The deadline.
         left_s: Seconds from now to the deadline. Negative if it is past.
-        engine_s: Forecast seconds of the engines, a draft model and a calibration. None if unknown.
+        engine_s: Forecast seconds of the engines, including a draft model and a calibration that run before. None if
+            unknown.
         upper_bound: Whether `engine_s` assumes that every answer has max_tokens.
         uncounted: Whether `engine_s` lacks a calibration of unknown duration.
     """
@@ -56,7 +57,9 @@ class Deadline:
         first: EngineForecast | None = None,
         calibration: CalibrationForecast | None = None,
     ) -> Deadline | None:
-        """Return the first deadline after the start of the run, which may be past, or None if the job has none.
+        """Compare the job's first deadline after the start of the run with the forecast.
+
+        Returns None if the job has no deadline. The deadline may be past now. The times of all forecasts are added.
 
         Args:
             job: The job.
@@ -64,7 +67,7 @@ class Deadline:
             forecast: Forecast of the engine. None if unknown.
             clock: Returns the current time.
             first: Forecast of a draft model that answers all rows before the engine starts. None without one.
-            calibration: Forecast of the calibration that precedes both. None without one.
+            calibration: Forecast of the calibration that runs before the draft model and the engine. None without one.
         """
         if job.deadline is None:
             return None
@@ -116,7 +119,7 @@ class Deadline:
     def is_missed(self) -> bool:
         """Return True if the forecast says that the deadline will be missed.
 
-        False if the forecast is only an upper bound on the time.
+        False if the forecast is only an upper bound on the time, or if the time is unknown.
         """
         return self.spare_s is not None and self.spare_s < 0 and not self.upper_bound
 
@@ -132,7 +135,7 @@ class DeadlineWatch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the columns of the run table that describe the deadline."""
+        """Return columns for the run's report: the deadline, and the rows and output tokens done before it."""
         return {
             "deadline": self._at,
             "deadline_rows": self.rows,
@@ -140,14 +143,17 @@ class DeadlineWatch:
         }
 
     def forecast(self, deadline: Deadline) -> None:
-        """Suppress the warning if a forecast made during the run already says that the deadline will be missed."""
+        """Note a forecast made during the run.
+
+        If it says that the deadline will be missed, `look` gives no further warning.
+        """
         self._told |= deadline.is_missed
 
     def answered(self, rows: int, output_tokens: int) -> None:
-        """Add an answer to the rows and tokens that are done by the deadline, unless the deadline is past.
+        """Count an answer as done by the deadline, unless the deadline is past.
 
         Args:
-            rows: Number of rows with this answer.
+            rows: Number of rows with this answer: a row and its duplicates.
             output_tokens: Tokens of the answer.
         """
         if self._clock() <= self._at:
@@ -156,6 +162,8 @@ class DeadlineWatch:
 
     def look(self, left_s: float | None) -> None:
         """Warn if the deadline will be missed, unless a warning was given before.
+
+        In the first 30 seconds of a run, the rate is not representative. Then it warns only if the deadline is past.
 
         Args:
             left_s: Remaining engine time at the current rate, in seconds. None if unknown.
@@ -175,7 +183,9 @@ class DeadlineWatch:
 
 @dataclass(frozen=True, slots=True)
 class StopForecast:
-    """Forecasts how many rows are done when a run is stopped. A steady rate of tokens in plan order is assumed.
+    """The number of rows that are done when a run is stopped at a given time.
+
+    A constant rate of tokens in plan order is assumed.
 
     Attributes:
         at: When the run stops.
@@ -183,7 +193,7 @@ class StopForecast:
         takes_s: Seconds for all rows of the job. None if unknown.
         rows: Rows of the job, error rows included.
         rows_done: Rows that are done at `at`. None if unknown.
-        upper_bound: Whether `takes_s` is an upper bound.
+        upper_bound: Whether `takes_s` is an upper bound, because answers may be shorter than assumed.
     """
 
     at: datetime
@@ -203,7 +213,7 @@ class StopForecast:
         engine_s: float | None,
         upper_bound: bool,
     ) -> StopForecast:
-        """Return the forecast for a run of a plan that has requests to run.
+        """Forecast how many rows a run completes before it stops. The plan must have requests to run.
 
         Args:
             at: When the run stops.

@@ -53,7 +53,7 @@ FULL_BATCHES = 4  # least full batches in a part. Rows must have to wait even in
 
 @dataclass(frozen=True, slots=True)
 class EngineForecast:
-    """The forecast of the engines of a run. Seconds are None if the peaks of the machine are unknown.
+    """The forecast of the engines of a run.
 
     Attributes:
         run: Counts and time of the run, scaled from the simulated rows to all rows.
@@ -61,12 +61,13 @@ class EngineForecast:
         answers_from: Number of earlier runs that give the answer lengths. 0: every answer has max_tokens.
         upper_bound: Whether answers may be shorter than simulated.
         times: Step times and their origin.
-        seconds: Engine time.
-        within: Range of the time. None if `seconds` is None.
-        waits: Mean share of time (0 to 1) that a pipeline stage is idle. None without stages.
-        mfu: Share of the peak FLOP/s, 0 to 1.
-        mbu: Share of the peak bandwidth, 0 to 1.
-        energy_j: Energy in joules. None if no earlier run measured power.
+        seconds: Expected engine time. None, as all following values but `proposals`, if the machine's peaks are
+            unknown.
+        within: Range that the time of the whole run is expected to be in.
+        waits: Mean share of time (0 to 1) that a pipeline stage is idle. None also without pipeline parallelism.
+        mfu: FLOP/s as a share of the peak, 0 to 1.
+        mbu: Memory traffic per second as a share of the peak bandwidth, 0 to 1.
+        energy_j: Energy in joules. None also if no earlier run measured power.
         proposals: Draft tokens of the last run. The forecast ignores them. None if the job has no drafts.
     """
 
@@ -90,13 +91,13 @@ class ForecastEngine:
 
     Attributes:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         plan: The plan, which may cover only a sample of the job's rows.
         machine: The simulated engine.
         times: Step times and their origin.
         lengths: Forecast answer lengths.
         answers_from: Number of earlier runs that give `lengths`.
-        multiple: Rows of the job per row of the plan.
+        multiple: Rows of the job divided by rows of the plan. 1 if the plan covers all rows.
     """
 
     job: Job
@@ -121,7 +122,10 @@ class ForecastEngine:
         return engine_weights(self.setup.models)
 
     def least_s(self) -> float | None:
-        """Return the roofline time of the plan in seconds, without attention, or None if the peaks are unknown."""
+        """Return a lower bound on the plan's time in seconds: the roofline time of all its tokens without attention.
+
+        None if the peaks are unknown.
+        """
         setting = self.setup.setting
         if setting.peaks is None:
             return None
@@ -131,14 +135,14 @@ class ForecastEngine:
         return roofline_seconds(step, setting.peaks) / setting.placement.replicas
 
     def run_budget_s(self) -> float:
-        """Return how many seconds the simulation at the start of a run may take: a small share of the run."""
+        """Return how many seconds the simulation at the start of a run may take: a small share of the run's time."""
         return max(RUN_LEAST_S, RUN_SHARE * (self.least_s() or 0.0))
 
     def forecast(self, prompts: Prompts, budget_s: float) -> EngineForecast:
-        """Simulate the plan, or a part of a large plan, and return the forecast for all rows.
+        """Simulate the plan, or a sample of a large plan, and return the forecast for all rows.
 
         Args:
-            prompts: The token store.
+            prompts: The token ids of all prompts.
             budget_s: Approximate number of seconds that the simulation may take.
         """
         batches = self._batches(prompts, self.every(budget_s))
@@ -194,14 +198,14 @@ class ForecastEngine:
 
     @property
     def simulating_s(self) -> float:
-        """Return the approximate number of seconds that simulating the whole plan on one replica takes."""
+        """Return about how many seconds this process needs to simulate a single engine that runs the whole plan."""
         token_s = OUTPUT_TOKEN_S + STEP_S / self.machine.scheduler.max_num_seqs
         return self.plan.to_run * ROW_S + self.plan.expected_tokens * token_s
 
     def simulation_s(self, every: int) -> float:
-        """Return the approximate number of seconds that a simulation of every n-th batch takes.
+        """Return how many seconds this process needs, approximately, to simulate every n-th batch of requests.
 
-        If n > 1, half of these batches are simulated too, to extrapolate.
+        If n > 1, half of these requests are simulated a second time alone, to extrapolate to the whole plan.
 
         Args:
             every: The number n.
@@ -209,7 +213,10 @@ class ForecastEngine:
         return self.simulating_s if every == 1 else self.simulating_s / every * TWO_PARTS
 
     def every(self, budget_s: float) -> int:
-        """Return the number n for which a simulation of every n-th batch takes about `budget_s` seconds."""
+        """Return the number n for which simulating every n-th batch of requests takes about `budget_s` seconds.
+
+        The sample is never so small that it fills the engines only a few times. 1 means the whole plan.
+        """
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
         engines = self.setup.setting.placement.replicas  # only one engine is simulated
         within = int(batches * budget_s * engines / self.simulating_s / TWO_PARTS)
@@ -229,7 +236,8 @@ class ForecastEngine:
 def half_of(requests: Sequence[T]) -> list[T]:
     """Divide requests into consecutive segments, and return the requests of every second segment.
 
-    Segments are short, to cover all of the plan, but long enough that rows with a shared prefix mostly stay together.
+    The result is a sample of half of the requests. Segments are short, so that the sample covers the whole plan, but
+    long enough that rows with a shared prefix mostly stay together.
     """
     segment = max(1, min(REQUEST_BATCH, max(LEAST_SEGMENT, len(requests) // SEGMENTS), len(requests) // 2))
     return [request for at, request in enumerate(requests) if at // segment % 2 == 0]
@@ -242,7 +250,7 @@ def forecast_engine(
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         plan: The plan, which must have requests to run.
         devices: Devices of the engines. None: the devices of this machine.
         learns: Whether to use step times of earlier runs.
@@ -270,7 +278,7 @@ def simulated_engine(
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         longest: Maximum number of tokens of a sequence.
         devices: Devices of the engines. None: the devices of this machine.
         learns: Whether to use step times of earlier runs.

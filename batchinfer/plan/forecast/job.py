@@ -47,7 +47,8 @@ class Lengths:
         shortest: The shortest prompt.
         median: The median prompt.
         longest: The longest prompt.
-        buckets: Pairs of an upper bound, which is a power of two, and the number of prompts in its range.
+        buckets: A histogram: pairs of an upper bound and the number of prompts with a length above half of the bound,
+            up to the bound. Bounds are powers of two.
     """
 
     shortest: int
@@ -58,7 +59,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of all engines of a run, as a lower bound.
+    """The memory that all engines of a run need together, at least.
 
     Attributes:
         weights: Bytes of weights.
@@ -84,22 +85,23 @@ class JobForecast:
         setting: Arithmetic and device, for people.
         lengths: Prompt lengths. None if no request must run.
         memory: Memory of the engines. None if no request must run or the job does not fit.
-        forecast: Forecast of the engines, or None.
+        forecast: Forecast of the engines. None if no request must run or the job does not fit.
         drafting: Forecast of a draft model that answers all rows first. None without one.
-        draft_model: Where a draft model runs (`runs`: "first" or "beside"), and `why`. None without one.
+        draft_model: Where a draft model runs (`runs`: "first" or "beside"), and the reason (`why`). None without one.
         context: Maximum number of tokens of a row.
         rows_over: Rows that exceed `context` and become error rows. None if prompts are truncated instead.
         prefixes: The shared prefixes that save the largest number of tokens, and their ancestors.
-        misfit: Why the job does not fit into memory, or None.
+        misfit: Why the job does not fit into memory. None if it does.
         calibration: Forecast of the int4 calibration. None if the run does not calibrate.
         deadline: The job's deadline, if the engine starts now. None without one.
-        stop: Forecast of a run that is stopped early. None if it is not.
-        idle: Idle time of devices. None if no request must run, or for another machine.
+        stop: Number of rows that are done when the run is stopped. None if no time to stop was given.
+        idle: Idle time of devices. None if no request must run, or if the forecast is for another machine.
         findings: Suggestions for sharing more work between rows.
         quantizations: Forecasts for all possible quantisations of the weights.
         devices: Devices of the engines. None if no request must run.
         layouts: Forecasts for all possible layouts on several devices.
-        experts: The plan of experts as a dictionary (`ExpertPlan.facts`). None without expert parallelism.
+        experts: The assignment of experts to ranks as a dictionary (`ExpertPlan.facts`). None without expert
+            parallelism.
         sample: The sample of rows that was read. None if every row was read.
     """
 
@@ -145,10 +147,10 @@ def forecast_job(
         job: The job.
         reading: Called with the progress while rows are read.
         notice: Called with each warning about quantisation and the input.
-        devices: Devices of another machine. None: this machine.
+        devices: Devices of another machine, for which the forecast is made. None: this machine.
         sample: Approximate number of rows to read instead of all. None: all rows.
-        stop_at: When the run stops. None: when it is done.
-        cluster: Resources of an engine on a Ray cluster. None without Ray.
+        stop_at: Time at which the run is stopped. None: it runs until all rows are done.
+        cluster: The part of a node of a Ray cluster that one engine gets. None without Ray.
     """
     state = state_of(job)
     elsewhere = cluster if devices is None else MachineFacts(devices.hardware)

@@ -41,15 +41,15 @@ class LayoutForecast:
         experts: Number of ranks that share whole experts.
         engines: Number of engines.
         seconds: Engine time. None if the layout is refused or the peaks are unknown.
-        simulated: Whether `seconds` was simulated instead of estimated.
-        waits: Share of time (0 to 1) that a pipeline stage is idle, if simulated.
-        weight_bytes: Weight bytes of the device with the largest number of them.
-        kv_bytes: KV-cache bytes of the device with the largest number of them.
-        refused: Why the layout does not fit into memory or is impossible, or None.
-        not_run: Why no engine supports the layout yet, or None.
+        simulated: Whether `seconds` was simulated. Otherwise it was estimated.
+        waits: Share of time (0 to 1) that a pipeline stage is idle. None if not simulated.
+        weight_bytes: Bytes of weights on the device with the largest shard.
+        kv_bytes: Bytes of the KV cache on the device with the largest KV cache.
+        refused: Why the layout does not fit into memory or is impossible. None if it is possible.
+        not_run: Why no engine supports the layout yet. None if one does.
         chosen: Whether it is the fastest layout that can run.
-        imbalance: Load of the most loaded rank of experts divided by the mean load. None if experts are not sharded
-            or it is unknown.
+        imbalance: Load of the most loaded rank of experts divided by the mean load. None if experts are not sharded or
+            it is unknown.
     """
 
     tensor: int
@@ -104,10 +104,10 @@ def layout_forecasts(
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         plan: The plan, which may cover only a sample of the job's rows.
-        prompts: The token store.
-        multiple: Rows of the job per row of the plan.
+        prompts: The token ids of all prompts.
+        multiple: Rows of the job divided by rows of the plan. 1 if the plan covers all rows.
         devices: The devices.
 
     Returns:
@@ -130,7 +130,8 @@ def layout_forecasts(
 def candidates(devices: int) -> Iterator[Division]:
     """Yield the possible ways to shard an engine's model on up to `devices` devices, fewest ranks first.
 
-    A number of ranks is omitted if more ranks are possible with the same number of engines.
+    For each number of engines, each engine gets the largest possible number of ranks. All divisions of these ranks into
+    tensor-parallel and pipeline-parallel sizes are yielded.
     """
     for ranks in sorted({devices // engines for engines in range(1, devices + 1)}):
         yield from (Division(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0)

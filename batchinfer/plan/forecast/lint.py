@@ -35,10 +35,13 @@ _SPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """A suggestion for the input, with the savings for the whole job if no answer were stored.
+    """A suggestion for the input or the prompt, with the tokens and time that it saves.
+
+    Savings are for the whole job, as if no answer were stored yet.
 
     Attributes:
-        kind: "text_behind_fields", "field_order" or "near_duplicates".
+        kind: "text_behind_fields": fixed text should come before the fields. "field_order": the fields should have
+            another order. "near_duplicates": rows differ only in white space or case.
         text: The suggestion, for people.
         saved_tokens: Prompt tokens that need not be computed if the suggestion is followed.
         share: `saved_tokens` as a share (0 to 1) of the prompt tokens that are computed now.
@@ -58,7 +61,7 @@ class LintFinding:
 
 @dataclass(frozen=True, slots=True)
 class PromptVariant:
-    """The first rows of a job with a variant of the prompt.
+    """The first rows of a job, indexed and planned with one variant of the prompt template.
 
     Attributes:
         plan: The plan of the rows.
@@ -72,19 +75,21 @@ class PromptVariant:
 
     @property
     def tokens(self) -> int:
-        """Return the number of prompt tokens that are computed, if each shared prefix is computed once."""
+        """Return the number of prompt tokens of the rows, if each shared prefix is computed and counted once."""
         return self.plan.prompt_tokens - self.plan.shared_prefix_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Linter:
-    """Examines the first rows of a job's input for work that rows could share.
+    """Looks for work that rows could share if the prompt template or the input were changed.
+
+    It examines the first rows of the input.
 
     Attributes:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         index: The index of all rows.
-        scratch: Folder for the indexes of other variants of the prompt.
+        scratch: Folder for the indexes that are made with other variants of the prompt template.
     """
 
     job: Job
@@ -93,9 +98,11 @@ class Linter:
     scratch: Path
 
     def findings(self) -> list[LintFinding]:
-        """Return the suggestions that save at least LEAST_SHARE of the prompt tokens.
+        """Return the suggestions that each save at least LEAST_SHARE (1 %) of the computed prompt tokens.
 
-        Raises StorageError or OutOfMemory.
+        Raises:
+            StorageError: The input or a file of the index cannot be read or written.
+            OutOfMemory: Planning needs too much memory.
         """
         if not self.index.rows:
             return []
@@ -181,7 +188,6 @@ class Linter:
         return LintFinding(kind, text, round(saved * scale), saved / before.tokens, saved_s, template)
 
     def _near_duplicates(self, first: PromptVariant) -> Iterator[LintFinding]:
-        """Find prompts that differ only in white space and case. The shortest prompt of each group is kept."""
         alike: dict[bytes, dict[bytes, int]] = {}  # normalised text: {exact text: unshared tokens}
         for text, params, own in self._texts(first):
             common = _digest(_SPACE.sub(" ", text).strip().casefold(), params)
@@ -195,7 +201,8 @@ class Linter:
             yield LintFinding("near_duplicates", text, round(tokens * scale), share, None, rows=rows)
 
     def _texts(self, first: PromptVariant) -> Iterator[tuple[str, str, int]]:
-        """Yield each prompt with greedy sampling: its text, its parameters as JSON, and its unshared tokens."""
+        # Yields text, sampling parameters as JSON, and unshared tokens. Only greedy rows: equal prompts then
+        # have equal answers.
         before = 0  # tokens shared with the previous prompt
         for batch, requests in read_requests(first.plan, first.index.tokens, _BATCH, self.setup.roots):
             texts = self.setup.tokenizer.decode_batch([request.prompt.tolist() for request in requests])

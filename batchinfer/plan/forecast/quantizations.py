@@ -32,7 +32,8 @@ class QuantizedForecast:
         quantization: The quantisation.
         chosen: Whether the job uses this quantisation.
         weight_bytes: Weight bytes of all engines.
-        seconds: Engine time, without step times of earlier runs. None if unknown or if the job does not fit.
+        seconds: Engine time. It ignores the step times that earlier runs measured, for a fair comparison. None if
+            unknown or if the job does not fit.
         fits: Whether the job fits into memory.
     """
 
@@ -48,15 +49,15 @@ def quantized_forecasts(
 ) -> Iterator[QuantizedForecast]:
     """Forecast a job with each quantisation that it could use.
 
-    Yields nothing if the checkpoint stores quantised weights. Quantisations that the job's ranks cannot shard are
-    omitted.
+    Yields nothing if the checkpoint stores quantised weights, or if a CPU computes in float16. Quantisations that the
+    job's ranks cannot shard are omitted.
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         plan: The plan, which may cover only a sample of the job's rows.
-        prompts: The token store.
-        multiple: Rows of the job per row of the plan.
+        prompts: The token ids of all prompts.
+        multiple: Rows of the job divided by rows of the plan. 1 if the plan covers all rows.
     """
     setting = setup.setting
     checkpoint = open_checkpoint(job.model.path) if setting.parts.weights is not None else setup.checkpoint

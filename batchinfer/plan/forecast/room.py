@@ -32,7 +32,7 @@ class EngineRoom:
         limits: Limits of the scheduler, such as the maximum numbers of rows and tokens per step.
         layout: Layout of the KV cache.
         blocks: Number of KV-cache blocks.
-        sharded: The model's parts by stage. None if the model is not sharded.
+        sharded: The model's shard for each pipeline stage. None if the model is not sharded.
     """
 
     limits: SchedulerConfig
@@ -42,11 +42,11 @@ class EngineRoom:
 
 
 def engine_room(job: Job, setup: Setup, longest: int) -> EngineRoom:
-    """Return the capacity of a job's engine for sequences.
+    """Compute the capacity of a job's engine for sequences, without starting the engine.
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         longest: Maximum number of tokens of a sequence.
 
     Raises:
@@ -84,16 +84,16 @@ def _blocks(
     panel: int,
     spare: int,
 ) -> int:
-    """Return the KV-cache blocks of all micro-batches, limited by the rank with the least free memory.
+    """Return the number of KV-cache blocks of an engine, limited by the rank with the least free memory.
 
     Args:
         setting: Device, memory and sharding.
         config: Configuration of the engine.
         limits: Limits of the scheduler.
         layout: KV cache of the whole model.
-        taken: For one rank of each stage: weight bytes, and bytes of a KV-cache block.
-        panel: Bytes of a buffer for widened weights.
-        spare: Cache bytes outside of blocks.
+        taken: For one rank of each pipeline stage: bytes of its weights, and bytes of one KV-cache block on it.
+        panel: Bytes of a buffer for weights that are dequantised during a step.
+        spare: Bytes of the cache that are not available for blocks.
     """
     on_gpu, ranks = setting.device == "cuda", setting.placement.division.ranks
     turns = min(setting.placement.division.stages, limits.max_num_seqs)
@@ -112,10 +112,10 @@ def _blocks(
 
 
 def draft_block_bytes(setup: Setup, block_size: int) -> int:
-    """Return the KV-cache bytes of a draft model or draft heads per block of the job's model, or 0 without them.
+    """Return the bytes that a draft model or draft heads add to each block of the KV cache, or 0 without them.
 
     Args:
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         block_size: Tokens per block.
     """
     drafting, heads = setup.engine_draft_model, setup.setting.parts.heads
@@ -125,10 +125,10 @@ def draft_block_bytes(setup: Setup, block_size: int) -> int:
 
 
 def head_state_bytes(setup: Setup, max_num_seqs: int) -> int:
-    """Return the bytes of hidden states that a GPU keeps for draft heads. 0 on a CPU or without heads.
+    """Return the bytes of the hidden states that a GPU stores as input of draft heads. 0 on a CPU or without heads.
 
     Args:
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         max_num_seqs: Maximum number of sequences in a step.
     """
     heads, setting = setup.setting.parts.heads, setup.setting
@@ -159,12 +159,12 @@ def fits(job: Job, setup: Setup) -> bool:
 
 
 def captures_of(setup: Setup, cost: ModelCost, limits: SchedulerConfig, longest: int) -> Captures:
-    """Return the limits of the CUDA graphs that an engine captures.
+    """Return the largest steps, in rows and tokens, that an engine captures as CUDA graphs.
 
-    All zero for models that third-party code runs.
+    All limits are 0 for models that third-party code runs, because their steps are not captured.
 
     Args:
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         cost: FLOPs and bytes of the model's steps.
         limits: Limits of the scheduler.
         longest: Maximum number of tokens of a sequence.

@@ -38,7 +38,7 @@ class RunForecast:
 
     Attributes:
         engine: The forecast of the engines. None if no forecast was made.
-        lines: The forecast as lines for people.
+        lines: The forecast as lines for people. Empty, or the reason, if no forecast was made.
     """
 
     engine: EngineForecast | None = None
@@ -48,15 +48,15 @@ class RunForecast:
 def forecast_run(job: Job, setup: Setup, plan: Plan, prompts: Prompts, whole: bool = True) -> RunForecast:
     """Forecast the engines at the start of a run. An arithmetic error in the forecast does not stop the run.
 
-    The forecast is empty if no request must run, if the machine's peaks are unknown, if memory is too small, or if
-    even the smallest simulation takes long.
+    The forecast is empty if no request must run, if the machine's peaks are unknown, if memory is too small, or if even
+    the smallest simulation takes too long.
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         plan: The plan of the run.
-        prompts: The token store.
-        whole: Whether the plan is all that the run computes. If True, the time of the whole run is forecast too.
+        prompts: The token ids of all prompts.
+        whole: True if the run computes nothing but this plan. The time of the whole run is then forecast too.
     """
     if setup.setting.peaks is None or not plan.to_run:
         return RunForecast()
@@ -83,7 +83,7 @@ def _forecast(engine: ForecastEngine, prompts: Prompts, whole: bool) -> RunForec
 
 
 class RevisedForecast:
-    """Reports a new forecast once during a run, from the lengths of the first answers and the rate so far."""
+    """Reports a new forecast once during a run, from the lengths of the first answers and the rate of progress."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class RevisedForecast:
         clock: Callable[[], float] = time.monotonic,
         began: float | None = None,
     ) -> None:
-        """Create a forecast that has not been reported yet.
+        """Create an object that has not reported a forecast yet.
 
         Args:
-            wanted: Whether a new forecast is needed: the first one is missing, or assumed max_tokens for every
-                answer.
+            wanted: Whether a new forecast is needed. It is if there is none from the start of the run, or if that one
+                assumed max_tokens for every answer.
             notice: Called with the new forecast as text.
             clock: Returns seconds.
             began: Start of the engine, by the clock. None: the first call of `look`.
@@ -106,10 +106,10 @@ class RevisedForecast:
         self.facts: dict[str, Any] = {}  # for the run's report, by the names of the run table's columns
 
     def look(self, progress: Progress) -> None:
-        """Report the new forecast as soon as enough answers have finished. Does nothing after that.
+        """Report the new forecast as soon as enough answers have finished. Later calls do nothing.
 
         Args:
-            progress: Progress of the run.
+            progress: The run's progress: the output so far, the share that is done, and the time that is left.
         """
         output = progress.output
         if not self._wanted or output is None:
@@ -130,10 +130,10 @@ class RevisedForecast:
 
 
 def longest_step_s(setting: Setting, cost: ModelCost, longest: int, info: EngineInfo) -> float:
-    """Return the seconds of the largest step that the limits of an engine allow.
+    """Return the predicted seconds of the largest step that the limits of an engine allow.
 
     Args:
-        setting: The setting of the job.
+        setting: The job's device, arithmetic, memory and parallelism.
         cost: FLOPs and bytes of the model's steps.
         longest: Tokens of each sequence in the step. Sequences share no blocks.
         info: Limits of the engine.

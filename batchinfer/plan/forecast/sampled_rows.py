@@ -52,18 +52,15 @@ class SampledRows:
         return replace(plan, rows=self.of_rows, **scaled)
 
     def whole_prefix(self, node: PlannedPrefix) -> PlannedPrefix:
-        """Return a shared prefix of the sample with its counts scaled to the whole input.
-
-        Scaled are the numbers of requests and of saved tokens.
-        """
+        """Return a shared prefix of the sample, with its requests and saved tokens scaled to the whole input."""
         users = round(node.users * self.factor)
         return replace(node, users=users, saved_tokens=node.own_tokens * (users - 1))
 
 
 def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
-    """Return how to draw about `rows` rows from the whole input, and the number of rows of the input.
+    """Return how to draw a sample of about `rows` rows from the whole input, and the number of rows of the input.
 
-    Returns None if the input has at most `rows` rows. Reads the whole input to count its rows.
+    Returns None if the input has at most `rows` rows, so no sample is needed. Counts the rows of the whole input first.
     """
     found = open_input(job, input_files(job)).count(job.input.limit)
     if found <= rows:
@@ -73,10 +70,10 @@ def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
 
 
 def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
-    """Return the size and error of the sample in an index.
+    """Return the size of a sample of rows, and the error of token counts that are estimated from it.
 
     Args:
-        index_parts: Parquet files of the index.
+        index_parts: Parquet files of the index of the sampled rows.
         of_rows: Rows of the whole input.
     """
     columns = [pq.read_table(part, columns=["token_count", "expected_tokens"]) for part in index_parts]
@@ -87,10 +84,11 @@ def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
 
 
 def relative_error(tokens: NDArray[np.int64], of_rows: int) -> float | None:
-    """Estimate the relative error of a token count that was scaled from a sample, at 95 % confidence.
+    """Estimate the relative error (95 % confidence) of a token count that is scaled from a sample to the whole input.
 
-    Uses the differences between neighbouring runs of RUN_ROWS rows, as is usual for a systematic sample: slow changes
-    along the input add no error. Returns None for fewer than eight runs or no tokens.
+    The sample consists of runs of RUN_ROWS consecutive rows. The error is estimated from the differences between
+    neighbouring runs, as is usual for a systematic sample, so slow changes along the input add no error. Returns None
+    for fewer than eight runs or no tokens.
 
     Args:
         tokens: Tokens of each row of the sample, in input order.

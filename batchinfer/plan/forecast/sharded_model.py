@@ -39,7 +39,7 @@ class StagePart:
     layers: tuple[int, int]
 
     def block_bytes(self, layout: CacheLayout, whole: ModelSpec) -> int:
-        """Return the bytes that a KV-cache block takes on this rank.
+        """Return the bytes of one KV-cache block on this rank: the keys and values of the rank's layers.
 
         Args:
             layout: Layout of the KV cache of the whole model.
@@ -70,7 +70,7 @@ class ShardedModel:
         return max(part.weight_bytes for part in self.parts)
 
     def stages(self, devices: Devices, itemsize: int, all_logits: bool) -> tuple[SimulatedStage, ...]:
-        """Return the model's pipeline stages for a simulation.
+        """Return a simulated pipeline stage for each stage of the model: its cost and the data that its ranks exchange.
 
         Args:
             devices: The devices of the ranks, and the links between them.
@@ -89,13 +89,13 @@ class ShardedModel:
 
 
 def shard_model(setup: Setup, division: Division) -> ShardedModel | None:
-    """Return the shards of a job's model by stage.
+    """Return the shards of a job's model by pipeline stage.
 
     Returns None with a single rank, or for a model that third-party code runs.
 
     Args:
-        setup: The setup of the job.
-        division: How the model is sharded.
+        setup: The job's model, tokenizer and setting.
+        division: The numbers of tensor-parallel, pipeline-parallel and expert-parallel ranks.
 
     Raises:
         CannotSplit: The model cannot be sharded.
@@ -110,12 +110,12 @@ def shard_model(setup: Setup, division: Division) -> ShardedModel | None:
 
 
 def shard_into_stages(whole: ModelSpec, division: Division, setting: Setting) -> ShardedModel:
-    """Return the shards of a model by stage.
+    """Return the shards of a model by pipeline stage.
 
     Args:
         whole: The whole model.
-        division: How the model is sharded.
-        setting: The setting of the job.
+        division: The numbers of tensor-parallel, pipeline-parallel and expert-parallel ranks.
+        setting: The job's device, arithmetic, memory and parallelism.
 
     Raises:
         CannotSplit: The model cannot be sharded.
@@ -144,11 +144,11 @@ def _fullest(first: int, division: Division, placement: ExpertPlacement | None) 
 
 
 def with_imbalance(cost: ModelCost, factor: float) -> ModelCost:
-    """Return the cost of a model's steps on the rank whose experts get the largest number of tokens.
+    """Return the cost of a model's steps on the rank whose experts receive the largest number of tokens.
 
     Args:
-        cost: The cost with a mean number of tokens.
-        factor: Tokens of the rank divided by the mean.
+        cost: The cost if every rank's experts receive the same number of tokens.
+        factor: Tokens of the most loaded rank divided by the mean over ranks.
     """
     operators = [
         replace(one, token=Cost(*(round(part * factor) for part in astuple(one.token))))
@@ -170,10 +170,10 @@ def needs_all_logits(job: Job) -> bool:
 
 
 def measured_stages(cost: ModelCost, stages: int) -> tuple[SimulatedStage, ...]:
-    """Return pipeline stages for a model whose step times were measured in earlier runs with these stages.
+    """Return simulated pipeline stages for a model whose step times were measured in earlier runs with these stages.
 
-    A measured time runs from the end of one step to the end of the next. So the work of each stage takes the time of
-    a whole step.
+    Each stage gets the cost of the whole model. This is right because a measured time runs from the end of one step to
+    the end of the next, which is the time that one stage works on a step.
 
     Args:
         cost: FLOPs and bytes of the whole model's steps.

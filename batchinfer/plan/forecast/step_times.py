@@ -66,7 +66,7 @@ def step_times(setting: Setting, cost: ModelCost, earlier: EarlierSteps | None) 
     """Return the best available step times for a model on this machine.
 
     Args:
-        setting: The setting of the job.
+        setting: The job's device, arithmetic, memory and parallelism.
         cost: FLOPs and bytes of the model's steps.
         earlier: Steps of comparable earlier runs, or None.
     """

@@ -35,7 +35,7 @@ def read_together(
     """Yield the tokens of prompts in batches of about _AT_ONCE tokens. Neighbouring prompts are read with one read.
 
     Args:
-        prompts: The token store.
+        prompts: The token ids of all prompts.
         offsets: Position in the token store of each prompt, or of the part to read.
         counts: Number of tokens to read of each prompt.
 
@@ -77,7 +77,7 @@ def read_requests(
 
     Args:
         plan: The plan.
-        prompts: The token store.
+        prompts: The token ids of all prompts.
         rows: Requests per batch.
         roots: Tells which requests may share cached prefixes.
         every: If n > 1, read only every n-th batch, as if the plan had no others.

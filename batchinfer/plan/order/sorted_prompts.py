@@ -47,7 +47,7 @@ def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.
     """Read up to BLOCK tokens of each prompt, starting anywhere in it.
 
     Args:
-        prompts: The token store.
+        prompts: The token ids of all prompts.
         offsets: Position in the token store of the first token to read of each prompt.
         counts: Number of tokens from there to the end of the prompt.
 
@@ -102,7 +102,7 @@ def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[Pref
 
     Args:
         database: A DuckDB connection with the table `work`.
-        prompts: The token store.
+        prompts: The token ids of all prompts.
         roots: A number per row of `work`. Prompts with different numbers share nothing.
 
     Returns:
@@ -126,7 +126,7 @@ class _WorkPrompts:
     """The prompts of the table `work`.
 
     Attributes:
-        prompts: The token store.
+        prompts: The token ids of all prompts.
         offsets: Position of each prompt in the token store.
         counts: Tokens of each prompt.
         roots: A number per prompt. Prompts with different numbers share nothing.

@@ -29,7 +29,7 @@ def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPl
     Args:
         job: The job.
         checkpoint: The job's model.
-        setting: The setting of the job.
+        setting: The job's device, arithmetic, memory and parallelism.
     """
     division = setting.placement.division
     if division.ranks == 1 or not isinstance(checkpoint, Checkpoint):

@@ -173,7 +173,7 @@ def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
 
     Args:
         job: The job.
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         scratch: Folder for the files of the index.
         rows: Maximum number of rows per file.
     """

@@ -233,7 +233,7 @@ def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
 
     Args:
         job: The job, which may set the number.
-        setting: The setting of the job.
+        setting: The job's device, arithmetic, memory and parallelism.
         machine: The machine that reads the rows.
     """
     if job.input.workers != "auto":
@@ -249,7 +249,7 @@ def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> by
     Weight files with unknown digests are hashed.
 
     Args:
-        setup: The setup of the job.
+        setup: The job's model, tokenizer and setting.
         state: The job's state folder, which stores known digests.
         remember: Whether to store new digests there.
     """
