@@ -14,11 +14,11 @@ from batchinfer_kernels.cost import StepShape
 
 @dataclass(frozen=True, slots=True)
 class MeanRow:
-    """The mean row of a job, in tokens.
+    """The mean number of tokens of a job's rows.
 
     Attributes:
         prompt: Prompt tokens.
-        own: Prompt tokens that no earlier row shares.
+        own: Prompt tokens that are not part of a prefix computed for an earlier row.
         output: Output tokens.
     """
 
@@ -30,7 +30,8 @@ class MeanRow:
 def estimated_s(engine: ForecastEngine) -> float:
     """Return the approximate engine time of a plan in seconds, without a simulation.
 
-    The engine is assumed to be always full, with waves of rows: each wave prefills its prompts, then decodes.
+    The engine is assumed to compute the rows in consecutive full batches: each batch first prefills all its
+    prompts, then decodes all its answers.
     """
     plan, machine = engine.plan, engine.machine
     rows = plan.to_run * engine.multiple / engine.setup.setting.placement.replicas
@@ -74,17 +75,7 @@ def _prompt_s(machine: SimulatedEngine, mean: MeanRow) -> float:
 def _interval_s(
     machine: SimulatedEngine, shape: StepShape, rows: int, mode: LaunchMode, steps: int = 1
 ) -> float:
-    """Return the seconds from one step of a micro-batch to its next step.
-
-    In between, every other micro-batch runs one such step.
-
-    Args:
-        machine: The engine.
-        shape: Tokens and attention of the step.
-        rows: Rows of the step.
-        mode: How the step is launched.
-        steps: Number of decode steps that the host launches together.
-    """
+    # A micro-batch runs again after every other micro-batch has run one step of the same size
     time, turns, captures = machine.time, machine.turns, machine.captures
     if captures is not None and not captures.rows:
         mode = "eager"

@@ -35,11 +35,11 @@ Basis = Literal["runs", "measured", "declared", "limit", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Step times and their origin.
+    """A predictor of step durations and the origin of its figures.
 
     Attributes:
         time: Predicts the seconds of a step.
-        basis: Origin of the times. "unknown": the seconds mean nothing, because the peaks are unknown.
+        basis: Origin of the figures. "unknown": the seconds are meaningless, because the peaks are unknown.
         runs: Number of earlier runs whose steps were used. 0 for another origin.
     """
 
@@ -49,9 +49,9 @@ class StepTimes:
 
 
 def alike(job: Job, setting: Setting) -> dict[str, object]:
-    """Return the columns of the run table whose values must be equal for step times of runs to be comparable.
+    """Return the values, by column of the table of runs, that a comparable earlier run must have.
 
-    They describe model, machine and arithmetic.
+    Step times of a run are used for a forecast only if its model, machine and arithmetic are the same.
     """
     return {
         "model": describe_model(job.model.path),
@@ -63,7 +63,10 @@ def alike(job: Job, setting: Setting) -> dict[str, object]:
 
 
 def step_times(setting: Setting, cost: ModelCost, earlier: EarlierSteps | None) -> StepTimes:
-    """Return the best available step times for a model on this machine.
+    """Return the best available predictor of step durations for a model on this machine.
+
+    Measured steps of earlier runs are used first, then the result of `doctor --measure`, then an assumed share of the
+    device's peaks.
 
     Args:
         setting: The job's device, arithmetic, memory and parallelism.

@@ -30,7 +30,8 @@ UPPER_BOUND = "(upper bound: no earlier run to learn lengths from)"
 def layout_lines(layouts: Sequence[LayoutForecast], devices: Devices) -> Iterator[tuple[str, str]]:
     """Yield lines that compare the layouts of a job on several devices, as pairs of a heading and a text.
 
-    The order is: the devices, the layouts that fit (the chosen one first), the refused layouts.
+    A layout is a number of engines and the sharding of each. The order is: the devices, the layouts that fit (the
+    chosen one first), the refused layouts.
     """
     yield (
         "layouts",
@@ -102,7 +103,7 @@ def engine_text(forecast: EngineForecast) -> str:
 
 
 def range_line(forecast: EngineForecast) -> tuple[str, ...]:
-    """Return one line with the range of the whole run's time and of its parts. Empty if the range is unknown."""
+    """Return a line with the range of the whole run's time and of its parts, or an empty tuple if it is unknown."""
     within = forecast.within
     if within is None:
         return ()
@@ -118,7 +119,7 @@ def _span(within: tuple[float, float]) -> str:
 
 
 def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
-    """Return one line about the draft tokens of the last run, which the forecast ignores. Empty without drafts."""
+    """Return a line about the draft tokens of the last run, which the forecast ignores. Empty without drafts."""
     before = forecast.proposals
     if before is None:
         return ()
@@ -279,14 +280,15 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
 def experts_text(
     placement: str, ranks: int, why: str, in_ranges: float | None, expected: float | None, repeated: int
 ) -> str:
-    """Return a plan of experts as a sentence. The arguments are the values of `ExpertPlan.facts`.
+    """Return a sentence about the assignment of experts to ranks. The arguments are the values of `ExpertPlan.facts`.
 
     Args:
-        placement: "ranges" or "loads".
+        placement: "ranges": each rank has a contiguous range of experts. "loads": experts are assigned by measured
+            loads.
         ranks: Number of ranks that share the experts.
         why: The reason for the placement.
         in_ranges: Load of the most loaded rank divided by the mean, with contiguous ranges. None if unknown.
-        expected: The same with this placement. None if unknown.
+        expected: Load of the most loaded rank divided by the mean, with this placement. None if unknown.
         repeated: Number of extra copies of experts.
     """
     if in_ranges is None or expected is None:

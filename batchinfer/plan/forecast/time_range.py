@@ -33,12 +33,12 @@ _OVERHEAD_FACTORS = (0.7, 1.5)  # relative to earlier runs
 
 @dataclass(frozen=True, slots=True)
 class TimeRange:
-    """The forecast range of a run's time. Each range is a pair of seconds: lower and upper end.
+    """The forecast range of a run's time, as pairs of seconds: the lower and the upper end.
 
     Attributes:
         engine_s: The time of the engines.
         other_s: The rest of the run: start, reading, loading and publishing.
-        runs: Number of earlier runs that measured `other_s`. 0: it is assumed.
+        runs: Number of earlier runs that measured `other_s`. 0: `other_s` is assumed.
     """
 
     engine_s: tuple[float, float]
@@ -52,7 +52,7 @@ class TimeRange:
 
 
 def unmeasured_s(limit_s: float, steps: int, layers: int) -> float:
-    """Return the expected seconds of CPU steps whose speed was not measured.
+    """Return the expected seconds of steps on a CPU whose speed was not measured: `limit_s` plus typical overheads.
 
     Args:
         limit_s: Seconds of all steps at the peaks of the CPU.
@@ -67,9 +67,9 @@ def engine_range(seconds: float, basis: Basis, upper_bound: bool, device: str) -
 
     Args:
         seconds: The expected time.
-        basis: Origin of the step times.
-        upper_bound: Whether answers were counted at their max_tokens.
-        device: Device of the engine. On a CPU, the current load of other processes is included.
+        basis: Origin of the step times, which determines the width of the range.
+        upper_bound: Whether answers were counted at their max_tokens. The lower end then assumes shorter answers.
+        device: Device of the engine. On a CPU, a high load by other processes raises the upper end.
     """
     least, most = _FACTORS[basis]
     shorter = _SHORTEST_ANSWERS if upper_bound else 1.0
@@ -85,8 +85,9 @@ def other_range(earlier: tuple[float, int] | None, weight_bytes: int, device: st
 
     Args:
         earlier: The median of earlier runs in seconds, and the number of these runs. None before the first run.
-        weight_bytes: Bytes of weights to load.
-        device: Device of the engine. On a CPU, the current load of other processes is included.
+        weight_bytes: Bytes of weights to load. Only used before the first run.
+        device: Device of the engine. On a CPU, a high load by other processes raises the upper end before the first
+            run.
     """
     if earlier is not None:
         return earlier[0] * _OVERHEAD_FACTORS[0], earlier[0] * _OVERHEAD_FACTORS[1]

@@ -13,15 +13,15 @@ from batchinfer.store.results.attempts import IS_INVALID
 def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
     """Return a SQL query that yields one row per distinct work key among the current attempts of all input rows.
 
-    The current attempt of a row is the first one without a valid answer, or its last one. The query's columns: work
-    key, offset and number of the prompt tokens, sampling parameters as JSON, expected output tokens, number of rows
-    with this key, number of these rows without a further attempt, and the largest number of prompt and output tokens
-    of this or a later attempt.
+    The current attempt of a row is its first attempt without a valid answer, or its last attempt if all have one. The
+    query's columns: work key, offset and number of the prompt tokens, sampling parameters as JSON, expected output
+    tokens, number of rows with this key, number of these rows without a further attempt, and the largest number of
+    prompt and output tokens of this or a later attempt.
 
     Args:
         index: Parquet files of the index.
-        reached: Highest attempt that any row may be at, from 1. Above 1, the database must have the table `chosen`
-            (`load_chosen`), which marks invalid answers.
+        reached: Number of the highest attempt that any row can have reached, counted from 1. Above 1, the database must
+            have the table `chosen` (`load_chosen`), which marks invalid answers.
         attempts: Maximum number of attempts per row.
     """
     selects = [_at(attempt, reached, attempts, parquet(index)) for attempt in range(1, reached + 1)]

@@ -35,7 +35,7 @@ class Backlog:
         self._requests += requests
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Insert requests at the front of the backlog, because the engine that had them did not answer them."""
+        """Insert requests at the front of the backlog, because an engine that had taken them did not answer them."""
         self._requests[:0] = requests
         self._free_tokens = 0
 
@@ -50,7 +50,7 @@ class Backlog:
         Requests that share a prefix stay together, unless computing the prefix in several engines is cheap.
 
         Args:
-            rows: Desired number of requests. The result has at least one request, and may have more than `rows`.
+            rows: Desired number of requests. The result may have more, or fewer if the backlog has fewer.
             engines: Number of engines that share the backlog.
         """
         end, self._free_tokens = cut(self._requests, rows, engines, self._free_tokens)
@@ -62,19 +62,21 @@ class Backlog:
 
 
 def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int = 0) -> tuple[int, int]:
-    """Choose where to split a list of requests so that few engines compute the same prefix twice.
+    """Choose where to split a list of requests so that few engines compute the same prefix.
 
-    The split is between `rows` and 2 × `rows` requests, where neighbouring requests share the shortest prefix. If that
-    prefix is too expensive to compute twice, `rows` is doubled, until all requests are taken.
+    The split is after at least `rows` and less than 2 × `rows` requests, where neighbouring requests share the shortest
+    prefix. If computing that prefix on both sides is too expensive, `rows` is doubled, until the result is the whole
+    list.
 
-    A prefix is cheap enough if it costs little compared to the requests before the split, or, computed by every
-    engine, compared to all requests that share it. In the second case later splits in the same prefix are free.
+    The prefix may be computed on both sides if it costs at most 1 / DIVIDES_AT of the requests before the split. It may
+    be computed by every engine if that costs at most 1 / DIVIDES_AT of the requests up to the last one that shares it.
+    Later splits within the same prefix then cost nothing.
 
     Args:
         requests: Requests in plan order.
         rows: Desired number of requests before the split.
         engines: Number of engines.
-        free_tokens: Leading tokens of the first request that every engine computes anyway.
+        free_tokens: Length of the prefix of the first request that every engine computes anyway.
 
     Returns:
         The number of requests before the split, and the value of `free_tokens` for the requests after it.
@@ -116,17 +118,21 @@ def tokens_of(request: Request) -> int:
 
 
 def piece_rows(left: int, engines: int) -> int:
-    """Return how many requests to give to an engine at a time: an equal share of the rest, divided by PIECES_LEFT.
+    """Return how many requests to give to an engine at a time.
+
+    It is the engine's equal share of the rest, divided by PIECES_LEFT (4), so pieces become smaller towards the end.
 
     Args:
-        left: Number of requests that no engine has yet.
+        left: Number of requests that no engine has received yet.
         engines: Number of engines.
     """
     return max(1, min(MOST_ROWS, left // (PIECES_LEFT * engines)))
 
 
 def share_of(requests: Sequence[Request], engines: int) -> list[Request]:
-    """Return the requests that the busiest engine would get if all engines were equally fast.
+    """Return the requests that the engine with the most work would get if all engines were equally fast.
+
+    The result is used to simulate a run with several engines.
 
     Args:
         requests: All requests, in plan order.

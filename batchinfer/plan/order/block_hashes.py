@@ -24,10 +24,11 @@ _NONE: Hashes = np.zeros(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """The block hashes of several prompts. Two prompts share their first n blocks if their first n hashes are equal.
+    """The hashes of the token blocks of several prompts. A hash covers a block and all tokens before it.
 
-    A block that ends with the last token of its prompt has no hash, because the last token is always computed.
-    Collisions have a probability of about 2⁻⁶⁴ and only worsen the order of requests.
+    Two prompts share their first n blocks if their first n hashes are equal. A block that ends with the last token of
+    its prompt has no hash, because the last token is always computed. Collisions have a probability of about 2⁻⁶⁴ and
+    only worsen the order of requests.
 
     Attributes:
         hashes: The hashes of all prompts, concatenated.
@@ -39,7 +40,7 @@ class Chains:
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Return the end offset in `hashes` of each prompt's hashes."""
+        """Return the position in `hashes` after the last hash of each prompt."""
         return np.cumsum(self.lengths)
 
     def last(self) -> Chains:
@@ -69,10 +70,10 @@ def chain_lengths(counts: NDArray[np.integer]) -> NDArray[np.int64]:
 def block_hashes(
     tokens: TokenIds, starts: NDArray[np.int64], counts: NDArray[np.integer], roots: Hashes | None = None
 ) -> Chains:
-    """Return the block hashes of prompts.
+    """Compute the block hashes of prompts.
 
     Args:
-        tokens: Token ids of all prompts.
+        tokens: An array that contains the token ids of all prompts.
         starts: Position in `tokens` of each prompt's first token.
         counts: Number of tokens of each prompt.
         roots: A number per prompt. Prompts with different numbers get different hashes, because they cannot share
@@ -93,9 +94,10 @@ def block_hashes(
 
 
 def chains_to_arrow(chains: Chains) -> pa.Array:
-    """Return a binary Arrow array with one value per prompt: its hashes as bytes, to sort prompts in a database.
+    """Return the hashes as a binary Arrow array with one value per prompt, by which a database can sort the prompts.
 
-    Prompts with equal hashes have equal bytes. The sort order of the bytes is arbitrary.
+    Prompts with equal hashes have equal bytes, and prompts with a common prefix become neighbours. Otherwise the sort
+    order is arbitrary.
     """
     ends = np.append(0, chains.ends * HASH_BYTES).astype(np.int32)
     buffers = [None, pa.py_buffer(ends), pa.py_buffer(chains.hashes)]
@@ -120,7 +122,7 @@ def chains_from_arrow(values: pa.Array) -> Chains:
 def shared_blocks(chains: Chains) -> Ints:
     """Return the number of leading block hashes that each prompt has in common with the previous prompt.
 
-    The result has one value less than there are prompts: the first prompt has no previous one.
+    The result has one element less than there are prompts, because the first prompt has no previous one.
     """
     lengths, starts = chains.lengths, chains.ends - chains.lengths
     common = np.minimum(lengths[1:], lengths[:-1])
@@ -135,7 +137,7 @@ def shared_blocks(chains: Chains) -> Ints:
 
 
 def _weights(count: int) -> Hashes:
-    """Return odd pseudo-random 64-bit numbers (SplitMix64, Steele, Lea and Flood, OOPSLA 2014)."""
+    # SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); odd, so that multiplication loses no bits
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

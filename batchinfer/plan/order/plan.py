@@ -75,7 +75,7 @@ class PlanBatch:
 
 
 def _values(keys: pa.FixedSizeBinaryArray) -> list[bytes]:
-    """Return the values of an array without nulls. Faster than to_pylist(), which creates an Arrow scalar per value."""
+    # to_pylist() is slower, because it creates an Arrow scalar per value
     width = keys.type.byte_width
     data = keys.buffers()[1].slice(keys.offset * width, len(keys) * width).to_pybytes()
     return [data[start : start + width] for start in range(0, len(data), width)]
@@ -91,19 +91,19 @@ class Plan:
     Attributes:
         path: Parquet file with the columns of PLAN_SCHEMA, one row per request, in order of execution.
         prefixes: Parquet file with the prefix tree, in the columns of PREFIX_SCHEMA.
-        rows: Rows of the job.
-        error_rows: Rows of the job that can never run.
-        distinct: Different work keys of the rows.
-        duplicates: Rows with the work key of an earlier row.
-        present: Work keys whose answers are stored.
-        to_run: Requests to compute.
+        rows: Number of rows of the job.
+        error_rows: Number of rows that can never run.
+        distinct: Number of different work keys of the rows.
+        duplicates: Number of rows with the work key of an earlier row.
+        present: Number of work keys whose answers are stored, or that engines have received already.
+        to_run: Number of requests to compute.
         prompt_tokens: Prompt tokens of the requests to compute.
         expected_tokens: Maximum output tokens of the requests to compute.
         shared_prefix_tokens: Prompt tokens that need not be computed, because an earlier request has the same prefix.
-        rows_to_run: Rows that wait for the requests to compute.
+        rows_to_run: Number of rows that wait for the requests to compute.
         longest: Largest number of prompt and output tokens of a request or of its later attempts. 0 without requests.
-        again_tokens: Tokens of prefixes that earlier requests of this run used, and that may be computed again.
-        without_rows: Requests to compute that serve no row: the prompt of classify.calibrate.
+        again_tokens: Tokens of prefixes that earlier requests of this run computed, and that may be computed again.
+        without_rows: Number of requests to compute that serve no row: the prompts of classify.calibrate.
         recurring: Estimated share (0 to 1) of the distinct prompt tokens that rows not yet read will share. 0 if not
             estimated.
     """
@@ -136,7 +136,7 @@ class Plan:
         return self.prompt_tokens - self.shared_prefix_tokens
 
     def rows_of(self, keys: AbstractSet[bytes]) -> int:
-        """Return the number of the job's rows that the answers to some requests of the plan serve.
+        """Return how many rows of the job get their answers from some requests of the plan.
 
         Args:
             keys: Work keys of the requests.

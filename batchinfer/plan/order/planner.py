@@ -62,16 +62,17 @@ def plan_job(
 
     Args:
         index_parts: Parquet files of the job's index.
-        prompts: The token ids of the prompts.
+        prompts: The token ids of all prompts.
         completion_parts: Parquet files of the stored answers.
         out_dir: Folder for the files of the plan, and for temporary files of DuckDB.
         roots: Tells which requests may share cached prefixes.
-        attempts: Maximum number of attempts per row. The first attempt without a valid answer is planned.
-        reused: The first index parts, whose rows have answers from an earlier run.
+        attempts: Maximum number of attempts per row. Each row's first attempt without a valid answer is planned.
+        reused: The first files of `index_parts`, if all their rows have answers from an earlier run. They are not
+            planned.
         extra_prompts: Parquet files with prompts to run that belong to no row of the job.
-        in_flight: Work keys that engines compute now. Unplanned; requests with their prefixes come first.
-        begun: Work keys that the run has given to engines so far. They are not planned.
-        more: Whether further rows will be read, so that `Plan.recurring` is estimated.
+        in_flight: Work keys that engines compute now. They are not planned; requests with their prefixes come first.
+        begun: Work keys that the run has given to engines so far, those in flight included. They are not planned.
+        more: Whether further rows will be read. If True, `Plan.recurring` is estimated.
         shares: Whether prompts may reuse cached tokens of other prompts.
         retry_errors: Whether stored errors that may be retried count as missing answers.
         memory_limit: Memory limit of DuckDB, such as "2GB". None: DuckDB's default.
@@ -130,11 +131,9 @@ def _load_work(
     in_flight: Sequence[bytes],
     begun: Sequence[bytes],
 ) -> None:
-    """Create the table `work`: the requests to run, and the requests that engines received before.
-
-    Its column `begun` is null for requests to run. For requests in flight it is their position in `begun`, from 1, and
-    for requests with an answer it is 0.
-    """
+    # Column `begun`: null for requests to run; for requests in flight their position in `begun`, from 1; 0 for
+    # requests that engines have answered. They stay in the table for the prefixes that requests to run share with
+    # them.
     database.execute("CREATE TEMP TABLE present(key BLOB)")
     if completions:
         usable = "WHERE error_code IS NULL OR retryable IS NOT TRUE" if retry_errors else ""
@@ -217,7 +216,8 @@ def write_plan(query: Any, path: Path, longest: int) -> None:
     Args:
         query: A DuckDB relation with all columns of PLAN_SCHEMA except `seq`, in order of execution.
         path: File to write.
-        longest: Size in bytes of the longest sampling parameters, from `longest_params`. It bounds the memory.
+        longest: Size in bytes of the longest sampling parameters, from `longest_params`. It determines the number of
+            rows per row group, which limits the memory.
 
     Raises:
         StorageError: The file cannot be written.

@@ -36,12 +36,12 @@ class PlannedPrefix:
 
     Attributes:
         node: Number of the prefix in its plan. A parent has a smaller number than its children.
-        parent: Number of the next shorter shared prefix. None for a prefix without one.
-        prefix_tokens: Length of the prefix in tokens.
-        own_tokens: Tokens of the prefix after the end of its parent.
-        users: Requests that begin with the prefix.
+        parent: Number of the next shorter prefix that more requests share. None if there is none.
+        prefix_tokens: Number of tokens of the prefix.
+        own_tokens: Number of tokens of the prefix after the end of its parent.
+        users: Number of requests that begin with the prefix.
         saved_tokens: `own_tokens` × (`users` - 1).
-        token_offset: Position in the token store of a prompt with this prefix.
+        token_offset: Position of a prompt with this prefix in the stored tokens of all prompts.
     """
 
     node: int
@@ -59,7 +59,8 @@ def write_prefixes(path: Path, forest: PrefixForest, offsets: NDArray[np.int64])
     Args:
         path: File to write.
         forest: The prefix tree.
-        offsets: For each node, the position in the token store of a prompt with its prefix.
+        offsets: For each node of the tree, the position of a prompt with its prefix in the stored tokens of all
+            prompts.
 
     Raises:
         StorageError: The file cannot be written.

@@ -23,25 +23,27 @@ _AT_ONCE = 1 << 18  # tokens per read
 
 
 class Prompts(Protocol):
-    """A store of the token ids of all prompts of a job, concatenated."""
+    """The token ids of all prompts of a job, concatenated in a store that can be read in part."""
 
     def read(self, offset: int, count: int) -> TokenIds:
-        """Return `count` token ids of the token store, from position `offset`."""
+        """Return `count` token ids, from position `offset` in the concatenated prompts."""
 
 
 def read_together(
     prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.integer]
 ) -> Iterator[tuple[slice, TokenIds, NDArray[np.int64]]]:
-    """Yield the tokens of prompts in batches of about _AT_ONCE tokens. Neighbouring prompts are read with one read.
+    """Yield the tokens of prompts in batches of about _AT_ONCE tokens.
+
+    Prompts that are next to each other in the store are read with one read.
 
     Args:
         prompts: The token ids of all prompts.
-        offsets: Position in the token store of each prompt, or of the part to read.
+        offsets: Position in `prompts` of each prompt, or of the part of it to read.
         counts: Number of tokens to read of each prompt.
 
     Yields:
-        The range of prompts in the batch, an array with their tokens (and short gaps), and the start of each prompt in
-        that array.
+        The range of prompts in the batch, as indices into `offsets`; an array with their tokens (and short gaps between
+            them); and the start of each prompt in that array.
     """
     if not len(offsets):
         return
@@ -70,10 +72,10 @@ def read_requests(
     every: int = 1,
     without: AbstractSet[bytes] = frozenset(),
 ) -> Iterator[tuple[PlanBatch, list[Request]]]:
-    """Yield the requests of a plan in order, in batches, with the plan's rows of each batch.
+    """Yield the requests of a plan in order, in batches: pairs of the plan's rows and the requests made from them.
 
-    `Request.shares_next` is set, also for the last request of a batch. Therefore a batch is yielded only after the
-    next batch has been read.
+    `Request.shares_next` is set, also for the last request of a batch. Therefore a batch is yielded only after the next
+    batch has been read.
 
     Args:
         plan: The plan.
@@ -105,11 +107,11 @@ def _read(batch: PlanBatch, prompts: Prompts, roots: ContentRoots) -> list[Reque
 
 
 def request_params(text: str, expected: int) -> SamplingParams:
-    """Return the sampling parameters of a request. Results are cached.
+    """Parse the sampling parameters of a request. Results are cached.
 
     Args:
         text: The parameters as JSON.
-        expected: Replaces `max_tokens`.
+        expected: The maximum number of output tokens, which replaces `max_tokens` of the JSON.
     """
     return (_few if len(text) > LONG_PARAMS else _many)(text, expected)
 

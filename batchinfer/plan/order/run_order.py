@@ -32,7 +32,8 @@ def efforts(prompts: NDArray[np.integer], outputs: NDArray[np.integer]) -> NDArr
 def kept_together(forest: PrefixForest) -> PrefixForest:
     """Return the prefix tree reduced to the nodes whose prompts must run in direct succession.
 
-    Kept are nodes that share more whole blocks than their parent, and all children of a parent with MANY prompts.
+    A node stays if it shares more whole KV-cache blocks than its parent. All children of a node with at least MANY
+    prompts stay, too.
     """
     above = np.append(forest.depth, 0)[forest.parent]  # ROOT (-1) selects the appended 0
     among = np.append(forest.users, len(forest.node_of))[forest.parent]
@@ -40,9 +41,10 @@ def kept_together(forest: PrefixForest) -> PrefixForest:
 
 
 def depth_first(forest: PrefixForest, effort: NDArray[np.int64]) -> Ints:
-    """Return the position of each prompt in a depth-first walk of the prefix tree that takes the largest effort first.
+    """Return the position of each prompt in a depth-first walk of the prefix tree that visits the largest effort first.
 
-    The effort of a node is the effort of its largest prompt. Among equal efforts, the order of the tree is kept.
+    Prompts with a common prefix stay together, and long requests start early. The effort of a node is the effort of its
+    largest prompt. Among equal efforts, the order of the tree is kept.
 
     Args:
         forest: The prefix tree.
@@ -55,13 +57,15 @@ def depth_first(forest: PrefixForest, effort: NDArray[np.int64]) -> Ints:
 def places_in(forest: PrefixForest, order: NDArray[np.integer]) -> Ints:
     """Return the position at which a depth-first walk of the prefix tree reaches each prompt and each node.
 
+    Prompts and nodes are numbered together, as in `PrefixForest.around`: first all prompts, then all nodes.
+
     Args:
         forest: The prefix tree.
-        order: The children of each node (prompts and nodes, numbered as in `PrefixForest.around`) in the order in which
-            the walk visits them. Nodes follow each other in ascending order.
+        order: The numbers of the children of each node, in the order in which the walk visits them. The children of all
+            nodes are concatenated, in ascending order of their parent.
 
     Returns:
-        The positions of all prompts, then the position of the first prompt of each node.
+        The position of each prompt, then for each node the position of its first prompt.
     """
     around, prompts = forest.around[order], len(forest.node_of)
     sizes = np.concatenate([np.ones(prompts, np.int32), forest.users])[order]

@@ -21,7 +21,7 @@ class Sharing:
 
     Attributes:
         saved: Prompt tokens that need not be computed, because another request to run has the same prefix.
-        again: Tokens of prefixes that earlier requests and requests to run have in common.
+        again: Tokens of prefixes that requests to run have in common with requests that engines received before.
         recurring: Estimated share (0 to 1) of the distinct prompt tokens to run that rows not yet read will share. 0 if
             not estimated.
     """
@@ -40,8 +40,9 @@ class SortedRows:
 
     Attributes:
         runs: True for requests to run, False for requests that engines received before.
-        offsets: Position of each prompt in the token store. It increases with the position in the input.
-        tokens: Prompt tokens of each request.
+        offsets: Position of each prompt in the stored tokens of all prompts. It increases with the position in the
+            input.
+        tokens: Number of prompt tokens of each request.
     """
 
     runs: NDArray[np.bool_]
@@ -49,7 +50,7 @@ class SortedRows:
     tokens: NDArray[np.integer]
 
     def later_than(self, part: float) -> NDArray[np.bool_]:
-        """Return a mask of the requests after the first `part` (0 to 1) of the input rows to run."""
+        """Return True for each request after the first `part` (0 to 1) of the requests to run, in input order."""
         return self.offsets > np.quantile(self.offsets[self.runs], part)
 
 
@@ -71,13 +72,10 @@ def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
 
 
 def _recurring(forest: PrefixForest, rows: SortedRows) -> float:
-    """Estimate the share of prompt tokens that later rows will share, from the first and last third of the rows.
-
-    The middle third is ignored, so groups of neighbouring rows do not count. Chao's estimator of unseen species
-    (Nonparametric estimation of the number of classes in a population, 1984) gives the prefixes of the first third
-    that the last third lacks but later rows will have: n1 (n1 - 1) / (2 (n2 + 1)). n1 and n2 are the numbers of
-    prefixes that occur once and twice in the last third.
-    """
+    # The middle third is ignored, so groups of neighbouring rows do not count. Chao's estimator of unseen species
+    # (Nonparametric estimation of the number of classes in a population, 1984) gives the prefixes of the first
+    # third that the last third lacks but later rows will have: n1 (n1 - 1) / (2 (n2 + 1)). n1 and n2 are the
+    # numbers of prefixes that occur once and twice in the last third.
     early, late = rows.runs & ~rows.later_than(1 / 3), rows.runs & rows.later_than(2 / 3)
     known, meets = _users(forest, early), _users(forest, late)
     own, met = forest.own.astype(np.int64), (known > 0) & (meets > 0)

@@ -44,11 +44,11 @@ _CHAIN_SCHEMA = pa.schema([("number", pa.int32()), ("chain", pa.binary())])
 
 
 def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.int64]) -> Tails:
-    """Read up to BLOCK tokens of each prompt, starting anywhere in it.
+    """Read up to BLOCK tokens of each prompt, from a given position in the prompt.
 
     Args:
         prompts: The token ids of all prompts.
-        offsets: Position in the token store of the first token to read of each prompt.
+        offsets: Position in `prompts` of the first token to read, for each prompt.
         counts: Number of tokens from there to the end of the prompt.
 
     Returns:
@@ -64,18 +64,20 @@ def read_tails(prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.
 
 
 def common_tokens(tails: Tails, before: Tails) -> Ints:
-    """Return how many leading tokens each row of `tails` has in common with the previous row.
+    """Return how many leading tokens each row of `tails` has in common with the previous row: one number per row.
 
     Args:
         tails: Token ids + 1, from `read_tails`; shape [prompts, BLOCK].
-        before: The row before the first one, shape [1, BLOCK].
+        before: The row that precedes the first row of `tails`, shape [1, BLOCK].
     """
     differ = (tails == 0) | (tails != np.concatenate([before, tails[:-1]]))
     return np.where(differ.any(axis=1), differ.argmax(axis=1), BLOCK).astype(np.int32)
 
 
 def to_columns(tails: Tails) -> list[NDArray[np.uint64]]:
-    """Pack the tokens of prompts into BLOCK / 2 integer columns, which a database sorts in the order of the tokens.
+    """Pack the tokens of prompts into BLOCK / 2 integer columns, two tokens per value.
+
+    A database sorts rows of these columns in the order of the tokens.
 
     Args:
         tails: Token ids + 1, from `read_tails`; shape [prompts, BLOCK].
@@ -85,7 +87,11 @@ def to_columns(tails: Tails) -> list[NDArray[np.uint64]]:
 
 
 def from_columns(columns: list[NDArray[np.uint64]]) -> Tails:
-    """Unpack the tokens of prompts from the columns of `to_columns`. The result has shape [prompts, BLOCK]."""
+    """Unpack the tokens of prompts from the columns of `to_columns`.
+
+    Returns:
+        Token ids + 1, and 0 after the end of a prompt; shape [prompts, BLOCK].
+    """
     pairs = np.stack(columns, axis=1)
     return (
         np.stack([pairs >> np.uint64(32), pairs & np.uint64(0xFFFFFFFF)], axis=2)
@@ -101,7 +107,7 @@ def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[Pref
     Equal prompts keep the order of the table.
 
     Args:
-        database: A DuckDB connection with the table `work`.
+        database: A DuckDB connection with the table `work` of all requests.
         prompts: The token ids of all prompts.
         roots: A number per row of `work`. Prompts with different numbers share nothing.
 
@@ -109,7 +115,7 @@ def sorted_prompts(database: Any, prompts: Prompts, roots: Hashes) -> tuple[Pref
         The prefix tree of the sorted prompts, and the row number in `work` of each sorted prompt.
 
     Raises:
-        StorageError: The token store cannot be read.
+        StorageError: The token ids cannot be read.
     """
     found = database.sql("SELECT token_offset, token_count FROM work").fetchnumpy()
     work = _WorkPrompts(prompts, found["token_offset"], found["token_count"], roots)
@@ -127,8 +133,8 @@ class _WorkPrompts:
 
     Attributes:
         prompts: The token ids of all prompts.
-        offsets: Position of each prompt in the token store.
-        counts: Tokens of each prompt.
+        offsets: Position in `prompts` of each prompt of the table.
+        counts: Number of tokens of each prompt.
         roots: A number per prompt. Prompts with different numbers share nothing.
     """
 
@@ -147,10 +153,8 @@ class _WorkPrompts:
                 yield pa.record_batch([numbers, chains_to_arrow(found)], schema=_CHAIN_SCHEMA)
 
     def tails(self, blocks: PrefixForest, rows: Ints) -> Iterator[pa.RecordBatch]:
-        """Yield the tokens after the prefix of each prompt's and each node's parent, with the columns _TAIL_COLUMNS.
-
-        Prompts come before nodes, both in the order of the token store.
-        """
+        # For each prompt and each node, the tokens after the prefix of its parent. Prompts come before nodes,
+        # both in the order of the token store, so that reads are sequential.
         depths = np.append(blocks.depth, np.int32(0))  # ROOT (-1) selects the appended 0
         around, firsts = blocks.around, blocks.firsts
         nodes = len(rows) + np.argsort(rows[blocks.first])
@@ -178,10 +182,7 @@ def _by_blocks(database: Any, work: _WorkPrompts) -> tuple[PrefixForest, Ints]:
 
 @contextmanager
 def _given(database: Any, name: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> Iterator[None]:
-    """Make Arrow batches readable as a table of the database within the block.
-
-    Errors that `batches` raises are raised unchanged.
-    """
+    # Errors that `batches` raises are raised unchanged
     raised: list[BaseException] = []
 
     def noted() -> Iterator[pa.RecordBatch]:
@@ -208,12 +209,8 @@ def _rows_of_chains(work: _WorkPrompts) -> int:
 
 
 def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Ints) -> tuple[Ints, Ints]:
-    """Sort the children of each node by their tokens after the node's prefix.
-
-    Returns:
-        The sorted children (prompts, then nodes, numbered as in `PrefixForest.around`), and how many of these tokens
-        each has in common with the previous one.
-    """
+    # Sorts the children of each node by their tokens after the node's prefix. Returns the children, numbered as
+    # in `PrefixForest.around`, and how many of these tokens each has in common with the previous one.
     tail = ", ".join(TAIL_COLUMNS)
     kinds = ", ".join(f"{name} UBIGINT" for name in TAIL_COLUMNS)
     database.execute(f"CREATE TEMP TABLE tails(node INTEGER, root UBIGINT, item INTEGER, {kinds})")
@@ -235,7 +232,7 @@ def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Int
 
 
 def _refined(blocks: PrefixForest, items: Ints, common: Ints) -> tuple[Ints, Ints]:
-    """Return how many tokens each prompt shares with the previous one in token order, and its new position."""
+    # Returns how many tokens each prompt shares with the previous one in token order, and its new position
     places = places_in(blocks, items)
     around, depths = blocks.around[items], np.append(blocks.depth, np.int32(0))
     behind = np.flatnonzero(np.diff(around) == 0) + 1  # items that are not the first of their node

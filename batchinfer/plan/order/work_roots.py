@@ -15,19 +15,18 @@ _ROWS = 65_536  # rows per read
 
 
 def _root_number(root: bytes) -> int:
-    """Return 64 bits of a digest of a request's content root, or 0 for the usual root.
-
-    Requests with different content roots cannot share cached prefixes. Collisions have a probability of about 2⁻⁶⁴
-    and only worsen the order.
-    """
+    # Collisions have a probability of about 2⁻⁶⁴ and only worsen the order
     return 0 if root == USUAL else int.from_bytes(blake2b(root, digest_size=8).digest(), "little")
 
 
 def work_roots(database: Any, roots: ContentRoots) -> Hashes:
     """Return a number per row of the table `work`. Rows with different numbers cannot share cached prefixes.
 
+    The number is 64 bits of a digest of the request's content root: everything except the tokens that determines
+    cached values, such as the adapter.
+
     Args:
-        database: A DuckDB connection with the table `work`.
+        database: A DuckDB connection with the table `work` of all requests.
         roots: Tells which requests may share cached prefixes.
     """
     rows = int(database.execute("SELECT count(*) FROM work").fetchall()[0][0])
