@@ -20,7 +20,7 @@ _WITH_HEAD = "…ForSequenceClassification"
 
 
 def check_device(job: Job, machine: MachineFacts) -> None:
-    """Raise Unavailable if the job names a GPU and the machine has none that torch can use."""
+    """Raise Unavailable if the job requires a GPU, and torch has no CUDA or the machine has no NVIDIA GPU."""
     if job.engine.device != "cuda":
         return
     if machine.torch_has_cuda is False:
@@ -35,7 +35,9 @@ def check_device(job: Job, machine: MachineFacts) -> None:
 
 
 def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
-    """Check that `engine.kv_memory` and the model weights fit into the memory of the device.
+    """Check that `engine.kv_memory` and the weights of the models fit into the memory of the device.
+
+    Nothing is checked if `engine.kv_memory` is no number of bytes, or if the device's memory is unknown.
 
     Args:
         job: The job.
@@ -59,9 +61,9 @@ def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
 
 
 def kv_memory_warnings(job: Job, models: list[PlacedModel]) -> list[str]:
-    """Return a warning if weights and `engine.kv_memory` need more memory than is free on this machine now.
+    """Return a warning if the weights and `engine.kv_memory` together need more memory than is free now.
 
-    Returns an empty list on GPUs, whose free memory is unknown here.
+    The result has one warning or none. It is empty on GPUs, whose free memory is unknown here.
 
     Args:
         job: The job.
@@ -97,8 +99,8 @@ def check_model(job: Job, checkpoint: StoredModel, device: Device, dtype: Dtype)
     Args:
         job: The job.
         checkpoint: The job's model.
-        device: Device of the engines. An explicit `device: cpu` was checked when the job file was read.
-        dtype: Resolved dtype of the model.
+        device: Device of the engines: "cpu" or "cuda".
+        dtype: Data type of the model's activations.
 
     Raises:
         JobFileError: An option is unsupported.

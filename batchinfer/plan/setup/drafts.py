@@ -34,12 +34,13 @@ _WHERE = "drafts.model"
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A validated draft model.
+    """A draft model that has passed all checks.
 
     Attributes:
-        job: The job with the draft model as its model. It runs if the draft model answers all rows first.
+        job: A copy of the job in which the draft model replaces the job's model. It runs before the job itself if the
+            draft model answers all rows first.
         checkpoint: The checkpoint of the draft model.
-        setting: The setting of the draft model.
+        setting: Device, arithmetic, memory and parallelism of the draft model.
         tokenizer: The tokenizer of the draft model.
         place: Where the draft model runs.
     """
@@ -66,7 +67,7 @@ def open_draft_model(
         job: The job.
         own: The job's own model.
         tokenizer: The tokenizer of the job's own model. The draft model must have the same tokens.
-        state: The job's state folder.
+        state: The job's state folder, where digests of the draft model's weights are cached.
 
     Raises:
         JobFileError: The draft model is unsupported or unsuitable.
@@ -128,7 +129,9 @@ class DraftPlace(NamedTuple):
 
 
 def why_not_in_engine(own: PlacedModel, draft: PlacedModel) -> str | None:
-    """Return why an engine cannot run both models at the same time, or None if it can. Memory is ignored.
+    """Return why the job's model and the draft model cannot run in the same engine, or None if they can.
+
+    Memory is not checked.
 
     Args:
         own: The job's model.
@@ -146,7 +149,7 @@ def why_not_in_engine(own: PlacedModel, draft: PlacedModel) -> str | None:
 def choose_draft_place(job: Job, own: PlacedModel, draft: PlacedModel) -> DraftPlace:
     """Choose where the draft model runs: before the job's model, or in its engines.
 
-    Chosen is the place that is forecast to be faster, among the places that are possible.
+    Of the possible places, the one with the shorter forecast time per token is chosen.
 
     Args:
         job: The job.
@@ -182,14 +185,8 @@ def _rows(job: Job, setting: Setting) -> int:
 
 
 def _least(own: PlacedModel, rows: int, acceptance: float, extra_s: Callable[[int], float]) -> float:
-    """Return the seconds per token of the job's model with the best number of draft tokens per row.
-
-    Args:
-        own: The job's model.
-        rows: Rows per step.
-        acceptance: Probability that a draft token is accepted.
-        extra_s: Returns the seconds to propose a number of draft tokens per row.
-    """
+    # Seconds per output token with the best number of draft tokens per row. `extra_s` returns the time to propose
+    # them.
     each = (
         (_seconds(own, rows, n) + extra_s(n)) / (1 + (expected_accepted(acceptance, n) if n else 0))
         for n in range(_MOST_DRAFTS + 1)
@@ -214,7 +211,7 @@ def open_draft_heads(job: Job, checkpoint: StoredModel, setting: Setting) -> Sto
     Args:
         job: The job.
         checkpoint: The job's model.
-        setting: The setting of the job's model.
+        setting: Device, arithmetic, memory and parallelism of the job's model.
 
     Raises:
         JobFileError: The heads are unsupported, or do not belong to the model.

@@ -24,12 +24,12 @@ class EngineParts:
     """The parts of a job's engines in addition to the job's model. None means that there is no such part.
 
     Attributes:
-        weights: Folder of the calibrated int4 weights, which replace the job's model.
-        adapters: Fingerprint and folder of each adapter.
+        weights: Folder of the calibrated int4 weights, which are loaded instead of the checkpoint's weights.
+        adapters: Pairs of the fingerprint and the folder of each adapter.
         adapter_sizes: Sizes of the adapters that are not merged into the weights. None without such adapters.
         draft_model: Draft model that runs in the same engines.
         heads: Draft heads of the job's model.
-        experts: The experts of each rank.
+        experts: The assignment of experts to ranks.
         shares_prefixes: Whether prompts may reuse cached blocks of other prompts.
     """
 
@@ -51,9 +51,9 @@ class EngineParts:
         return AUTO_DRAFTS if self.draft_model is not None else job.draft_sources
 
     def adapter_slots(self, hardware: Hardware, itemsize: int) -> int | None:
-        """Return how many adapters a GPU holds at the same time.
+        """Return how many adapters a GPU can hold at the same time.
 
-        Returns None if a GPU holds all of them, on a CPU, and if the memory is unknown.
+        Returns None without adapters, on a CPU, and if the GPU's memory is unknown. Then all adapters are loaded.
 
         Args:
             hardware: The GPU or CPU.
@@ -65,7 +65,7 @@ class EngineParts:
         return sizes.slots(int(memory * ADAPTERS_SHARE), itemsize)
 
     def adapter_bytes(self, hardware: Hardware, itemsize: int) -> int:
-        """Return the bytes of device memory that adapters take in an engine. 0 if there are none.
+        """Return the bytes of the device's memory that adapters take in an engine. 0 if there are no adapters.
 
         Args:
             hardware: The GPU or CPU.

@@ -23,8 +23,8 @@ COPIES_SHARE = 0.1
 def expert_plan(job: Job, checkpoint: StoredModel, setting: Setting) -> ExpertPlan | None:
     """Assign the experts of the job's model to ranks, by the loads that earlier runs measured.
 
-    Returns None if the model has no experts or its experts are not divided among ranks. Without earlier runs, each
-    rank gets a contiguous range of experts.
+    Returns None if the model has no experts or whole experts are not divided among ranks. Without measured loads, or if
+    the job says so, each rank gets a contiguous range of experts.
 
     Args:
         job: The job.

@@ -43,13 +43,14 @@ SPACE_PER_INPUT_BYTE = 2  # lower bound: tokens and copied columns take about th
 
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """The files of a checked input.
+    """The files of an input that has passed all checks.
 
     Attributes:
         files: Number of files. 0 for a query.
         bytes: Total size of the files. 0 for a query.
         warnings: Warnings for the user.
-        reader: A reader of the files, which has already read their headers and footers. None for a query.
+        reader: A reader of the files that has already read their headers and footers. A run uses it to save time. None
+            for a query.
     """
 
     files: int
@@ -60,6 +61,11 @@ class InputFacts:
 
 def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
     """Check the job's input files or query, and that they have the columns that the job names.
+
+    Args:
+        job: The job.
+        setup: The job's model, tokenizer and setting.
+        state: The job's state folder, whose disk must have space for the tokens.
 
     Raises:
         InputMissing: A file is missing.
@@ -142,13 +148,15 @@ def check_any_rows(job: Job, rows: int) -> None:
 def check_enough_rows(job: Job, rows: int) -> None:
     """Check that the whole input has at least `input.min_rows` rows.
 
+    If `input.min_rows` is a fraction, the minimum is that share of the rows of the published result.
+
     Args:
         job: The job. A trial run has no `input.min_rows`.
         rows: Rows of the input, error rows included.
 
     Raises:
         TooFewRows: The input has no rows, or fewer than `input.min_rows`.
-        OutputConflict: A newer version of batchinfer wrote the published result.
+        OutputConflict: A newer version of batchinfer wrote the published result, so its rows cannot be counted.
     """
     check_any_rows(job, rows)
     asked = job.input.min_rows
@@ -169,7 +177,7 @@ def check_enough_rows(job: Job, rows: int) -> None:
 
 
 def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
-    """Prepare the first rows of every input file as in a run, and return their index.
+    """Read, render and tokenise the first rows of every input file as a run does, and return their index.
 
     Args:
         job: The job.
@@ -182,10 +190,14 @@ def first_index(job: Job, setup: Setup, scratch: Path, rows: int) -> Index:
 
 
 def dry_run(job: Job, setup: Setup) -> list[str]:
-    """Prepare the first rows of every input file, and report how many of them would become error rows.
+    """Read, render and tokenise the first rows of every input file, and report how many would become error rows.
 
-    Nothing is computed. The rows of a query are not checked. Raises the errors that a run would raise, but
-    ErrorBudgetExceeded only if all rows were checked.
+    No answers are computed. The rows of a query are not checked. Raises the errors that a run would raise.
+    ErrorBudgetExceeded is raised only if all rows were checked.
+
+    Args:
+        job: The job.
+        setup: The job's model, tokenizer and setting.
 
     Returns:
         Lines for the user.
@@ -213,9 +225,9 @@ def dry_run(job: Job, setup: Setup) -> list[str]:
 
 
 class _CountedRows(NamedTuple):
-    """The input rows of an index, and how many of them cannot run.
+    """The number of input rows in an index, and the number of input rows that cannot run.
 
-    With several samples per row, the index has more rows than the input.
+    The index itself has more rows if the job asks for several samples per input row.
 
     Attributes:
         rows: Number of input rows.

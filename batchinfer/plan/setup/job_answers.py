@@ -35,9 +35,15 @@ from batchinfer.store.outputs.kind import OutputKind
 
 
 def requested_answers(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> AskedAnswers:
-    """Return which parts of answers the job requests: reasoning, tool calls, vectors or scores.
+    """Return the parts of answers that the job requests: separate reasoning, tool calls, vectors or scores.
 
-    Raises JobFileError if the model or its tokenizer does not support them.
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the job's model.
+        checkpoint: The job's model.
+
+    Raises:
+        JobFileError: The model or its tokenizer does not support the request.
     """
     embedding, vectors, no_vectors = requested_vectors(job, checkpoint.spec.hidden, checkpoint.spec.causal)
     pairs = job_pairs(job, tokenizer, checkpoint)
@@ -68,12 +74,12 @@ def _scoring(job: Job) -> Scoring | None:
 
 
 def check_names(job: Job, kind: OutputKind, asked: AskedAnswers) -> None:
-    """Raise JobFileError if a copied input column has the name of a result column.
+    """Raise JobFileError if an input column that is copied to the result has the name of another result column.
 
     Args:
         job: The job.
-        kind: The kind of the job's answers.
-        asked: The parts of answers that the job requests.
+        kind: The kind of the job's answers, which determines the columns of the result.
+        asked: The parts of answers that the job requests, such as reasoning and tool calls.
     """
     ours = {name.casefold() for name in kind.schema(asked).names}
     for name in job.carried:
@@ -95,7 +101,8 @@ def answer_columns(job: Job, tokenizer: Tokenizer, asked: AskedAnswers) -> Schem
     Args:
         job: The job.
         tokenizer: The tokenizer of the job's model.
-        asked: The parts of answers that the job requests, whose columns must have other names.
+        asked: The parts of answers that the job requests, such as reasoning. Their columns must have other names than
+            the typed columns.
 
     Raises:
         JobFileError: The schema or another constraint cannot be enforced, or a column name occurs twice.
@@ -129,7 +136,7 @@ def _constraint_key(job: Job) -> str:
 
 
 def check_followed(job: Job, tokenizer: Tokenizer) -> None:
-    """Raise JobFileError if the job has a constraint that its tokenizer does not support."""
+    """Raise JobFileError if the job has a constraint and its tokenizer supports no constraints."""
     if job.params().constraint is None:
         return
     from batchinfer.input.constraints.grammar_tokenizer import (
@@ -141,10 +148,16 @@ def check_followed(job: Job, tokenizer: Tokenizer) -> None:
 
 
 def job_calls(job: Job, tokenizer: Tokenizer) -> CallStyle | None:
-    """Return the format in which answers write tool calls.
+    """Return the format of the tool calls that are parsed from answers.
 
-    Returns None if the job has no tools, or if calls stay in the text. Raises JobFileError if the tokenizer lacks the
-    tokens of the format, or if a required call cannot be enforced.
+    Returns None if the job has no tools, or if tool calls are not parsed but stay in the text of the answer.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the job's model.
+
+    Raises:
+        JobFileError: The tokenizer lacks the tokens of the format, or the job requires a call that cannot be enforced.
     """
     said = "auto" if job.prompt is None else job.prompt.tool_calls
     if not (job.requests or (job.prompt is not None and job.prompt.may_call)):
@@ -173,9 +186,16 @@ def _check_choice(job: Job, style: CallStyle | None) -> None:
 
 
 def job_reasoning(job: Job, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the marks around reasoning in answers, or None if reasoning is not separated from the text.
+    """Return the markers that begin and end the reasoning in answers.
 
-    Raises JobFileError if the job has a thinking budget and no tokens mark the end of reasoning.
+    Returns None if reasoning is not separated from the text of the answer.
+
+    Args:
+        job: The job.
+        tokenizer: The tokenizer of the job's model.
+
+    Raises:
+        JobFileError: The job has a thinking budget, and no tokens mark the end of reasoning.
     """
     found = find_reasoning("auto" if job.prompt is None else job.prompt.reasoning, tokenizer)
     where = _limited_by(job)
@@ -194,22 +214,29 @@ def _limited_by(job: Job) -> str | None:
 
 
 def most_with_reasoning(most: int, params: SamplingParams, reasoning: Reasoning | None) -> int | None:
-    """Return the maximum number of tokens of an answer including its reasoning, or None if it is unbounded.
+    """Return the maximum number of tokens of an answer including its reasoning, or None if there is no maximum.
 
     Args:
         most: Maximum number of tokens of the answer without reasoning.
         params: Sampling parameters with the thinking budget.
-        reasoning: The marks around reasoning. None: answers have no separate reasoning.
+        reasoning: The markers that begin and end reasoning. None: answers have no separate reasoning.
     """
     found = with_reasoning(most, params.thinking_budget, reasoning)
     return found if found < INT32_MAX else None
 
 
 def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
-    """Return the limit that `max_tokens: fit` sets on the tokens of an answer.
+    """Return the maximum number of tokens of an answer if the job has `max_tokens: fit`.
 
-    Returns None if the job does not use it, or has no constraint. Raises JobFileError if answers that match the
-    constraint have no maximum length.
+    It is the length of the longest answer that matches the job's constraint, reasoning included. Returns None without
+    `max_tokens: fit`, or if only rows have constraints.
+
+    Args:
+        job: The job.
+        reasoning: The markers that begin and end reasoning. None: answers have no separate reasoning.
+
+    Raises:
+        JobFileError: Answers that match the constraint have no maximum length.
     """
     params = job.params()
     if not job.sampling.fits or params.constraint is None:
@@ -221,7 +248,7 @@ def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
 
 
 def check_tokens(job: Job, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Check that the job's sampling parameters name only known tokens and a supported constraint.
+    """Check that the tokenizer knows all tokens that the job's sampling parameters name, and supports the constraint.
 
     Args:
         job: The job.

@@ -48,20 +48,20 @@ WORKER_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The checked model, device, tokenizer and answers of a job.
+    """The results of checking a job, which a run needs before it reads rows: model, setting, tokenizer and more.
 
     Attributes:
         checkpoint: The job's model.
-        setting: Device, dtype, memory and parallelism.
+        setting: Device, arithmetic, memory and parallelism.
         tokenizer: The tokenizer of the job's model.
         columns: Typed result columns of `output.schema`, or None.
         output: The kind of answers: tokens, vectors or scores.
-        requested: The parts of answers that the job requests.
-        most_tokens: Maximum number of tokens of an answer with `max_tokens: fit`, else None.
+        requested: The parts of answers that the job requests, such as reasoning and tool calls.
+        most_tokens: Maximum number of tokens of an answer if the job has `max_tokens: fit`, else None.
         workers: Number of processes that read, render and tokenise rows.
         first_draft_model: Draft model that answers all rows before the job's model is loaded, or None.
         engine_draft_model: Draft model in the same engines as the job's model, or None.
-        adapters: Fingerprints of adapters, by name.
+        adapters: Fingerprints of adapters, by the names that rows use.
     """
 
     checkpoint: StoredModel
@@ -78,7 +78,10 @@ class Setup:
 
     @property
     def roots(self) -> ContentRoots:
-        """Return an object that tells which requests to the job's model may share cached prefixes."""
+        """Return an object that tells which requests to the job's model may share cached prefixes.
+
+        For example, requests with different adapters may not.
+        """
         roots = self.checkpoint.spec.content_roots(self.setting.numerics.max_model_len)
         return dataclasses.replace(roots, adapted=bool(self.adapters))
 
@@ -101,7 +104,7 @@ class Setup:
     def drafting(self) -> Setup | None:
         """Return the setup of the draft model that answers all rows first, or None without such a model.
 
-        The returned setup has no typed columns and no adapters.
+        In the returned setup, the draft model replaces the job's model. There are no typed columns and no adapters.
         """
         drafts = self.first_draft_model
         if drafts is None:
@@ -128,11 +131,12 @@ class Setup:
         """Return options for reading, rendering and tokenising the job's input.
 
         Args:
-            context: The first part of all work keys, from `work_context`. Without it, no stored answer is found.
-            now: Time of the run. None: the current time.
-            workers: Number of processes. None: as the job says.
+            context: The first part of all work keys, from `work_context`. The default is enough if no work key is
+                looked up in the store.
+            now: Time of the run, for templates. None: the current time.
+            workers: Number of processes. None: the number of this setup.
             sample: Number of first rows to read per file. None: all rows.
-            strata: How to draw a sample from all of the input. None: all rows.
+            strata: How to draw a sample from the whole input. None: all rows.
         """
         return IngestOptions(
             context=context,
@@ -155,7 +159,7 @@ def check_setup(
     replace: bool = False,
     reader: MachineFacts | None = None,
 ) -> Setup:
-    """Check a job against its model, machine and result folder, and return its setup.
+    """Check a job against its model, machine and result folder, and return its model, tokenizer and setting.
 
     Args:
         job: The job.
@@ -211,10 +215,7 @@ def check_setup(
 
 
 def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
-    """Return True if prompts may reuse cached blocks of other prompts.
-
-    The cache has no hidden states and no logits, which some answers need for all tokens of the prompt.
-    """
+    # Some answers need a hidden state or logits of every prompt token, which the cache lacks
     if job.task == "embed":
         whole = read.embedding is not None and read.embedding.pooling != "last"
     elif job.task == "score":
@@ -246,12 +247,12 @@ def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
 def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> bytes:
     """Return the first part of every work key: a digest of everything that determines answers, except the rows.
 
-    Weight files with unknown digests are hashed.
+    The digest contains digests of the weight files. Files whose digests are not known yet are hashed.
 
     Args:
         setup: The job's model, tokenizer and setting.
         state: The job's state folder, which stores known digests.
-        remember: Whether to store new digests there.
+        remember: Whether to store new digests of files there.
     """
     digests = read_strings(state.fingerprints)
     before = dict(digests)

@@ -29,15 +29,17 @@ _NO_PROMPT = "none"
 
 
 def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | None:
-    """Return how the job computes vectors, or None if neither the job nor a row requests vectors.
+    """Return how the job computes vectors: pooling, normalisation, dimensions and prompt.
+
+    Returns None if neither the job nor a row requests vectors.
 
     Args:
         job: The job.
-        hidden: Width of the model's hidden states.
+        hidden: Number of values of the model's hidden states.
         causal: True for decoders, False for encoders.
 
     Raises:
-        JobFileError: The job's options do not suit the model.
+        JobFileError: The model does not support the job's options for vectors.
         SecurityRefusal: A file is not safe to load.
     """
     if not job.embeds:
@@ -60,21 +62,21 @@ def job_embedding(job: Job, hidden: int, causal: bool = True) -> Embedding | Non
 def requested_vectors(
     job: Job, hidden: int, causal: bool = True
 ) -> tuple[Embedding | None, VectorRequests | None, str]:
-    """Return how the job computes vectors, and how OpenAI requests in its input may request vectors.
+    """Return how the job computes vectors, and which vectors OpenAI requests in its input may ask for.
 
-    An unsupported pooling is an error only if the job itself requests vectors.
+    An unsupported pooling is an error only if the job itself requests vectors. If only rows might, they get error rows.
 
     Args:
         job: The job.
-        hidden: Width of the model's hidden states.
+        hidden: Number of values of the model's hidden states.
         causal: True for decoders, False for encoders.
 
     Returns:
-        The job's vectors, or None; the options for OpenAI requests, or None if they may not request vectors; the
-        reason why they may not, or "".
+        Three values: how the job computes vectors, or None; what OpenAI requests may ask for, or None if they may not
+            ask for vectors; and the reason why they may not, or "".
 
     Raises:
-        JobFileError: The job's options do not suit the model.
+        JobFileError: The model does not support the job's options for vectors.
         SecurityRefusal: A file is not safe to load.
     """
     try:
@@ -147,7 +149,7 @@ def job_pairs(job: Job, tokenizer: Tokenizer, checkpoint: StoredModel) -> PairSc
     Args:
         job: The job.
         tokenizer: The tokenizer of the job's model.
-        checkpoint: The job's model, which has passed `check_model`.
+        checkpoint: The job's model. `check_model` must have accepted it.
 
     Raises:
         JobFileError: The tokenizer cannot join two texts, or the activation function is unsupported.

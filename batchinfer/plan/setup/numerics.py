@@ -43,14 +43,14 @@ class Numerics:
 
     Attributes:
         device: "cpu" or "cuda".
-        dtype: The dtype of activations, and of weights that are not quantised.
+        dtype: The data type of activations, and of weights that are not quantised.
         max_model_len: Maximum number of tokens of prompt and answer together.
         quantization: The quantisation of weights.
-        deterministic: Whether equal requests give equal bits.
+        deterministic: Whether equal requests must give equal bits, whatever else is in the batch.
         block_size: Tokens per block of the KV cache.
         tiles: Whether the CPU has matrix tiles (AMX).
-        arm: The order of additions on an Arm CPU. Empty on other CPUs.
-        kv_cache: The dtype of the KV cache.
+        arm: Identifies the order in which an Arm CPU's operators add numbers. "" on other CPUs.
+        kv_cache: The data type of the KV cache.
         calibrates: Whether int4 weights are calibrated.
     """
 
@@ -72,7 +72,7 @@ class Numerics:
 
     @property
     def itemsize(self) -> int:
-        """Return the number of bytes of a value that is not quantised."""
+        """Return the number of bytes of an activation, or of a weight that is not quantised."""
         return 4 if self.dtype == "float32" else 2
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
@@ -90,15 +90,15 @@ class Numerics:
     ) -> bytes:
         """Return the SHA-256 of everything that determines answers, except the row.
 
-        It is the first part of every work key. Options at their default are omitted, so a new option invalidates no
-        stored answers.
+        It is the first part of every work key. Options at their default are omitted. So answers stay valid when a later
+        version adds an option.
 
         Args:
             checkpoint: The model.
             model_fingerprint: Digest of the weights.
             tokenizer_fingerprint: Digest of the tokenizer.
-            columns: Version of the rules that check answers against typed columns. 0 without such columns.
-            output: Name of the kind of answers.
+            columns: Version of the rules that check answers against typed columns. 0 without typed columns.
+            output: Name of the kind of answers: "tokens", or a kind of vectors or scores.
         """
         parts = {
             "model": model_fingerprint,
@@ -115,11 +115,9 @@ class Numerics:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
     def _options(self) -> dict[str, Any]:
-        """Return the options that can change an answer and have a default.
-
-        Blocks, operators, matrix tiles and Arm vectors change the order of additions. The order matters only if equal
-        bits are promised (`deterministic`).
-        """
+        # Options that can change an answer and have a default. Blocks, operators, matrix tiles and Arm
+        # vectors change the order of additions, which matters only if equal bits are promised
+        # (`deterministic`).
         options: dict[str, Any] = {
             # MXFP4 values are multiplied exactly, dequantised before or during the product.
             # The zeros of sparse weights change no sum.

@@ -23,8 +23,9 @@ class Placement:
         machine: The machine of the engines. On a cluster: the part of a node that one engine gets.
         replicas: Number of engines.
         division: How each engine shards its model among ranks.
-        dedicated: Whether each engine has its own `machine`, as on a cluster.
-        gpus: Names for CUDA_VISIBLE_DEVICES, one per rank of all engines on this machine. Empty for a single rank.
+        dedicated: True if no two engines share `machine`, as on a cluster. False: all engines run on `machine`.
+        gpus: Names of GPUs for CUDA_VISIBLE_DEVICES, one per rank of all engines on this machine. Empty for a single
+            rank.
     """
 
     machine: MachineFacts
@@ -34,7 +35,11 @@ class Placement:
     gpus: tuple[str, ...] = ()
 
     def for_rows(self, rows: int) -> Placement:
-        """Return the placement with at most as many engines as there are rows to run."""
+        """Return a copy with at most one engine per row to run, and at least one engine.
+
+        Args:
+            rows: Number of rows to run.
+        """
         fewer = replace(self, replicas=max(1, min(self.replicas, rows)))
         ranks = fewer.processes_here
         return replace(fewer, gpus=self.gpus[:ranks] if ranks > 1 else ())
@@ -61,7 +66,7 @@ class Placement:
         return next((found for found in known if found is not None), _MUCH_MEMORY)
 
     def thread_shares(self, threads: int | None) -> list[int]:
-        """Return the number of CPU threads of each rank on this machine.
+        """Divide CPU threads among the ranks on this machine. Returns the number of threads of each rank, at least 1.
 
         Args:
             threads: Total number of threads. None: one per core.
@@ -72,10 +77,11 @@ class Placement:
     def peaks(self, dtype: str, quantization: str) -> Peaks | None:
         """Return the peak FLOP/s and bandwidth of one engine, or None if unknown.
 
-        On GPUs they are the sum over the engine's ranks. On a CPU they are the engine's share.
+        On GPUs they are the sum over the engine's ranks. On a CPU they are the CPU's peaks divided by the number of
+        engines.
 
         Args:
-            dtype: The dtype of the products.
+            dtype: The data type of the products.
             quantization: The quantisation of the weights.
         """
         whole = self.hardware.peaks(dtype, quantization)
@@ -90,9 +96,9 @@ def thread_shares(threads: int | None, engines: int, cores: int) -> list[int]:
     """Divide the CPU threads of a machine among engines. Returns the number of threads of each engine, at least 1.
 
     Args:
-        threads: Total number of threads. None: one per core.
+        threads: Total number of threads. None: one per core. More threads than cores are not used.
         engines: Number of engines.
-        cores: Number of cores, which limits the threads.
+        cores: Number of cores.
     """
     most = min(threads or cores, cores)
     return [max(1, most * (engine + 1) // engines - most * engine // engines) for engine in range(engines)]
@@ -101,7 +107,7 @@ def thread_shares(threads: int | None, engines: int, cores: int) -> list[int]:
 def placement_of(job: Job, machine: MachineFacts) -> Placement:
     """Choose the number of engines of a job and their GPUs.
 
-    No GPUs are named for a single rank, or if the machine's GPUs are unknown.
+    `Placement.gpus` stays empty for a single rank, or if the machine's GPUs are unknown.
 
     Args:
         job: The job.
@@ -153,7 +159,7 @@ def _room(job: Job, machine: MachineFacts) -> int | None:
 
 
 def division_of(job: Job) -> Division:
-    """Return how the job file says that the model is sharded among the ranks of an engine."""
+    """Return the numbers of tensor-parallel, pipeline-parallel and expert-parallel ranks in the job file."""
     engine = job.engine
     return Division(engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.expert_parallel_size)
 

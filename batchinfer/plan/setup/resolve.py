@@ -13,7 +13,7 @@ from batchinfer_kernels.arithmetic import Dtype, Quantization, RequestedQuantiza
 
 
 def resolve(job: Job, checkpoint: StoredModel, machine: MachineFacts) -> Setting:
-    """Replace every `auto` of a job by a value for the machine: dtype, quantisation, lengths and placement.
+    """Replace every `auto` of a job by a value for the machine: data type, quantisation, lengths and placement.
 
     Args:
         job: The job.
@@ -46,11 +46,11 @@ def resolve(job: Job, checkpoint: StoredModel, machine: MachineFacts) -> Setting
 
 
 def auto_dtype(machine: MachineFacts, stored: Dtype) -> Dtype:
-    """Return the dtype for `model.dtype: auto`: the stored one, or float32 on a CPU without fast bfloat16.
+    """Return the data type for `model.dtype: auto`: `stored`, or float32 on a CPU without fast bfloat16.
 
     Args:
         machine: The machine of the engines.
-        stored: The dtype of the checkpoint's weights.
+        stored: The data type of the checkpoint's weights.
     """
     if machine.device == "cuda" or stored == "float32":
         return stored
@@ -60,16 +60,16 @@ def auto_dtype(machine: MachineFacts, stored: Dtype) -> Dtype:
 def resolved_quantization(
     asked: RequestedQuantization, checkpoint: StoredModel, machine: MachineFacts, dtype: Dtype
 ) -> Quantization:
-    """Return the quantisation of the weights in the engines.
+    """Return the quantisation that the weights have in the engines.
 
-    With `auto`, quantised weights stay as stored if the device can multiply them, except int4. Otherwise they are
-    dequantised when they are loaded.
+    With `auto`, the quantised weights of a checkpoint stay as they are if the device can multiply them, except int4.
+    Otherwise they are dequantised when they are loaded.
 
     Args:
         asked: `model.quantization` of the job file.
         checkpoint: The job's model.
         machine: The machine of the engines.
-        dtype: The dtype of the products.
+        dtype: The data type of the products.
     """
     stored, on_gpu = checkpoint.stored_quantization, machine.device == "cuda"
     if asked == "stored":

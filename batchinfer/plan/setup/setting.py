@@ -37,24 +37,40 @@ class Setting:
         return self.numerics.device
 
     def for_rows(self, rows: int) -> Setting:
-        """Return the setting with at most as many engines as there are rows to run."""
+        """Return a copy with at most one engine per row to run, and at least one engine.
+
+        Args:
+            rows: Number of rows to run.
+        """
         return replace(self, placement=self.placement.for_rows(rows))
 
     def with_placement(self, **changes: Any) -> Setting:
-        """Return a copy of the setting with other values of these fields of `Placement`."""
+        """Return a copy of the setting with new values of some fields of `placement`.
+
+        Args:
+            changes: New values, by name of the field of `Placement`.
+        """
         return replace(self, placement=replace(self.placement, **changes))
 
     def with_numerics(self, **changes: Any) -> Setting:
-        """Return a copy of the setting with other values of these fields of `Numerics`."""
+        """Return a copy of the setting with new values of some fields of `numerics`.
+
+        Args:
+            changes: New values, by name of the field of `Numerics`.
+        """
         return replace(self, numerics=replace(self.numerics, **changes))
 
     def with_parts(self, **changes: Any) -> Setting:
-        """Return a copy of the setting with other values of these fields of `EngineParts`."""
+        """Return a copy of the setting with new values of some fields of `parts`.
+
+        Args:
+            changes: New values, by name of the field of `EngineParts`.
+        """
         return replace(self, parts=replace(self.parts, **changes))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the setting as columns of the run table, without the columns of the hardware."""
+        """Return the setting as values by column of the table of runs, without the columns of the hardware."""
         numerics, placement = self.numerics, self.placement
         return {
             "dtype": numerics.dtype,
@@ -77,7 +93,7 @@ class Setting:
         return self.parts.adapter_bytes(self.placement.hardware, self.numerics.itemsize)
 
     def model_cost(self, checkpoint: StoredModel) -> ModelCost:
-        """Return the FLOPs and bytes of a model's steps, adapters included."""
+        """Return the FLOPs and bytes of the steps of a model with this arithmetic and these adapters."""
         found, sizes = self.numerics.model_cost(checkpoint), self.parts.adapter_sizes
         return found if sizes is None else sizes.with_cost(found)
 
@@ -107,7 +123,8 @@ class Setting:
         Args:
             job: The job.
             longest: Maximum number of tokens of a sequence, prompt and output.
-            logprobs: Maximum number of log-probabilities per token that a request asks for. None: no request asks.
+            logprobs: Largest number of log-probabilities per token that a request asks for. None: no request asks for
+                any.
         """
         engine, engines = job.engine, self.placement.engines_here
         shared = engines > 1 and self.device == "cpu"

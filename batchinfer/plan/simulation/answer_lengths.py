@@ -16,9 +16,9 @@ from batchinfer.core.statistics.survival import SurvivalCurve
 class AnswerLengths:
     """Forecasts answer lengths from earlier answers to prompts of similar length.
 
-    Without earlier answers, max_tokens is forecast. Requests get lengths with the distribution of the earlier
-    answers, in the order of their work keys. The forecast is therefore reproducible and independent of the order of
-    the job.
+    Without earlier answers, every answer is assumed to have max_tokens tokens. Otherwise the forecast lengths have the
+    distribution of the earlier lengths. They are assigned in the order of the requests' work keys, so the forecast is
+    reproducible and independent of the order of the job.
     """
 
     _by_size: Mapping[int, SurvivalCurve]  # by the bit length of the prompt's token count
@@ -27,11 +27,11 @@ class AnswerLengths:
     def of(
         cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], cut: NDArray[np.bool_]
     ) -> AnswerLengths:
-        """Return a forecast that learns from earlier requests. The arrays have one value per request.
+        """Create a forecast from the requests of earlier runs. The arrays have one value per request.
 
         Args:
-            prompts: Prompt tokens.
-            answers: Answer tokens.
+            prompts: Number of prompt tokens.
+            answers: Number of answer tokens.
             cut: True for answers that max_tokens truncated.
         """
         sizes = np.frexp(prompts.astype(np.float64))[1]  # bit lengths
@@ -43,12 +43,12 @@ class AnswerLengths:
 
     @classmethod
     def unknown(cls) -> AnswerLengths:
-        """Return a forecast in which every answer has max_tokens tokens."""
+        """Create a forecast in which every answer has max_tokens tokens."""
         return cls({})
 
     @property
     def are_known(self) -> bool:
-        """Return True if the forecast learns from earlier answers."""
+        """Return True if lengths come from earlier answers, False if every answer is assumed to have max_tokens."""
         return bool(self._by_size)
 
     def of_requests(self, requests: Iterable[Request]) -> dict[bytes, int]:

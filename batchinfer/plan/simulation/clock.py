@@ -22,8 +22,8 @@ class TimedLaunch:
     """A step that the simulated host has launched. Times are seconds since the start of the run.
 
     Attributes:
-        work: The seconds that each stage needs.
-        submitted_s: When the host submits the step to the stages.
+        work: The seconds that each pipeline stage needs for the step.
+        submitted_s: When the host submits the step to the first stage.
         launched_s: When the host has launched all layers.
         after: The previous step of the same engine, whose tokens the first stage needs. None if there is none, or if
             this step is done.
@@ -38,7 +38,10 @@ class TimedLaunch:
 
     @property
     def may_begin_s(self) -> float:
-        """Return when the first stage can start the step: after its submission, and after the step `after`."""
+        """Return when the first pipeline stage can start this step, in seconds since the start of the run.
+
+        It starts after the host has submitted it, and after the step `after` is done.
+        """
         return max(self.submitted_s, (self.after and self.after.done_s) or 0.0)
 
 
@@ -49,8 +52,8 @@ class Clock:
     Attributes:
         host: Current time of the process that schedules and launches steps.
         stages: When each pipeline stage is free.
-        asks_last: Whether the scheduling process itself runs the last of several stages while it waits for results,
-            as on a CPU.
+        asks_last: Whether the last of several pipeline stages runs in the scheduling process, as on a CPU. It then runs
+            only while this process waits for results.
         most_taken: Peak bytes of the KV cache so far.
     """
 
@@ -63,14 +66,14 @@ class Clock:
     def launch(
         self, host_s: float, launch_s: float, work: Sequence[StageWork], after: TimedLaunch | None = None
     ) -> TimedLaunch:
-        """Advance the host's time by preparing and launching a step.
+        """Add a step to the clock. The host's time advances by the time to prepare and launch it.
 
-        Devices start while later layers are launched.
+        Devices start to compute while later layers are launched.
 
         Args:
             host_s: Seconds to prepare the step.
             launch_s: Seconds to launch its layers.
-            work: The seconds that each stage needs.
+            work: The seconds that each pipeline stage needs for the step.
             after: The step whose tokens this step needs, or None.
 
         Returns:
@@ -94,12 +97,13 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Captures:
-    """The limits of the steps that an engine captures as CUDA graphs. All zero: it captures none.
+    """The limits of the steps that an engine captures as CUDA graphs. If all are 0, it captures none.
 
     Attributes:
-        rows: Maximum number of rows of a captured decode step.
-        longest: Maximum number of tokens of a sequence in a captured decode step.
-        tokens: Maximum number of tokens of a step that is captured piecewise.
+        rows: Maximum number of rows of a decode step that is captured as one graph.
+        longest: Maximum number of tokens of a sequence in such a decode step.
+        tokens: Maximum number of tokens of a step that is captured piecewise: one graph for each part between two
+            layers' attention.
     """
 
     rows: int
@@ -110,9 +114,9 @@ class Captures:
 class Launching:
     """Predicts how an engine launches each step: as one CUDA graph, piecewise, or eagerly.
 
-    Piecewise means one CUDA graph for each part between two layers' attention. Decode graphs are distinguished by
-    their rows, context bound and block sharing. A real GPU has more kinds, by the split of rows and the number of
-    sharing groups, so a few more steps run there before each kind has its graph.
+    Piecewise means one CUDA graph for each part between two layers' attention. Decode steps are captured as one graph
+    only after several steps of the same kind. Here a kind is a number of rows, a bound on the context, and whether
+    blocks are shared. A real engine distinguishes more kinds, so it captures a few steps later.
     """
 
     def __init__(self, captures: Captures) -> None:

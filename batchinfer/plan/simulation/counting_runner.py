@@ -30,8 +30,8 @@ class CountedStep:
     """One or several simulated steps that were launched together. It has the interface of `Launched`.
 
     Attributes:
-        answers: For each row that samples a token: its work key, and the number of its answer tokens so far.
-        outputs: Forecast answer tokens, by work key.
+        answers: For each row that samples a token: its work key, and the number of its answer tokens before this step.
+        outputs: Forecast number of answer tokens, by work key.
         clock: The simulated time.
         timed: The launch of the step.
         launch: How the host launched the step. None on a CPU.
@@ -54,7 +54,7 @@ class CountedStep:
     def tokens(self) -> list[list[int]]:
         """Wait until the simulated step is done, and return the new tokens of each row.
 
-        A token is WORD, or END if the answer has its forecast length.
+        A token is END if the answer then has its forecast length, otherwise WORD.
         """
         self.clock.wait(self.timed)
         if self.repeats is None:
@@ -74,7 +74,7 @@ class CountedStep:
         return {}
 
     def scores(self) -> TokenScores:
-        """Return scores of the scored tokens, in which every token is certain."""
+        """Return made-up scores for the scored tokens: every token has probability 1."""
         logprobs, greedy = np.zeros(self.scored, np.float32), np.ones(self.scored, np.bool_)
         none = np.empty((self.scored, 0))
         return TokenScores(logprobs, greedy, none.astype(np.float32), none.astype(np.int64))
@@ -92,7 +92,7 @@ class CountingRunner:
         cost: FLOPs and bytes of the model's steps.
         layout: Layout of the KV cache.
         time: Predicts the seconds of a step.
-        outputs: Forecast answer tokens, by work key.
+        outputs: Forecast number of answer tokens, by work key.
         looks_ahead: Whether the host schedules a step while the previous one runs.
         taken_bytes: Returns the bytes of used and cached blocks of the KV cache.
         launching: Predicts how a GPU's host launches steps. None on a CPU.
@@ -118,7 +118,11 @@ class CountingRunner:
     most_tokens: ClassVar[int | None] = None  # a step may have any number of tokens
 
     def launch(self, plan: StepPlan) -> CountedStep:
-        """Simulate a step, advance the clock, and return the launched step."""
+        """Simulate a step: add its device and host time to the clock, and return the launched step.
+
+        Args:
+            plan: The sequences, tokens and blocks of the step.
+        """
         assert plan.requests is not None
         starts, lengths = plan.starts.tolist(), plan.chunk_lengths.tolist()
         rows, copies = len(starts), plan.copies

@@ -16,7 +16,7 @@ class SimulatedPart:
     """The simulated run of some requests of a job.
 
     Attributes:
-        size: Prompt tokens plus maximum output tokens of the requests.
+        size: Number of prompt tokens plus maximum number of output tokens, over all these requests.
         run: The totals of the simulated run.
     """
 
@@ -52,7 +52,7 @@ def simulate_whole(
         requests: The requests of the part.
         half: Half of these requests.
         lengths: Forecasts the answer lengths.
-        whole: Prompt tokens plus maximum output tokens of the whole job.
+        whole: Number of prompt tokens plus maximum number of output tokens of the whole job.
     """
     larger = simulate_part(machine, requests, lengths)
     one = len(half) == len(requests)  # a single request cannot be halved
@@ -61,14 +61,15 @@ def simulate_whole(
 
 
 def extrapolate(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Simulated:
-    """Extrapolate the run of a whole job from two parts of it, by a straight line through both.
+    """Extrapolate the run of a whole job from simulated runs of two parts, by a straight line through both.
 
-    A run is not proportional to its size: the batch fills at the start and drains at the end.
+    A single part is not enough, because a run is not proportional to its size: the batch fills at the start and drains
+    at the end.
 
     Args:
         smaller: The smaller part.
         larger: The larger part.
-        whole: Prompt tokens plus maximum output tokens of the whole job.
+        whole: Number of prompt tokens plus maximum number of output tokens of the whole job.
 
     Raises:
         ValueError: `larger` is not larger than `smaller`.

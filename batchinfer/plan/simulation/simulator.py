@@ -26,7 +26,7 @@ from batchinfer_kernels.cost import ModelCost, Peaks
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """An engine without weights.
+    """The limits and costs of an engine, from which its run can be simulated without weights.
 
     Attributes:
         cost: FLOPs and bytes of the model's steps.
@@ -56,7 +56,7 @@ class SimulatedEngine:
 
     @property
     def turns(self) -> int:
-        """Return the number of micro-batches that move through the pipeline stages. 1 without stages."""
+        """Return the number of micro-batches that are in the pipeline at the same time. 1 without pipeline stages."""
         return max(1, min(len(self.stages), self.scheduler.max_num_seqs))
 
     @property
@@ -67,7 +67,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The totals of a simulated run. Tokens are counted as in the columns of the run table.
+    """The totals of a simulated run. Tokens are counted as in the columns of the table of runs.
 
     Attributes:
         seconds: Duration of the run.
@@ -79,10 +79,10 @@ class Simulated:
         sampled_tokens: Sampled tokens and scored positions.
         scored_positions: Prompt positions with log-probabilities.
         preemptions: Number of preemptions.
-        running: Running rows, summed over steps.
+        running: Sum over all steps of the number of running rows.
         flops: Floating-point operations.
         bytes: Bytes that were read and written.
-        roofline_s: Roofline seconds, summed over steps.
+        roofline_s: Sum over all steps of the roofline time in seconds.
         waited_s: Mean idle seconds of a pipeline stage.
         full_graph_steps: Steps that a GPU ran as one CUDA graph.
         piecewise_graph_steps: Steps that a GPU ran as CUDA graphs of the parts between two layers' attention.
@@ -125,34 +125,36 @@ class Simulated:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens that the model computed in the whole run."""
+        """Return the number of prompt and generated tokens that the model computed in the whole run."""
         return self.prefill_tokens + self.decode_tokens
 
     @property
     def launches(self) -> dict[str, int] | None:
-        """Return the numbers of steps and tokens by launch mode, or None on a CPU.
+        """Return the numbers of steps and tokens by launch mode, or None if no step was launched on a GPU.
 
-        Keys are field names of this class.
+        The keys are attributes of this class, such as `eager_steps` and `eager_tokens`.
         """
         found = {name: getattr(self, name) for name in _LAUNCHED}
         return found if any(found.values()) else None
 
     def counted(self, replicas: float) -> Simulated:
-        """Return the totals of several replicas that run in parallel: counts are multiplied, times are unchanged.
+        """Return the totals of several replicas that each run as this one does, in parallel.
+
+        Counts are multiplied by the number of replicas; times are unchanged.
 
         Args:
-            replicas: Factor of the counts.
+            replicas: Number of replicas, which may be a fraction.
         """
         names = ("steps", *_SUMMED, *_LAUNCHED)
         counts = {name: round(getattr(self, name) * replicas) for name in names}
         return replace(self, **counts)
 
     def plus(self, sample: StepSample, seconds: float) -> Simulated:
-        """Return the totals with one more step.
+        """Return the totals of this run with one more step.
 
         Args:
             sample: Counts of the step.
-            seconds: When the step ends, since the start of the run.
+            seconds: When the step ends, in seconds since the start of the run.
         """
         sums = {name: getattr(self, name) + getattr(sample, name) for name in _SUMMED}
         if sample.launch is not None:
@@ -191,7 +193,7 @@ def simulate(
     Args:
         machine: The engine.
         requests: The requests, in order of execution.
-        outputs: Answer tokens, by work key.
+        outputs: Forecast number of answer tokens, by work key.
     """
     found, clock = Simulated(), machine_clock(machine)
     for output in simulated_steps(machine, requests, outputs, clock):
@@ -201,7 +203,7 @@ def simulate(
 
 
 def machine_clock(machine: SimulatedEngine) -> Clock:
-    """Return a new clock for a simulated run of an engine."""
+    """Create a clock for a simulated run, with the pipeline stages of the engine."""
     return Clock(stages=StageSchedule(max(1, len(machine.stages))), asks_last=machine.captures is None)
 
 
@@ -213,12 +215,12 @@ def simulated_steps(
 ) -> Iterator[StepOutput]:
     """Simulate a run of some requests, and yield the output of each step.
 
-    Requests are added gradually, as in a real run.
+    The engine receives new requests as earlier ones finish, as in a real run.
 
     Args:
         machine: The engine.
         requests: The requests, in order of execution.
-        outputs: Answer tokens, by work key.
+        outputs: Forecast number of answer tokens, by work key.
         clock: The clock that the run advances. None: a new clock.
     """
     adapters: dict[bytes, str] = {}
@@ -236,10 +238,7 @@ def simulated_steps(
 
 
 def _counted(request: Request, repeats: bool) -> Request:
-    """Return a request with the sampling parameters that the simulation needs.
-
-    If `repeats` is True, a penalty marks rows that cannot use multi-step decoding.
-    """
+    # A penalty marks the rows that cannot use multi-step decoding
     counted = request.params.for_simulation
     if repeats and not request.params.is_stateless:
         counted = replace(counted, presence_penalty=1.0)
@@ -247,7 +246,7 @@ def _counted(request: Request, repeats: bool) -> Request:
 
 
 def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
-    """Return the bytes of a KV-cache block.
+    """Return the bytes of a KV-cache block over all layers.
 
     Args:
         layout: Layout of the KV cache.
@@ -259,11 +258,11 @@ def block_bytes(layout: CacheLayout, cost: ModelCost) -> int:
 def counting_engine(
     machine: SimulatedEngine, outputs: Mapping[bytes, int], adapters: Mapping[bytes, str], clock: Clock
 ) -> Engine | AlternatingEngines:
-    """Return a real engine whose runner computes nothing.
+    """Create a real engine, with scheduler and KV-cache blocks, whose runner computes nothing but advances a clock.
 
     Args:
         machine: The limits and costs of the engine.
-        outputs: Answer tokens, by work key.
+        outputs: Forecast number of answer tokens, by work key.
         adapters: Names of adapters, by work key. Only used if the model has adapters.
         clock: The clock that the engine advances.
     """

@@ -16,7 +16,7 @@ class StageWork(NamedTuple):
     """The seconds that a pipeline stage needs for a step.
 
     Attributes:
-        seconds: Seconds of computing, communication within the stage included.
+        seconds: Seconds of computing and of communication within the stage.
         hand_on_s: Seconds of sending the result to the next stage.
     """
 
@@ -25,7 +25,7 @@ class StageWork(NamedTuple):
 
 
 class StageSchedule:
-    """Schedules steps through pipeline stages, in order.
+    """Simulates the pipeline stages of an engine: schedules steps in order, and knows when each stage is free.
 
     A stage handles one step at a time. It keeps its output until the next stage is free to receive it.
     """
@@ -51,10 +51,10 @@ class StageSchedule:
         """Schedule the next step, and return when it is done, in seconds since the start of the run.
 
         Args:
-            work: The seconds that each stage needs.
+            work: The seconds that each stage needs for the step.
             submitted_s: When the first stage receives the step.
             launched_s: When the host has launched all layers. No stage is done earlier.
-            asked_s: When the host waits for results. The last of several stages starts no earlier.
+            asked_s: When the host waits for results. With several stages, the last one starts no earlier.
         """
         came, free, last = submitted_s, self._free, len(work) - 1
         for stage, (seconds, hand_on_s) in enumerate(work):
@@ -70,14 +70,14 @@ class StageSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StageSends:
-    """The messages that the ranks of a pipeline stage exchange, to compute their cost.
+    """The messages that the ranks of a pipeline stage send, and the links that carry them.
 
     Attributes:
         traffic: Sizes and numbers of messages.
         ranks: Number of ranks of the stage.
         link: Link among these ranks.
         next_link: Link to the next stage. None for the last stage.
-        all_logits: Whether rows need the logits of all tokens instead of the best one.
+        all_logits: Whether ranks exchange the logits of all tokens instead of the best token.
     """
 
     traffic: RankTraffic
@@ -87,11 +87,11 @@ class StageSends:
     all_logits: bool = False
 
     def sums_s(self, tokens: int, sampled: int) -> float:
-        """Return the seconds that the ranks of the stage spend on collectives in a step.
+        """Return the seconds that the ranks of the stage spend on collectives (all-reduce and all-gather) in a step.
 
         Args:
-            tokens: Tokens of the step.
-            sampled: Tokens that the step samples.
+            tokens: Number of tokens of the step.
+            sampled: Number of tokens that the step samples.
         """
         if self.ranks == 1:
             return 0.0
@@ -101,10 +101,7 @@ class StageSends:
         return found + (self.link.all_gather_s(of_row * sampled, self.ranks) if of_row and sampled else 0.0)
 
     def hand_on_s(self, tokens: int) -> float:
-        """Return the seconds of sending the hidden states of `tokens` tokens to the next stage.
-
-        0 for the last stage.
-        """
+        """Return the seconds to send the hidden states of `tokens` tokens to the next stage. 0 for the last stage."""
         return 0.0 if self.next_link is None else self.next_link.send_s(self.traffic.token_bytes * tokens)
 
 
@@ -115,7 +112,7 @@ class SimulatedStage:
     Attributes:
         cost: FLOPs and bytes of the shard of one rank.
         share: Share of the model's layers in this stage, 0 to 1.
-        sends: Communication of the stage. None if it is not counted.
+        sends: Communication of the stage. None if its time is ignored.
     """
 
     cost: ModelCost

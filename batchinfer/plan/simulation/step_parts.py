@@ -42,24 +42,25 @@ class TimedStep(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """The parts into which the time of a step is split.
+    """The parts of a step, such as matrix products, attention and layers, with the time or count of each.
+
+    The duration of a step is predicted from these parts with a coefficient per part.
 
     Attributes:
-        products: Seconds of computing, and of reading weights, at the peaks: for matrix products over all tokens, and
-            for matrix products over sampled tokens only.
-        others: By name of the other parts (PARTS): seconds at the peaks, or the number of layers or rows.
+        products: Two pairs, for matrix products over all tokens and for those over sampled tokens only: seconds of
+            computing, and seconds of reading weights, at the peaks of the machine.
+        others: By name of each other part (PARTS): its seconds at the peaks, or the number of layers or rows.
     """
 
     products: tuple[tuple[float, float], tuple[float, float]]
     others: dict[str, float]
 
     def shares(self, coefficients: Mapping[str, float]) -> dict[str, float]:
-        """Divide the duration of the step among its parts.
+        """Return for each part a share such that the step's duration is the sum of coefficient × share over all parts.
 
-        Returns the seconds of each part per unit of its coefficient. So the duration is the sum over all parts of the
-        coefficient times the returned value. Computing and reading weights overlap partly, so a product takes the
-        root of the sum of their squares. The plain sum is 20 % too high if both are equal (a decode step of 24 rows
-        in float32), and the maximum is too low (measured on two Zen 4 server cores).
+        Computing and reading weights overlap partly, so a product takes the root of the sum of their squares. The plain
+        sum is 20 % too high if both are equal (a decode step of 24 rows in float32), and the maximum is too low
+        (measured on two Zen 4 server cores).
 
         Args:
             coefficients: The coefficient of each part, by its name in PARTS.
@@ -74,7 +75,7 @@ class StepParts(NamedTuple):
 
 
 def step_parts(cost: ModelCost, shape: StepShape, rows: int, peaks: Peaks) -> StepParts:
-    """Split the time of a step into parts.
+    """Split the work of a step into parts, with the time of each at the peaks of the machine.
 
     Args:
         cost: FLOPs and bytes of the model's steps.
@@ -117,9 +118,10 @@ def _weights(operator: OperatorCost, shape: StepShape) -> int:
 
 
 def fit_step_parts(steps: Iterable[TimedStep], peaks: Peaks) -> dict[str, float]:
-    """Fit a coefficient per part of a step to the durations of measured steps, by relative error.
+    """Find the coefficients of the parts of a step with which predicted durations are closest to measured steps.
 
-    Outliers get less weight (Huber), because other processes probably disturbed the machine.
+    Relative errors are minimised. Outliers get less weight (Huber), because other processes probably disturbed the
+    machine.
 
     Args:
         steps: The measured steps.

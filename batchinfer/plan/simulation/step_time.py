@@ -24,13 +24,13 @@ class StepTime:
     Attributes:
         peaks: Peak FLOP/s and bandwidth.
         prefill_efficiency: Share of the predicted speed that steps reach if they mostly prefill.
-        decode_efficiency: The same for steps that mostly decode.
+        decode_efficiency: Share of the predicted speed that steps reach if they mostly decode.
         host_step_s: Host seconds per step.
         host_row_s: Host seconds per row of a step.
-        launch_layer_s: Seconds per layer, if operators are launched one by one.
-        replay_layer_s: Seconds per layer, if the parts between two layers' attention are CUDA graphs.
+        launch_layer_s: Host seconds per layer, if operators are launched one by one.
+        replay_layer_s: Host seconds per layer, if the parts between two layers' attention are CUDA graphs.
         first_use_s: Seconds per byte of the KV cache at its first use, when the operating system clears the memory.
-        parts: Coefficients of `fit_step_parts`, which predict the device time. None: the roofline does.
+        parts: Coefficients from `fit_step_parts`, which predict the device time. None: the roofline predicts it.
         host_repeat_s: Host seconds per further step of multi-step decoding.
         host_repeat_row_s: Host seconds per row of such a further step.
     """
@@ -49,7 +49,7 @@ class StepTime:
 
     @classmethod
     def calibrated(cls, peaks: Peaks, times: Mapping[str, float]) -> StepTime | None:
-        """Return the step time that `doctor --measure` measured, or None if a value is missing.
+        """Create a predictor from the times that `doctor --measure` measured. Returns None if a needed time is missing.
 
         Args:
             peaks: Peak FLOP/s and bandwidth.
@@ -61,7 +61,7 @@ class StepTime:
         return cls(peaks, **host, first_use_s=times.get(FIRST_USE, 0.0), parts=times)
 
     def device_s(self, shape: StepShape, cost: ModelCost, rows: int = 0) -> float:
-        """Return the seconds that a step takes in the model and the sampler.
+        """Return the predicted seconds that a step takes on the device, in the model and the sampler.
 
         Args:
             shape: Tokens and attention of the step.
@@ -74,7 +74,7 @@ class StepTime:
         return predict_seconds(self.parts, step_parts(cost, shape, rows, self.peaks)) / efficiency
 
     def host_s(self, rows: int, steps: int = 1) -> float:
-        """Return the host's seconds for scheduling steps, replaying their graphs and reading their tokens.
+        """Return the seconds that the host takes to schedule steps, replay their CUDA graphs and read their tokens.
 
         Args:
             rows: Rows of each step.
@@ -84,9 +84,9 @@ class StepTime:
         return self.host_step_s + rows * self.host_row_s + further
 
     def launch_s(self, layers: int, mode: LaunchMode | None) -> float:
-        """Return the seconds that the host takes to launch the layers of a step separately.
+        """Return the seconds that the host takes to launch the layers of a step.
 
-        0 if the step is one graph.
+        0 if the step is one CUDA graph, or on a CPU.
 
         Args:
             layers: Number of layers.
@@ -119,14 +119,14 @@ FEWEST = (
 
 
 def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int) -> StepShape:
-    """Reconstruct the shape of a step from its counts.
+    """Reconstruct the shape of a measured step from its counts.
 
-    Attention accounts for the FLOPs and bytes beyond the other layers.
+    The FLOPs and bytes that the other operators do not account for are attributed to attention.
 
     Args:
         cost: FLOPs and bytes of the model's steps.
-        tokens: Tokens of the step.
-        sampled: Tokens that the step sampled.
+        tokens: Number of tokens of the step.
+        sampled: Number of tokens that the step sampled.
         flops: FLOPs of the step (`model_flops`).
         moved: Bytes that the step read and wrote.
     """
@@ -139,13 +139,13 @@ def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int)
 
 
 def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> StepTime | None:
-    """Return a step time that fits the steps of earlier runs, or None with too few steps.
+    """Fit a predictor of step durations to the steps of earlier runs. Returns None if there are too few steps.
 
     The steps must have run on the same machine and in the same arithmetic. Efficiencies are ratios of sums, to give
-    long steps more weight. If only prefill or only decode steps were measured, both get the same efficiency.
+    long steps more weight. If only prefill or only decode steps were measured, both kinds get the same efficiency.
 
     Args:
-        expected: The step time without measurements. Efficiencies are relative to it.
+        expected: The predictor without measurements. Efficiencies are relative to it.
         steps: The measured steps.
     """
     seen = list(steps)
@@ -175,10 +175,10 @@ def _efficiency(expected: StepTime, steps: list[MeasuredStep]) -> float | None:
 
 
 def host_line(rows: NDArray[np.float64], host_s: NDArray[np.float64]) -> tuple[float, float]:
-    """Fit the host's seconds per step and per row to measured steps. Neither is negative.
+    """Fit the host's seconds per step and per row to measured steps, by least squares. Neither is negative.
 
     Args:
-        rows: Rows of each step.
+        rows: Number of rows of each step.
         host_s: Host seconds of each step.
 
     Returns:
