@@ -25,14 +25,15 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Cleanup:
-    """The answers and folders that a cleanup removed, or would remove with `dry_run`.
+    """The answers and folders that a cleanup removed, or would remove if `dry_run` is True.
 
     Attributes:
         store: Folder of the stored answers.
         keep_days: Days for which unused answers are kept. None: forever.
-        dry_run: Whether nothing was removed.
+        dry_run: True if nothing was removed. The counts then say how much a real cleanup would remove.
         answers: Counts of dropped and kept answers.
-        folders: Number of removed folders: replaced results, idle parts of the state, and expired copies of rows.
+        folders: Number of removed folders: replaced results, unused parts of the state folder, and expired copies of
+            rows.
         folder_bytes: Size of these folders.
     """
 
@@ -45,7 +46,7 @@ class Cleanup:
 
     @property
     def bytes_freed(self) -> int:
-        """Return the number of bytes that the cleanup freed in the store and in folders."""
+        """Return the number of bytes that the cleanup freed in the store and in folders, or would free."""
         return self.answers.bytes_freed + self.folder_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def note_use(state: StateFolder, keep: int | None, join: Join, store: Completion
     Call it before the result is published.
 
     Args:
-        state: The state of the job.
+        state: The job's state folder.
         keep: Days for which answers are kept after their last use. None: forever.
-        join: The join of the job's rows with the stored answers.
+        join: The join of the job's rows with their stored answers.
         store: The store of answers.
 
     Raises:
@@ -96,12 +97,12 @@ def note_use(state: StateFolder, keep: int | None, join: Join, store: Completion
 def clean_after_run(
     state: StateFolder, keep: int | None, should_continue: Callable[[], bool], notice: Callable[[str], None]
 ) -> None:
-    """Drop stored answers that no result uses, if this is cheap and no other run uses the store.
+    """Drop stored answers that no result uses, if this takes little time and no other run uses the store.
 
-    The results are already published, so a failing disk does not fail the run.
+    The result is already published, so a failing disk does not fail the run.
 
     Args:
-        state: The state of the job.
+        state: The job's state folder.
         keep: Days for which unused answers are kept. None: forever.
         should_continue: Returns False to stop the cleanup early.
         notice: Called with the text of a storage error.
@@ -121,11 +122,11 @@ def clean_after_run(
 
 
 def clean_job(job: Job, dry_run: bool) -> Cleanup:
-    """Remove unused answers and old folders of a job.
+    """Remove unused answers, replaced results and other old folders of a job.
 
     Args:
-        job: The job. Its `cache.keep` says how long unused answers are kept.
-        dry_run: Whether to remove nothing, and only count the answers and folders.
+        job: The job. Its `cache.keep` is the number of days for which unused answers are kept.
+        dry_run: True to remove nothing, and only count the answers and folders.
 
     Raises:
         Locked: The job is running.
@@ -135,11 +136,12 @@ def clean_job(job: Job, dry_run: bool) -> Cleanup:
 
 
 def clean_result(results: Path, dry_run: bool) -> Cleanup:
-    """Remove unused answers and old folders of the job that published a result.
+    """Remove unused answers, replaced results and other old folders of the job that published a result.
 
     Args:
-        results: The folder of the result. The `cache.keep` of its last run says how long unused answers are kept.
-        dry_run: Whether to remove nothing, and only count the answers and folders.
+        results: The folder of the result. `cache.keep` of the job's last run is the number of days for which unused
+            answers are kept.
+        dry_run: True to remove nothing, and only count the answers and folders.
 
     Raises:
         InputMissing: There is no state folder next to the result.
@@ -179,7 +181,6 @@ def _remove_kept(state: StateFolder, kept: Iterable[Path]) -> None:
 
 
 def _expired_kept(state: StateFolder, keep: int | None) -> list[Path]:
-    """Return the folder with copies of rows for the next run, if its last use is more than `keep` days ago."""
     last = last_kept(state.kept)
     if last is None or keep is None or last > time.time() - keep * _DAY_S:
         return []

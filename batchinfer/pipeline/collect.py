@@ -25,9 +25,9 @@ class _Expected(NamedTuple):
 
     Attributes:
         tokens: Maximum number of tokens of the answer.
-        prompt_tokens: Tokens of the prompt.
+        prompt_tokens: Number of tokens of the prompt.
         users: Number of rows that receive the answer.
-        final_users: Number of rows that receive the answer even if it is invalid.
+        final_users: Number of rows that receive the answer even if it is invalid, because they have no further attempt.
     """
 
     tokens: int
@@ -37,7 +37,10 @@ class _Expected(NamedTuple):
 
 
 class Collector:
-    """Receives the answers of engines, and passes them to the store, the meter and the progress display."""
+    """Receives the answers of engines, and passes them to the store, the meter and the progress display.
+
+    It also counts errors, invalid answers, and the requests that engines have received and not answered yet.
+    """
 
     def __init__(
         self,
@@ -49,13 +52,13 @@ class Collector:
         budget: Budget | None = None,
         revised: RevisedForecast | None = None,
     ) -> None:
-        """Connect the receivers of answers.
+        """Connect the objects that answers are passed to.
 
         Args:
             store: Stores the answers.
             meter: Records the samples of steps and requests.
             progress: The progress display.
-            receiver: Converts answers to the form that is stored.
+            receiver: Converts answers to the form in which they are stored.
             deadline: Watches the job's deadline. None if the job has none.
             budget: The error budget. None while the number of rows is unknown.
             revised: Revises the forecast from the first answers. None while the number of rows is unknown.
@@ -73,7 +76,7 @@ class Collector:
         """Register requests that are about to be submitted to an engine.
 
         Args:
-            batch: The rows of the plan with these requests.
+            batch: The rows of the plan for these requests.
             requests: The requests.
         """
         self._meter.record_order(requests)
@@ -85,9 +88,9 @@ class Collector:
             self._in_flight[key] = _Expected(*values)
 
     def snapshot(self, parts: Sequence[Path]) -> Snapshot:
-        """Return the requests that engines have received so far. The next plan leaves them out.
+        """Return the requests that engines have received so far, so that the next plan can leave them out.
 
-        The count of invalid answers is reset.
+        The count of invalid answers is reset, because the next plan contains their further attempts.
 
         Args:
             parts: The Parquet files of the store now.
@@ -108,7 +111,11 @@ class Collector:
         return sum(entry.users for entry in self._in_flight.values())
 
     def submitted_since(self, known: Snapshot) -> frozenset[bytes]:
-        """Return the work keys of the requests that engines have received after a snapshot was taken."""
+        """Return the work keys of the requests that engines have received since a snapshot was taken.
+
+        Args:
+            known: The snapshot.
+        """
         if self._handed_out.keys is None:
             # a plan for further attempts is only made when the plan before it is exhausted
             assert self._handed_out.requests == known.requests, "requests of an older plan were given"
@@ -116,15 +123,28 @@ class Collector:
         return frozenset(self._handed_out.keys[known.requests :])
 
     def set_budget(self, budget: Budget, revised: RevisedForecast) -> None:
-        """Set the error budget and the object that revises the forecast, once the whole input was read."""
+        """Set the error budget and the object that revises the forecast. Called once the whole input has been read.
+
+        Args:
+            budget: The error budget.
+            revised: Revises the forecast from the first answers.
+        """
         self._budget, self._revised = budget, revised
 
     def stop_recording_keys(self) -> None:
-        """Stop recording the work keys of submitted requests, because all later plans are for further attempts."""
+        """Stop recording the work keys of submitted requests, because later plans do not need them.
+
+        Later plans only contain further attempts, and are made when engines have received all requests of the current
+        plan.
+        """
         self._handed_out.keys = None
 
     def take(self, done: WorkDone) -> None:
-        """Store the answers of an engine, and count its samples and rows."""
+        """Store the answers of an engine, and count its steps, requests and rows.
+
+        Args:
+            done: The answers and samples from the engine.
+        """
         completions = self._receiver.receive(done.completions)
         self._store.append(completions)
         for step in done.steps:
@@ -145,7 +165,7 @@ class Collector:
         return budget is not None and not budget.publish and budget.exceeded(budget.already + self._errors)
 
     def tick(self) -> None:
-        """Commit answers, update the display, and check the deadline and the forecast, each if it is due."""
+        """Commit answers, update the progress display, and check the deadline and the forecast, each if it is due."""
         self._store.maybe_commit()
         self._progress.tick()
         if self._deadline is not None:

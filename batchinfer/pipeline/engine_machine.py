@@ -26,9 +26,9 @@ class EngineMachine:
     """The machine on which engines run: this machine, or nodes of a Ray cluster.
 
     Attributes:
-        facts: The machine of an engine. On a cluster: the part of a node for one engine.
+        facts: Device, memory and cores of the machine. On a cluster: the part of a node for one engine.
         transport: Starts workers and exchanges messages with them.
-        reader: This machine, which reads the rows, if engines run on a cluster. Else None.
+        reader: If engines run on a cluster: this machine, which reads the rows. Else None.
     """
 
     facts: MachineFacts
@@ -43,12 +43,12 @@ def engine_machine(
     notice: Callable[[str], None] = lambda _: None,
     waiting: Callable[[], None] | None = None,
 ) -> EngineMachine:
-    """Return the machine on which the engines of a job run, after connecting to the job's Ray cluster, if any.
+    """Return the machine on which the engines of a job run. Connects to the job's Ray cluster, if it has one.
 
     Args:
         job: The job.
         state: The job's state folder, which stores digests of model files.
-        otherwise: The transport of a job without `ray.address`.
+        otherwise: Starts the workers of a job without `ray.address`.
         notice: Called with lines for the user.
         waiting: Called while the run waits for a node; raises an error to end the wait. None: do not wait.
 

@@ -89,7 +89,7 @@ def run(
 def run_loaded(
     job: Job, options: run_options.RunOptions, progress: Progress, notice: Callable[[str], None]
 ) -> RunResult:
-    """Run a job whose job file was loaded.
+    """Run a job whose job file was loaded, and return its published result.
 
     In the main thread, signals stop the run at a safe point.
 
@@ -123,7 +123,7 @@ def run_loaded(
 
 
 def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callable[[str], None]) -> RunResult:
-    """Run a job with `--verify`, which ignores damaged files of earlier runs.
+    """Run a job with `--verify`: files of earlier runs are checked, and answers in damaged files are computed again.
 
     Args:
         job: The job.
@@ -136,7 +136,7 @@ def run_verified(job: Job, limit: int | None, progress: Progress, notice: Callab
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Interrupts]:
-    """Handle signals within the block if this is the main thread. Python allows signal handlers only there."""
+    # Python allows signal handlers only in the main thread
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
@@ -147,7 +147,7 @@ def _interrupts() -> Iterator[Interrupts]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Forbid downloads by Hugging Face libraries in this process and its child processes."""
+    # Hugging Face libraries of this process and its child processes must not download files
     before = os.environ.get(_OFFLINE)
     os.environ[_OFFLINE] = "1"
     try:

@@ -26,17 +26,17 @@ from batchinfer.store.results.output_file import OutputFile
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run that holds the lock of its job, with the objects that all stages share.
+    """A run that holds the lock of its job, with the objects that all stages of the run share.
 
     Attributes:
         job: The job. In a trial, it has only the first rows.
         full_job: The job without the limit of a trial.
         options: The options of the run.
-        setup: The checked model, device, tokenizer and answers.
+        setup: The checked model, setting, tokenizer and kind of answers.
         state: The state folder of the job.
         openai: The file of --to-openai. None without that option.
         operators: The background compilation of CPU operators.
-        launch: Workers that load before the plan is known.
+        launch: Workers that start and load weights before the plan is known.
         report: Collects the facts of the run.
         progress: The progress display.
         interrupts: Handles signals and the stop time.
@@ -65,7 +65,9 @@ class OpenRun:
 def open_run(
     job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
 ) -> Iterator[OpenRun]:
-    """Check a job, and hold its lock within the block. Missing CPU operators are compiled in the background.
+    """Check a job, and hold its lock within the block. Yields the open run.
+
+    Missing CPU operators are compiled in the background.
 
     Args:
         job: The job.

@@ -25,13 +25,13 @@ def openai_file(
     Args:
         job: The job.
         path: The value of `--to-openai`, or None.
-        state: The state of this run, which may be a trial.
-        full_state: The state of the job without `--limit`. A trial and its job may write the same file.
+        state: The state folder of this run, which may be a trial.
+        full_state: The state folder of the job without `--limit`. A trial and its job may write the same file.
         timestamps: The value of `--openai-timestamps`.
         replace: The value of `--replace`.
 
     Raises:
-        UsageError: The options do not fit the job.
+        UsageError: `--openai-timestamps` is used alone, or the job's input is not an OpenAI batch file.
         OutputConflict: The file exists and does not belong to the job.
         StorageError: The file cannot be written.
     """

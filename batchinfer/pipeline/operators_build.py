@@ -15,24 +15,24 @@ COMPILING = f"{COMPILING_FIRST}, while the input is read and planned"
 
 
 class OperatorsBuild:
-    """Reports the progress and the duration of a compilation of CPU operators in the background."""
+    """Tells the user about a compilation of CPU operators in the background, and measures it."""
 
     def __init__(
         self, build: BackgroundBuild | None, notice: Callable[[str], None], line: str = COMPILING
     ) -> None:
-        """Watch a compilation.
+        """Create an object that reports on a compilation.
 
         Args:
-            build: The compilation. None if all operators are compiled already.
+            build: The compilation. None if all operators were compiled before.
             notice: Called with lines for the user.
-            line: The notice for a compilation in progress.
+            line: The notice at the start of the compilation.
         """
         self._build, self._notice, self._line = build, notice, line
         self._announced = self._announced_end = build is None
         self._needed_at: float | None = None
 
     def mark_needed(self) -> None:
-        """Record that an engine needs the operators from now on, to measure how long it waits for them."""
+        """Record that an engine needs the operators from now on. The time until they are ready counts as waiting."""
         self._needed_at = time.monotonic()
         self.look()
 
@@ -50,9 +50,9 @@ class OperatorsBuild:
 
     @property
     def facts(self) -> dict[str, float]:
-        """Return the seconds of compiling and of waiting, by column of the run table.
+        """Return the seconds of compiling and of waiting for it, by column of the run table.
 
-        Empty if nothing was compiled.
+        Empty if nothing was compiled, the compilation has not ended, or no engine needed the operators.
         """
         if self._build is None or self._build.ended is None or self._needed_at is None:
             return {}
@@ -72,10 +72,12 @@ def build_in_background(
 ) -> Iterator[OperatorsBuild]:
     """Compile missing CPU operators in the background. The compilation is stopped at the end of the block.
 
+    Yields an object that reports the progress of the compilation.
+
     Args:
-        numerics: The numerics of the run. Only the device "cpu" has operators to compile.
+        numerics: The arithmetic of the run. Only the device "cpu" has operators to compile.
         notice: Called with lines for the user.
-        ours: Whether the engine runs on this machine and uses our operators. If False, nothing is compiled.
+        ours: Whether the engine runs on this machine and uses batchinfer's operators. If False, nothing is compiled.
     """
     build = _build_for(numerics.device, numerics.kv_cache == "int8") if ours else None
     try:
@@ -89,9 +91,9 @@ def build_operators(device: str, notice: Callable[[str], None], codes: bool = Fa
     """Compile missing CPU operators, and wait until they are ready. Does nothing on a GPU or without a compiler.
 
     Args:
-        device: The device of the engine.
+        device: The device of the engine: "cpu" or "cuda".
         notice: Called with lines for the user.
-        codes: Whether operators for an int8 KV cache are needed.
+        codes: Whether the KV cache is int8, which needs further operators.
     """
     build = _build_for(device, codes)
     if build is None:

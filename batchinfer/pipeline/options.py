@@ -17,21 +17,21 @@ _SWITCHES = ("replace", "retry_errors", "verify", "openai_timestamps")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options that the command line adds to a job.
+    """The options of a run that are not in the job file.
 
     Attributes:
-        limit: Run a trial of that many first rows. None: all rows.
+        limit: Number of first rows to run as a trial. None: all rows.
         replace: Whether the result may replace the result of another job.
         retry_errors: Whether rows with a retryable error are computed again.
-        verify: Whether damaged files of earlier runs are found and ignored.
+        verify: Whether files of earlier runs are checked, and damaged files ignored.
         to_openai: File for the result as OpenAI responses, or None.
-        openai_timestamps: Whether that file has the time of the run. False: it has 0.
+        openai_timestamps: Whether that file has the time of the run. False: its timestamps are 0.
         engine: "module:function" that loads an engine's weights in its process.
         price_per_hour: Price of an hour of the machine, in any currency.
-        stop_at: When the run stops, or None.
+        stop_at: Time at which the run stops, or None.
         transport: Starts workers and exchanges messages with them.
-        standby: A standby process for the engine, or None.
-        waves_from_s: Rows run in waves if the engine would otherwise wait for the input for at least this many
+        standby: A standby process that becomes the engine's process, or None.
+        waves_from_s: Rows run in waves if the engine would otherwise wait for the input for at least this number of
             seconds. Chosen, not measured.
         already_s: Seconds that the command took before the run: interpreter, imports, job file.
 

@@ -26,19 +26,19 @@ _NO_PHASE = dict.fromkeys(("phase", "tokens", "tokens_total", "share", "per_s", 
 
 
 class ProgressFile:
-    """Writes the progress of a run to `progress.json`.
+    """Writes the progress of a run to `progress.json`, which `batchinfer status` reads.
 
-    A failing disk causes one notice, and does not fail the run.
+    If the file cannot be written, the user gets one notice, and the run continues.
     """
 
     def __init__(
         self, state: StateFolder, identity: Mapping[str, str], notice: Callable[[str], None]
     ) -> None:
-        """Prepare the file of a run that holds the lock of its job.
+        """Prepare to write the file. The run must hold the lock of its job.
 
         Args:
             state: The state folder of the run.
-            identity: Keys and values that identify the run, which the file contains.
+            identity: Keys and values that identify the run. The file contains them.
             notice: Called with the text of the first storage error.
         """
         self._path, self._ops, self._notice = state.progress, state.ops, notice
@@ -50,7 +50,11 @@ class ProgressFile:
         self._write(phase=STARTING)
 
     def __call__(self, state: ProgressState) -> None:
-        """Write a state of the progress to the file."""
+        """Write the current progress to the file.
+
+        Args:
+            state: Phase, counts and speed of the run.
+        """
         self._write(**asdict(state))
 
     def write_end(self, exit_code: int | None, exit_status: str | None) -> None:
@@ -58,7 +62,7 @@ class ProgressFile:
 
         Args:
             exit_code: Exit code of the command.
-            exit_status: `exit_status` of the run table.
+            exit_status: `exit_status` of the run table, such as "published".
         """
         whole = exit_status is not None and is_published(exit_status)
         facts = {**_NO_PHASE, "rows": self._content.get("rows_total")} if whole else {}

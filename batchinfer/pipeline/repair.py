@@ -14,7 +14,7 @@ from batchinfer.store.results.made_by import MadeBy, read_made_by
 
 
 def made_by(results: Path) -> MadeBy | None:
-    """Return the command that published a result, or None if the state next to the result does not record it."""
+    """Return the command that published a result, or None if the state folder of the result does not record it."""
     return read_made_by(find_state(results))
 
 

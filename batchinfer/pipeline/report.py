@@ -64,7 +64,7 @@ class Outcome:
 
     Attributes:
         exit_code: The exit code of the command.
-        row: The row of the run table.
+        row: This run's row of the run table.
         error: The reason for an exit code other than 0.
         report: The file of the run table. None if the run changed nothing.
     """
@@ -86,7 +86,7 @@ class RunReport:
 
         Args:
             job: The job.
-            setting: The setting of the run.
+            setting: Device, arithmetic, memory and parallelism of the run.
             watch: The stopwatch that started with the command.
         """
         self._job, self._setting, self._watch = job, setting, watch
@@ -106,9 +106,13 @@ class RunReport:
         self._kept = True
 
     def note(self, **facts: Any) -> None:
-        """Set columns of the run table's row for this run, by column name.
+        """Set columns of this run's row of the run table.
 
-        Raises ValueError for an unknown column.
+        Args:
+            facts: Values by name of the column.
+
+        Raises:
+            ValueError: The run table has no such column.
         """
         if unknown := facts.keys() - set(SCHEMAS[RUN].names):
             raise ValueError(f"the run table has no column {', '.join(sorted(unknown))}")
@@ -117,7 +121,7 @@ class RunReport:
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Measure the time of the block for a phase of the run.
 
-        Time of a nested phase counts only for the nested phase.
+        If phases are nested, time in the inner phase does not count for the outer phase.
 
         Args:
             phase: The column of the run table with the time of the phase.
@@ -127,14 +131,14 @@ class RunReport:
     def record_activity(
         self, process: str, activity: str, began: float, ended: float, *on: str | None
     ) -> None:
-        """Add an entry to the activities table.
+        """Add an entry to the report's table of activities.
 
         Args:
             process: Name of the process.
             activity: Name of the activity.
             began: Start of the activity, a time of `time.perf_counter`.
             ended: End of the activity, a time of `time.perf_counter`.
-            on: The node and its machine class, for a process on a cluster.
+            on: The node and its machine class, for a process on a cluster. Else empty.
         """
         self._activities.append(
             Activity(process, activity, self._watch.at(began), self._watch.at(ended), *on)
@@ -147,7 +151,7 @@ class RunReport:
 
         Args:
             index_parts: Parquet files of the index.
-            ids: The column of the result with the ids of rows.
+            ids: Name of the result's column with the ids of rows.
         """
         return RowKeysWriter(self.folder, self._run_id, index_parts, ids)
 
@@ -157,7 +161,7 @@ class RunReport:
         Args:
             index_parts: Parquet files of the index.
             attempts: Number of the attempt that answered each row, from 1 on. Shape: [rows].
-            ids: The column of the result with the ids of rows.
+            ids: Name of the result's column with the ids of rows.
 
         Raises:
             OSError: The table cannot be written.
@@ -170,7 +174,7 @@ class RunReport:
 
         Args:
             plan: The plan.
-            seen: The forecast. None if there is none.
+            seen: The forecast. None if no forecast was made.
         """
         self.note(
             distinct_requests=plan.distinct,
@@ -194,10 +198,10 @@ class RunReport:
             )
 
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
-        """Create the meter that records samples of steps and requests.
+        """Create the meter that records samples of steps and requests for the report.
 
         Args:
-            setting: The setting of the engines.
+            setting: Device, arithmetic, memory and parallelism of the engines.
             cost: FLOPs and bytes of the model's steps.
         """
         self._setting, placement = setting, setting.placement
@@ -206,7 +210,11 @@ class RunReport:
         return self._meter
 
     def start_measuring(self, infos: Sequence[EngineInfo]) -> None:
-        """Start to measure the energy of engines that are ready. Does nothing if no engine is ready."""
+        """Start to measure the energy of engines. Does nothing without a meter or an engine.
+
+        Args:
+            infos: The engines that are ready.
+        """
         if self._meter is None or not infos:
             return
         self._meter.begin_energy(EnergyMeter.of([info.gpu for info in infos if info.gpu]))
@@ -231,7 +239,7 @@ class RunReport:
         Args:
             infos: The engines that became ready.
             worker_peak_rss: Sum of the peak memory of all workers in bytes. None if unknown.
-            other_cores: CPU cores that other processes used on average. None if unknown.
+            other_cores: Mean number of CPU cores that other processes used. None if unknown.
             expert_tokens: By layer, the number of tokens of each expert.
             ranks: Usage of each rank, for engines with several ranks.
         """
@@ -265,7 +273,7 @@ class RunReport:
             thread.shutdown(wait=False)
 
     def complete(self, status: str, exit_code: int = 0, message: str | None = None) -> RunRow:
-        """Complete the run table's row for this run, and return it. A second call changes only the message.
+        """Complete this run's row of the run table, and return it. A second call changes only the message.
 
         Args:
             status: The `exit_status` of the run table.
@@ -278,13 +286,15 @@ class RunReport:
         return self._row
 
     def complete_failed(self, error: BaseException) -> None:
-        """Complete the run table's row for a run that ends with an error."""
+        """Complete this run's row of the run table for a run that ends with an error."""
         meant = classify_error(error)
         self._message = str(meant)
         self.complete(meant.status, meant.exit_code)
 
     def close(self) -> None:
         """Write the tables of the report: run, activities, and experts and ranks if there are any.
+
+        Does nothing after `discard`.
 
         Raises:
             OSError: A table cannot be written.
@@ -304,14 +314,14 @@ class RunReport:
 
     @property
     def row(self) -> RunRow:
-        """Return the run table's row for this run. Call `complete` or `complete_failed` first."""
+        """Return this run's row of the run table. Call `complete` or `complete_failed` first."""
         return self.complete(BatchInferError.status, BatchInferError.exit_code)
 
     def write_last(self, ops: FileOps) -> None:
-        """Write `last_run.json`, which replaces the file of the run before.
+        """Write this run's row of the run table to `last_run.json`, which replaces the file of the run before.
 
         Args:
-            ops: The file operations.
+            ops: Creates folders and files.
 
         Raises:
             OSError: The folder cannot be created.
@@ -333,7 +343,7 @@ class RunReport:
         }
 
     def discard(self) -> None:
-        """Write no tables at the end, because the run changed nothing."""
+        """Do not write the tables of the report at the end, because the run changed nothing."""
         self._kept = False
 
     @property
@@ -371,7 +381,7 @@ class RunReport:
 
 @contextmanager
 def errors_as_notice(notice: Callable[[str], None]) -> Iterator[None]:
-    """Turn errors of the block into a notice, because they must not hide the error of the run.
+    """Show errors of the block as a notice, so that they do not hide the outcome of the run.
 
     Args:
         notice: Called with the text of an error.

@@ -37,7 +37,7 @@ class RunResult:
         error_codes: Number of error rows by error code.
         computed: Requests that this run computed.
         reused: Requests whose answers were already stored.
-        row: All columns of the run table.
+        row: All columns of this run's row of the run table.
     """
 
     results: Path
@@ -90,7 +90,7 @@ class RunResult:
         return frame
 
     def to_duckdb(self, connection: duckdb.DuckDBPyConnection | None = None) -> duckdb.DuckDBPyRelation:
-        """Return the result as a DuckDB relation, which is read when it is used.
+        """Return the result as a DuckDB relation. The files are read when the relation is used.
 
         Args:
             connection: The connection of the relation. None: a new connection.

@@ -43,7 +43,7 @@ from batchinfer.store.results.manifest import Manifest
 def run_job(
     job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
 ) -> Outcome:
-    """Run a job, or continue an earlier run of it. Returns how the run ended.
+    """Run a job, or continue an earlier run of it. Returns the outcome: exit code, row of the run table and message.
 
     Args:
         job: The job.
@@ -53,7 +53,7 @@ def run_job(
         notice: Called with lines for the user.
 
     Raises:
-        BatchInferError: The run failed. Answers that were finished before are committed.
+        BatchInferError: The run failed. Answers that were finished before are stored.
     """
     with open_run(job, options, progress, interrupts, notice) as run, report_run(run), run.launch:
         _prepare(run)
@@ -91,11 +91,8 @@ def _nothing_to_do(run: OpenRun, manifest: Manifest) -> Outcome:
 
 
 def _answer(run: OpenRun, index: Index, store: CompletionStore) -> Sequence[Path]:
-    """Compute the missing answers.
-
-    Returns:
-        Parquet files of the store without answers to new rows, see `PlannedRun.without`.
-    """
+    # Returns the files of the store before the run if they have no answer to any new row, see
+    # `PlannedRun.without`
     with plan_run(run, index, store) as work:
         if work.plan.to_run:
             failed = refuse_stored_errors(run, index, store.parts())
@@ -114,7 +111,7 @@ def _publish(
     keep_keys: KeepKeys,
     without: Sequence[Path],
 ) -> tuple[Manifest, bool]:
-    """Publish the answers. Return the manifest, and True if this run changed anything."""
+    # The bool is True if this run changed anything
     run.interrupts.ignore_stop()  # the stop time does not interrupt publishing
     with run.report.timed("publish_s"):
         store.refresh()  # trials and runs for other dates may have added answers

@@ -20,7 +20,12 @@ def stop_line(stop: StopTime, now: datetime) -> str:
 
 
 def stopped_early_text(job: Job, options: RunOptions) -> str:
-    """Return the message of a run whose stop time came before its engines ran. "" without a stop time."""
+    """Return the message of a run whose stop time came before its engines ran, or "" if no stop time is set.
+
+    Args:
+        job: The job.
+        options: The options of the run.
+    """
     if options.stop_at is None:
         return ""
     return (
@@ -30,7 +35,7 @@ def stopped_early_text(job: Job, options: RunOptions) -> str:
 
 
 def continue_text(job: Job, options: RunOptions) -> str:
-    """Return a sentence that tells the user how to continue a stopped run.
+    """Return a sentence that tells the user how to continue a stopped run: with which command or call.
 
     Args:
         job: The job.
@@ -62,7 +67,7 @@ def stop_reached_text(stop: StopTime) -> str:
 
 
 def rows_left_text(progress: Progress, rows: int | None, forecast_s: float | None) -> str:
-    """Return a phrase that says how many rows are left in a stopped run, and how long they take.
+    """Return a phrase that says how many rows of a stopped run are left, and how long they will take.
 
     Args:
         progress: The progress of the run.

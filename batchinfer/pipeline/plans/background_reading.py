@@ -15,9 +15,9 @@ _LOOK_S = 0.05  # interval of checks for the end of reading
 
 
 class BackgroundReading:
-    """Reads the rest of an input in a thread, and gives another thread the rows that were read so far.
+    """Reads the rest of an input in a thread. Other threads can get the rows that were read so far.
 
-    A context manager, which stops reading at its end.
+    A context manager, which stops reading at the end of its block.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class BackgroundReading:
 
         Args:
             ingestion: The object that reads the input and writes the index.
-            steps: The remaining steps of the ingestion.
+            steps: Iterator over the remaining steps of the ingestion. Each step reads a part of the input.
             at: Progress of the ingestion before these steps.
         """
         self.ingestion, self._steps, self.at = ingestion, steps, at
@@ -48,7 +48,7 @@ class BackgroundReading:
 
     @property
     def ended(self) -> bool:
-        """Return True if reading has ended, at the end of the input or with an error."""
+        """Return True if the thread has stopped reading, at the end of the input or with an error."""
         return self._read_all.done()
 
     def check(self) -> None:
@@ -57,9 +57,8 @@ class BackgroundReading:
             self._read_all.result()
 
     def rows_so_far(self) -> RowsSoFar | None:
-        """Return the rows that were read so far.
+        """Return the rows that were read so far, or None at the end of the input. Then `finish` must be called instead.
 
-        At the end of the input, return None; `finish` must be called instead.
         Only one thread may call this at a time. Raises the errors of `Ingestion.settle`.
         """
         with self._turn:

@@ -27,16 +27,17 @@ AddDrafts = Callable[[Batches], Batches]  # adds draft tokens to the requests of
 
 
 def without_drafts(batches: Batches) -> Batches:
-    """Return batches of requests unchanged. Used if a job has no drafts."""
+    """Return batches of requests without a change. It is the function that adds drafts if a job has none."""
     return batches
 
 
 def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
-    """Return the newest answers of the job's last result, from which engines draft answers to other rows.
+    """Return the last answers of the job's last result. Engines search them for draft tokens for all rows.
 
     Args:
-        run: The run.
-        to_come: Maximum number of output tokens of the run, which limits the number of answers. None if unknown.
+        run: The run, with its job, options, state folder and report.
+        to_come: Maximum number of output tokens of the run. Fewer answers are returned for a run with few tokens. None
+            if unknown.
 
     Returns:
         The tokens of each answer. Empty unless the job uses the draft sources "answers" and "earlier".
@@ -57,10 +58,10 @@ def _last_result(run: OpenRun) -> LastResult | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierDrafts:
-    """Adds drafts to requests: the answers to the same rows in the job's last result.
+    """Adds draft tokens to requests: the answers to the same rows in the job's last result.
 
     Attributes:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         result: The last result of the job.
     """
 
@@ -69,10 +70,13 @@ class EarlierDrafts:
 
     @classmethod
     def of(cls, run: OpenRun) -> EarlierDrafts | None:
-        """Return the drafts from a job's last result.
+        """Create an object that takes drafts from a job's last result.
 
         Returns None if there is no earlier result, the job does not use the draft source "earlier", or it asks for
         several answers per row.
+
+        Args:
+            run: The run, with its job, options, state folder and report.
         """
         if "earlier" not in run.setup.setting.parts.draft_sources(run.job) or run.job.has_samples:
             return None
@@ -80,7 +84,7 @@ class EarlierDrafts:
         return None if result is None else cls(run, result)
 
     def of_plan(self, plan: Plan, index_parts: Sequence[Path]) -> AddDrafts:
-        """Find the earlier answers to a plan's rows.
+        """Look up the answers to a plan's rows in the job's last result.
 
         If the search fails, the user gets a notice and the returned function adds nothing.
 
@@ -89,7 +93,7 @@ class EarlierDrafts:
             index_parts: Parquet files of the index.
 
         Returns:
-            A function that adds the answers to the plan's requests as draft tokens.
+            A function that adds these answers to the plan's requests as draft tokens.
         """
         state = self.run.state
         try:
@@ -106,11 +110,8 @@ class EarlierDrafts:
     def _with_answers(
         self, requests: list[Request], answers: list[Mapping[str, Any] | None]
     ) -> list[Request]:
-        """Return the requests with their earlier answers as drafts.
-
-        The texts are encoded again. If the model had generated other tokens for a text, the encoded tokens are
-        rejected, and the draft continues after them.
-        """
+        # The texts are encoded again. If the model had generated other tokens for a text, the encoded tokens
+        # are rejected, and the draft continues after them.
         texts = [answer["text"] for answer in answers if answer is not None]
         encoded = iter(self.run.setup.tokenizer.rust.encode_batch(texts, add_special_tokens=False))
         found = []
@@ -123,12 +124,12 @@ class EarlierDrafts:
 def with_draft(request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
     """Return a request with draft tokens.
 
-    They are cut at `max_tokens` and before a token outside of the vocabulary.
+    The draft is cut at `max_tokens` of the request and before the first token that the model does not have.
 
     Args:
         request: The request.
-        tokens: The draft tokens. None: return the request unchanged.
-        vocab: Size of the model's vocabulary.
+        tokens: The draft tokens. None or empty: the request is returned unchanged.
+        vocab: Number of token ids of the model.
     """
     draft = _below((tokens or ())[: request.params.max_tokens], vocab)
     return replace(request, draft=draft) if len(draft) else request

@@ -22,7 +22,7 @@ PAUSE = 10
 class FurtherAttempts:
     """Plans further attempts at rows with invalid answers, as soon as engines could run more requests.
 
-    The next attempt of a row depends only on the index and the store, as in a later run.
+    The next attempt of a row is determined from the index and the store alone, so a later run would choose the same.
     """
 
     to_come = False  # a plan depends on answers to come
@@ -66,11 +66,11 @@ class FurtherAttempts:
         return Replanned(plan, self._index.tokens) if plan.to_run else None
 
     def handle_switch(self, found: Replanned, known: Snapshot) -> None:
-        """Add the attempts of a new plan to the progress display, and notify the user of the first ones.
+        """Add the attempts of a new plan to the progress display. The user gets a notice about the first new plan.
 
         Args:
             found: The new plan.
-            known: The requests that engines had received when it was made.
+            known: The requests that engines had received when the plan was made.
         """
         plan = found.plan
         self._run.progress.more(prompt_tokens=plan.prompt_tokens, expected_tokens=plan.expected_tokens)

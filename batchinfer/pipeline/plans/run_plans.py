@@ -26,7 +26,7 @@ class Replanned:
 
     Attributes:
         plan: The plan.
-        prompts: The token store of its prompts.
+        prompts: The token ids of its prompts.
         add_drafts: Adds draft tokens to its requests.
     """
 
@@ -36,11 +36,11 @@ class Replanned:
 
 
 class Source(Protocol):
-    """Decides when the next plan of a run is made, and makes it."""
+    """A source of plans: decides when the next plan of a run is made, and makes it."""
 
     @property
     def to_come(self) -> bool:
-        """Return True if the source will certainly make another plan, whatever the answers to come are."""
+        """Return True if the source will certainly make another plan, whatever the next answers are."""
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
         """Return True if the source should make a plan now.
@@ -58,18 +58,19 @@ class Source(Protocol):
         """
 
     def handle_switch(self, found: Replanned, known: Snapshot) -> None:
-        """Do what is necessary when engines switch to a plan of this source.
+        """Act on a switch of the engines to a plan of this source, for example by updating the progress display.
 
         Args:
             found: The plan.
-            known: The requests that engines had received when it was made.
+            known: The requests that engines had received when the plan was made.
         """
 
 
 class RunPlans:
-    """Makes the plans of a run after the first one, in another thread. See `Plans` in feed.py.
+    """Makes the plans of a run after the first one, in another thread.
 
-    A context manager, which waits at its end for a plan that is being made.
+    A context manager, which waits at the end of its block for a plan that is being made. It has the interface `Plans`
+    that `run_plan` needs.
     """
 
     def __init__(
@@ -99,11 +100,13 @@ class RunPlans:
 
     @property
     def to_come(self) -> bool:
-        """Return True if a plan is being made or will certainly be made, whatever the answers to come are."""
+        """Return True if a plan is being made or will certainly be made, whatever the next answers are."""
         return self._making is not None or any(source.to_come for source in self._sources)
 
     def next(self, exhausted: bool, idle: bool) -> Iterator[tuple[PlanBatch, list[Request]]] | None:
-        """Start to make a plan if one is due, or return the requests of a plan that is ready.
+        """Start to make a plan if one is due. If a plan is ready, return its requests, which replace the current plan.
+
+        Requests that engines received while the plan was made are left out.
 
         Args:
             exhausted: Whether engines have received all requests of the current plan.

@@ -9,14 +9,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The requests that engines have received when a plan is started. The plan leaves them out.
+    """The requests that engines have received at the moment when a plan is started. The plan leaves them out.
 
     Attributes:
         parts: Parquet files of the store.
         in_flight: Work keys of requests without an answer, in the order of submission.
-        begun: Work keys of all requests that engines received while the input was read.
+        begun: Work keys of all requests that engines have received. Empty once the whole input has been planned.
         requests: Number of requests that engines have received.
-        prompt_tokens: Prompt tokens of these requests.
+        prompt_tokens: Number of prompt tokens of these requests.
         expected_tokens: Maximum number of output tokens of these requests.
     """
 
@@ -34,7 +34,7 @@ class HandedOut:
 
     Attributes:
         requests: Number of requests.
-        prompt_tokens: Prompt tokens of the requests.
+        prompt_tokens: Number of prompt tokens of the requests.
         expected_tokens: Maximum number of output tokens of the requests.
         keys: Work keys of the requests. None: keys are not recorded.
     """
@@ -45,11 +45,11 @@ class HandedOut:
     keys: list[bytes] | None = field(default=None)
 
     def add(self, keys: Sequence[bytes], prompts: Sequence[int], answers: Sequence[int]) -> None:
-        """Count requests that engines receive.
+        """Count requests that engines receive now.
 
         Args:
             keys: Work keys of the requests.
-            prompts: Prompt tokens of each request.
+            prompts: Number of prompt tokens of each request.
             answers: Maximum number of output tokens of each request.
         """
         self.requests += len(keys)

@@ -29,9 +29,10 @@ MOST_AGAIN = 0.05
 
 
 class Waves:
-    """Repeatedly plans the rows that were read so far, until the whole input is planned.
+    """Plans the rows of an input in waves: whenever engines need requests, it plans the rows that were read so far.
 
-    Each plan has the requests that no engine has received yet. The last plan therefore has the whole rest of the job.
+    Each plan has all requests that no engine has received yet. The last plan is made when the whole input has been
+    read.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Waves:
         """Prepare to plan the rows of an input in waves.
 
         Args:
-            run: The run.
+            run: The run, with its job, options, state folder and report.
             reading: Reads the input.
             announcement: Announces plans to other runs that share the store.
-            on_plan: Called when engines switch to a plan: with the plan, the requests that engines had received when
-                it was made, and the complete index. The index is None if rows are still being read.
+            on_plan: Called when engines switch to a plan: with the plan, the requests that engines had received when it
+                was made, and the index. The index is None unless the whole input has been read.
         """
         self._run, self._reading, self._announcement, self._on_plan = run, reading, announcement, on_plan
         self.parts: Sequence[Path] = ()  # planned parts of the index
@@ -66,7 +67,7 @@ class Waves:
         return not (self._followed and self.index is not None)
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
-        """Return True if the whole input was read, or if engines will soon run out of requests.
+        """Return True if the whole input has been read and is not planned yet, or if engines will soon lack requests.
 
         Raises the error that ended the reading.
 
@@ -85,6 +86,8 @@ class Waves:
 
     def plan(self, known: Snapshot) -> Replanned | None:
         """Plan the rows that were read so far. Returns None if engines should wait for more rows.
+
+        They should wait if there is no new request, or if too many prefix tokens would be computed again.
 
         Raises the errors of `Ingestion.finish` and `plan_job`.
 
@@ -111,11 +114,11 @@ class Waves:
         return Replanned(plan, tokens, add_drafts)
 
     def handle_switch(self, found: Replanned, known: Snapshot) -> None:
-        """Count a plan that engines switch to, and call `on_plan`.
+        """Record that engines switch to a plan, and call `on_plan` with it.
 
         Args:
             found: The plan.
-            known: The requests that engines had received when it was made.
+            known: The requests that engines had received when the plan was made.
         """
         self.count += 1
         self._again += found.plan.again_tokens
@@ -150,10 +153,6 @@ class Waves:
         return self._spread is not None
 
     def _is_too_spread(self, plan: Plan, known: Snapshot) -> bool:
-        """Return True if a plan would compute too many prefix tokens again.
-
-        The reason is stored for the user.
-        """
         at = self._reading.at
         if not self._run.setup.setting.parts.shares_prefixes:
             return False
@@ -169,15 +168,19 @@ class Waves:
 
 
 def waves_again(plan: Plan, begun: int, again: int, ratio: float) -> float:
-    """Estimate the share of a job's prompt tokens (0 to 1) that waves compute again if engines switch to a plan.
+    """Estimate how many prompt tokens are computed again if engines switch to a plan of the rows read so far.
 
-    Prefix tokens of rows still to be read are only counted if rows of this plan do not have the same prefix.
+    If the input were read to its end first, each shared prefix would be computed once. With waves, several waves may
+    compute the same prefix.
 
     Args:
         plan: The plan of the rows read so far.
         begun: Number of requests that engines have received so far.
         again: Prefix tokens that earlier waves computed again.
         ratio: Size of the whole input divided by the size of the part that was read.
+
+    Returns:
+        The tokens as a share of all prompt tokens of the job, 0 to 1.
     """
     later = (ratio - 1) * plan.rows * (1 - plan.recurring)
     all_tokens = plan.tokens_once / max(1, plan.to_run) * (begun + plan.to_run + later)

@@ -41,9 +41,9 @@ class Needs:
     """The requirements of a run for its engines.
 
     Attributes:
-        setting: The setting of the engines.
+        setting: Device, arithmetic, memory and parallelism of the engines.
         longest: Maximum number of tokens of a sequence.
-        logprobs: Maximum number of log-probabilities per token that a row requests. None: no row requests any.
+        logprobs: Largest number of log-probabilities per token that a row requests. None: no row requests any.
         requests: Number of requests that are planned when the engines start.
         index_parts: Returns the Parquet files of the index with the rows that are planned.
     """
@@ -63,17 +63,17 @@ def answer(
     add_drafts: AddDrafts,
     failed: int,
 ) -> None:
-    """Start the engines, and run all requests of a plan and further attempts. All answers are committed.
+    """Start the engines, run all requests of a plan and their further attempts, and commit all answers to the store.
 
     After a signal, running requests may finish.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         planned: The plan and its forecasts.
-        index: The complete index.
+        index: The index of all rows.
         store: The store of answers.
         add_drafts: Adds draft tokens to requests.
-        failed: Number of rows that are errors already.
+        failed: Number of rows that were errors before the engines ran.
 
     Raises:
         Interrupted: A signal came.
@@ -109,11 +109,11 @@ def answer(
 def raise_pending(
     run: OpenRun, store: CompletionStore, rows: int | None = None, forecast_s: float | None = None
 ) -> None:
-    """Raise Interrupted if a signal came, or StopTimeReached if the stop time came. Else do nothing.
+    """Raise Interrupted if a signal came, or StopTimeReached if the stop time came. Otherwise do nothing.
 
     Args:
-        run: The run.
-        store: The store of answers, whose number the message tells.
+        run: The run, with its job, options, state folder and report.
+        store: The store of answers. The message says how many answers are stored.
         rows: Number of rows without an answer before the engines ran. None if unknown.
         forecast_s: Forecast engine time for these rows in seconds, or None.
     """
@@ -130,19 +130,24 @@ def raise_pending(
 
 
 def open_meter(run: OpenRun, setting: Setting) -> Meter:
-    """Create the meter that records samples of the engines' steps and requests."""
+    """Create the meter that records samples of the engines' steps and requests for the report.
+
+    Args:
+        run: The run, with its job, options, state folder and report.
+        setting: Device, arithmetic, memory and parallelism of the engines.
+    """
     return run.report.open_meter(setting, setting.model_cost(run.setup.checkpoint))
 
 
 @contextmanager
 def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
-    """Start the engines of a run, and end them after the block.
+    """Start the engines of a run, and end them after the block. Yields the engines.
 
-    A signal within the block only becomes pending.
+    A signal within the block is deferred: it is only recorded as pending.
 
     Args:
-        run: The run.
-        needs: The requirements for the engines.
+        run: The run, with its job, options, state folder and report.
+        needs: The requirements of the run for its engines.
     """
     for line in (*run.setup.checkpoint.notices, *kv_memory_warnings(run.job, run.setup.models)):
         run.notice(line)
@@ -157,10 +162,10 @@ def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
 
 
 def feed(run: OpenRun, batches: Batches, pool: ReplicaPool, collector: Collector, plans: RunPlans) -> None:
-    """Run requests on the engines until all are answered, also the requests of later plans.
+    """Run the requests of the first plan and of later plans on the engines, until all are answered.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         batches: Batches of the first plan's requests.
         pool: The engines.
         collector: Receives the answers.
@@ -176,10 +181,7 @@ def feed(run: OpenRun, batches: Batches, pool: ReplicaPool, collector: Collector
 
 @contextmanager
 def _closing(run: OpenRun, pool: ReplicaPool) -> Iterator[ReplicaPool]:
-    """End the engines after the block.
-
-    Processes that are already exiting are waited for only at the end of the run.
-    """
+    # Processes that are already exiting are waited for only at the end of the run
     run.at_end.callback(_close, run, pool)
     try:
         yield pool
@@ -219,7 +221,12 @@ def _start_engines(run: OpenRun, needs: Needs) -> ReplicaPool:
 
 
 def wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
-    """Wait until all engines have loaded, or until a signal comes."""
+    """Wait until all engines have loaded, or until a signal comes.
+
+    Args:
+        run: The run. Its progress display is updated during the wait.
+        pool: The engines.
+    """
     while pool.info is None and run.interrupts.pending is None:
         pool.receive(0.1)
         run.progress.tick()
@@ -239,8 +246,8 @@ def notify_stopping(run: OpenRun, within_s: float) -> None:
     """Notify the user that the run stops early.
 
     Args:
-        run: The run.
-        within_s: Seconds that running rows may take to finish.
+        run: The run, with its job, options, state folder and report.
+        within_s: Number of seconds that running rows have to finish.
     """
     run.progress.stopping()
     stop = run.options.stop_at if run.interrupts.is_stop_pending else None
@@ -252,13 +259,13 @@ def notify_stopping(run: OpenRun, within_s: float) -> None:
 
 
 def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: Mapping[str, Any]) -> None:
-    """Record figures of the engines and of duplicates in the report of a run.
+    """Record in the report of a run what its engines did, and the tokens that duplicates saved.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         pool: The engines.
         collector: Counts the tokens that duplicates saved.
-        facts: Further columns of the run table.
+        facts: Further values, by column of the run table.
     """
     for one in pool.activities:
         run.report.record_activity(f"engine {one.engine}", one.activity, one.began, one.ended, *one.on)

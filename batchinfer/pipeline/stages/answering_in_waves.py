@@ -40,14 +40,17 @@ from batchinfer.store.results.reuse.shared_answers import saved_tokens
 
 
 def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -> Index:
-    """Read the rest of the input, run its rows in waves, and commit all answers. Returns the complete index.
+    """Read the rest of the input while engines run the rows that were read, and commit all answers to the store.
 
     After a signal, running requests may finish.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         unread: The part of the input that was not read yet.
         store: The store of answers.
+
+    Returns:
+        The index of all rows.
 
     Raises:
         Interrupted: A signal came.
@@ -72,8 +75,6 @@ def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -
 
 
 class _Answering:
-    """The answering stage of a run whose input is still being read."""
-
     waves: Waves
     _pool: ReplicaPool
     _plans: RunPlans
@@ -93,7 +94,6 @@ class _Answering:
         self._facts: dict[str, Any] = {"waves": 0, "again_tokens": 0}
 
     def run_all(self) -> None:
-        """Start the engines, and run the rows of all waves, or until a signal comes."""
         run = self._run
         longest, logprobs = run.setup.setting.numerics.max_model_len, _most_logprobs(run)
         needs = Needs(run.setup.setting, longest, logprobs, 0, lambda: self.waves.parts)
@@ -112,7 +112,6 @@ class _Answering:
                 note_figures(run, pool, self._collector, self._facts | deadline | revised)
 
     def _wait_until_ready(self) -> Batches:
-        """Wait until the engines have loaded, and return the requests of the newest plan so far."""
         run, pool, found = self._run, self._pool, None
         known = last_answers(run)
         while pool.info is None and run.interrupts.pending is None:
@@ -129,12 +128,12 @@ class _Answering:
         return iter(()) if found is None else found
 
     def handle_switch(self, found: Replanned, known: Snapshot, index: Index | None) -> None:
-        """Update progress and report when engines switch to another plan.
+        """Update the progress display and the report when engines switch to another plan.
 
         Args:
             found: The plan.
-            known: The requests that engines had received when it was made.
-            index: The complete index if the plan has all rows, else None.
+            known: The requests that engines had received when the plan was made.
+            index: The index if the plan has all rows of the input, else None.
 
         Raises:
             BatchInferError: See `complete`.
@@ -188,7 +187,7 @@ class _Answering:
         self._plans.add(FurtherAttempts(run, index, collector, self._pool))
 
     def _note_forecast(self, forecast: RunForecast) -> None:
-        """Record the forecast of the whole engine time: the time so far plus the forecast of the rest."""
+        # The forecast of the whole engine time is the time so far plus the forecast of the rest
         found, run = forecast.engine, self._run
         if found is not None and found.seconds is not None:
             passed_s = 0.0 if self._began is None else time.monotonic() - self._began
@@ -219,7 +218,7 @@ class _Known:
 
     @property
     def own(self) -> Plan:
-        """Return the plan with only the answers of earlier runs counted as stored."""
+        """Return the plan, in which only answers of earlier runs, not requests of this run, count as stored."""
         return replace(self.plan, present=self.plan.present - self.given.requests)
 
 

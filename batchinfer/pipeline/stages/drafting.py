@@ -52,13 +52,13 @@ from batchinfer.store.results.reuse.given_answers import GivenAnswers
 def prepare_drafts(run: OpenRun, plan: Plan, index: Index, store: CompletionStore) -> AddDrafts:
     """Return a function that adds draft tokens to the requests of a plan.
 
-    If the job has a draft model that answers first, the draft model runs now. Otherwise drafts come from the last
-    result.
+    If the job has a draft model that answers all rows first, it runs now, and its answers are the drafts. Otherwise the
+    drafts are the answers of the job's last result, if any.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         plan: The plan.
-        index: The complete index.
+        index: The index of all rows.
         store: The store of answers, which also stores the answers of the draft model.
 
     Raises:
@@ -76,7 +76,6 @@ def prepare_drafts(run: OpenRun, plan: Plan, index: Index, store: CompletionStor
 
 
 def _add_drafts(answers: GivenAnswers, vocab: int, batches: Batches) -> Batches:
-    """Add the answers of a draft model to requests, as draft tokens."""
     for batch, requests in batches:
         found = zip(requests, answers.of(batch.numbers("seq")), strict=True)
         yield (
@@ -102,11 +101,6 @@ class _Drafting:
         self._requests = DraftRequests(context, longest, model.checkpoint.spec.vocab)
 
     def answers(self) -> Path:
-        """Compute the missing answers of the draft model.
-
-        Returns:
-            A file with the draft model's answers to all requests of the plan.
-        """
         ops = self._run.state.ops
         batches = ((batch.numbers("seq").tolist(), requests) for batch, requests in self._planned())
         keys = write_draft_keys(self._plan.path, batches, self._requests, ops)
@@ -119,12 +113,7 @@ class _Drafting:
         return read_requests(self._plan, self._index.tokens, REQUEST_BATCH, self._whole.setup.roots)
 
     def _answer(self, lacking: Path, count: int) -> None:
-        """Run the draft model on the requests without a stored answer.
-
-        Args:
-            lacking: A file with the positions of these requests in the plan.
-            count: Number of these requests.
-        """
+        # `lacking` is a file with the positions of the requests in the plan
         run, plan = self._run, self._plan
         name = short_name(run.job.model.path)
         run.notice(f"drafts: {name} answers {counted(count, 'request')} first")
@@ -156,10 +145,7 @@ class _Drafting:
         raise_pending(run, self._store, plan.rows_to_run, None)
 
     def _lacking(self, lacking: Path) -> Batches:
-        """Yield the requests without a stored answer.
-
-        `shares_next` is 0 if the next request of the plan is left out.
-        """
+        # `shares_next` is 0 if the next request of the plan is left out
         wanted = GivenAnswers(lacking)
         for batch, requests in self._planned():
             is_wanted = [one is not None for one in wanted.of(batch.numbers("seq"))]
@@ -194,7 +180,7 @@ class _Sink:
         self._store.maybe_commit()
 
     def should_stop(self) -> bool:
-        """Return False, because errors of a draft model do not count."""
+        """Return False, because errors of a draft model do not count as errors of the job."""
         return False
 
     def tick(self) -> None:

@@ -13,13 +13,13 @@ from batchinfer.store.results.published_inputs import read_published_inputs
 
 
 def earlier_result(run: OpenRun, context: bytes) -> Manifest | None:
-    """Return the manifest of the published result if this run would publish the same again, else None.
+    """Return the manifest of the published result if this run would publish the same result again, else None.
 
-    The result must be complete, and neither the job nor its input may have changed. Returns None for a job with a
-    query (input.sql), because a query may return other rows each time.
+    The published result must be complete, and neither the job nor its input may have changed. Returns None for a job
+    with a query (input.sql), because a query may return other rows each time.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         context: The first part of all work keys, from `work_context`.
 
     Raises:

@@ -15,10 +15,11 @@ _MANY = 200  # parts of a store; reading the keys of 200 parts takes 0.2 s
 
 
 class EarlyLoading:
-    """Has the engines load their weights while the input is read, as soon as an answer is missing in the store.
+    """Lets engines load their weights while the input is read, as soon as a row is found whose answer is not stored.
 
-    With several engines it waits for one missing answer per engine, because their shares of the machine depend on the
-    number of engines. Nothing starts early while another run uses the same store: this run may have to wait for it.
+    With several engines it waits for one missing answer per engine, because the number of engines determines each
+    engine's share of the machine. If another run uses the same store, engines do not load early, because this run may
+    have to wait for the other one.
     """
 
     def __init__(self, run: OpenRun, store: CompletionStore) -> None:
@@ -35,7 +36,8 @@ class EarlyLoading:
 
         Args:
             keys: The work keys, concatenated, 32 bytes each.
-            last: Whether few or no rows follow.
+            last: True if few or no rows follow. Then a large store is not searched, because loading early would save
+                little.
 
         Raises:
             BatchInferError: A worker cannot load, and no other engine can.
@@ -51,9 +53,10 @@ class EarlyLoading:
         return self._lacking is None and len(self._store.parts()) > _MANY
 
     def look_in_index(self, index: Index) -> None:
-        """Look up the work keys of a complete index in the store.
+        """Look up all work keys of an index in the store, until enough answers are missing. Then engines load.
 
-        Engines load once enough answers are missing.
+        Args:
+            index: The index of all rows.
         """
         for keys in key_batches([*index.index_parts, *index.content_free_parts]):
             if not self._waits:
@@ -63,7 +66,7 @@ class EarlyLoading:
     def can_run_waves(self, left_s: float) -> bool:
         """Return True if engines have loaded and should run rows in waves instead of waiting for the whole input.
 
-        They must be able to run any row that the job allows, because the longest row is not known yet.
+        The engines must have room for the longest row that the job allows, because the longest row is not known yet.
 
         Args:
             left_s: Estimated seconds until the whole input is read.

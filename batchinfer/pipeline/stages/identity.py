@@ -15,10 +15,10 @@ from batchinfer.store.results.manifest import PublishSpec
 
 
 def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]]) -> PublishSpec:
-    """Return the identity of a run's result, by which a later run recognises that it would publish the same.
+    """Return the identity of a run's result. A later run with an equal identity would publish the same result.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         context: The first part of all work keys, from `work_context`.
         inputs: The identities of the input files.
     """
@@ -34,10 +34,7 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
 
 
 def _columns(run: OpenRun) -> str:
-    """Return a text with the settings that determine the result's columns, and the version of its output kind.
-
-    The first version of text output adds nothing, which keeps the identity of results from before kinds existed.
-    """
+    # The first version of text output adds nothing, which keeps the identity of results from before kinds existed
     setup = run.setup
     kind, asked = setup.output, setup.requested
     read = asked.reasoning, asked.tool_calls, asked.embedding, asked.scoring, asked.pairs

@@ -16,10 +16,10 @@ from batchinfer.store.results.manifest import Manifest
 
 
 def measure(run: OpenRun, manifest: Manifest) -> None:
-    """Measure the published result, and record the figures in the report.
+    """Compute figures of the published result, such as its accuracy, and record them in the report.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         manifest: The manifest of the published result.
 
     Raises:

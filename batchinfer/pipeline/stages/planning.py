@@ -25,14 +25,15 @@ from batchinfer.store.results.planned_work import Announcement, announce_plans, 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A plan with its forecasts.
+    """The plan of a run with its forecasts.
 
     Attributes:
         plan: The plan of the missing answers.
         deadline: Watches the job's deadline. None if the job has none.
         revised: Revises the forecast from the first answers.
         forecast_s: Forecast engine time in seconds. None if there is no forecast.
-        without: Parquet files of the store that have no answer to any row of this plan.
+        without: Parquet files of the store that have no answer to any row of this plan. Publishing need not search
+            them.
     """
 
     plan: Plan
@@ -44,13 +45,14 @@ class PlannedRun:
 
 @contextmanager
 def plan_run(run: OpenRun, index: Index, store: CompletionStore) -> Iterator[PlannedRun]:
-    """Plan the missing answers of a run, and announce the plan to other runs of the same store within the block.
+    """Plan the missing answers of a run. Within the block, the plan is announced to other runs of the same store.
 
-    If other runs already compute some of these requests, wait until they have finished.
+    If another run already computes some of these requests, this run waits until the other one has finished, and plans
+    again.
 
     Args:
-        run: The run.
-        index: The complete index.
+        run: The run, with its job, options, state folder and report.
+        index: The index of all rows.
         store: The store of answers.
     """
     first = _plan(run, index, store, "plan")
@@ -113,7 +115,13 @@ def _new_rows(index: Index) -> int:
 
 
 def notify_plan(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
-    """Notify the user of a plan and its forecast."""
+    """Show the user the counts of a plan and its forecast.
+
+    Args:
+        run: The run, with its job, options, state folder and report.
+        plan: The plan.
+        forecast: The forecast of the plan.
+    """
     for line in (plan_line(plan), *forecast.lines):
         run.notice(line)
     if run.job.attempts > 1 and plan.to_run:
@@ -127,10 +135,11 @@ def notify_plan(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
 def revised_forecast(run: OpenRun, forecast: RunForecast, began: float | None = None) -> RevisedForecast:
     """Return an object that makes a new forecast from the first answers of a run.
 
-    It makes none if the forecast of the plan is there and is not an upper bound.
+    It makes none if the forecast of the plan does not need a revision: it exists and does not assume max_tokens for
+    every answer.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         forecast: The forecast of the plan.
         began: When engines started to run rows, a time of `time.monotonic`. None if they have not.
     """

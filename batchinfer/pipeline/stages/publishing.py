@@ -39,12 +39,12 @@ KeepKeys = Callable[[Join], None]
 def row_keys_table(run: OpenRun, index: Index) -> Iterator[KeepKeys]:
     """Write the report's table of rows in parallel with the block.
 
-    Yields a function that completes the table; call it with the join after publishing. It raises OSError. If it is
-    not called, the table is dropped.
+    Yields a function that completes the table. Call it after publishing, with the join of the index and the store. It
+    raises OSError. If it is not called, the table is dropped.
 
     Args:
-        run: The run.
-        index: The complete index.
+        run: The run, with its job, options, state folder and report.
+        index: The index of all rows.
     """
     if index.attempts > 1:
         yield lambda join: run.report.keep_keys(index.index_parts, _attempts(join), index.row_ids)
@@ -67,15 +67,15 @@ def publish_result(
     """Publish the result of a run.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         context: The first part of all work keys, from `work_context`.
-        index: The complete index.
+        index: The index of all rows.
         store: The store of answers.
-        join: The join of the index with the store.
+        join: The stored answer of each row: the join of the index with the store.
         keep_keys: Completes the report's table of rows, see `row_keys_table`.
 
     Returns:
-        The manifest of the result, and True if this run changed anything.
+        The manifest of the result, and True if this run started engines or the result differs from the one before.
 
     Raises the errors of `publish`.
     """
@@ -107,7 +107,8 @@ def publish_result(
 
 
 def _settle(run: OpenRun, index: Index, join: Join) -> None:
-    """Keep the data with which the next run reuses whole files. A failing disk no longer fails the run."""
+    # Lets the next run reuse whole input files. The result is published, so a failing disk no longer fails the
+    # run.
     try:
         record_finished(run.state.kept, index, join, run.state.ops)
     except StorageError as error:
@@ -115,16 +116,16 @@ def _settle(run: OpenRun, index: Index, join: Join) -> None:
 
 
 def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join]:
-    """Apply classify.calibrate: adjust the label scores with the answer to the content-free prompt.
+    """Apply classify.calibrate: adjust the scores of labels by the scores that they get after a content-free prompt.
 
     Args:
-        index: The complete index.
-        join: The join of the index with the store.
+        index: The index of all rows.
+        join: The stored answer of each row: the join of the index with the store.
         spill: A folder for temporary files of queries.
 
     Returns:
-        The index with adjusted scoring, and the join that records the use of the answer. Both unchanged without
-        classify.calibrate.
+        The index with adjusted scoring, and the join, in which the answer to the content-free prompt is marked as used.
+            Both are unchanged without classify.calibrate.
 
     Raises:
         BatchInferError: The content-free prompt has no answer.
@@ -138,9 +139,12 @@ def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join
 
 
 def tidy(run: OpenRun) -> None:
-    """Delete temporary files of the run, and stored answers not used for `cache.keep` days.
+    """Delete temporary files of the run, and stored answers that no result has used for `cache.keep` days.
 
     A signal stops this early.
+
+    Args:
+        run: The run, with its job, options, state folder and report.
     """
     run.state.purge_scratch()
     clean_after_run(run.state, run.job.cache.keep, lambda: run.interrupts.pending is None, run.notice)
@@ -150,7 +154,7 @@ def write_openai_file(run: OpenRun, files: Sequence[InputFile]) -> None:
     """Write the file of --to-openai from the published result. Does nothing without that option.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         files: The input files.
 
     Raises:

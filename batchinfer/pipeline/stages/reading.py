@@ -28,11 +28,11 @@ _LITTLE_BYTES = 1 << 20  # of an input; reading them takes less time than readin
 
 @dataclass(frozen=True, slots=True)
 class UnreadInput:
-    """An input that was read in part, and whose rows will run in waves.
+    """An input that was only read in part. Its rows will run in waves while the rest is read.
 
     Attributes:
         ingestion: The object that reads the input and writes the index.
-        steps: The remaining steps of the ingestion.
+        steps: Iterator over the remaining steps of the ingestion. Each step reads a part of the input.
         at: Progress of the ingestion before these steps.
     """
 
@@ -42,7 +42,14 @@ class UnreadInput:
 
 
 def check(run: OpenRun) -> Reader | None:
-    """Check the beginning of each input file. Return the reader of the files, or None for a query."""
+    """Check that the input can be read and has the columns that the job names. Warnings are shown to the user.
+
+    Args:
+        run: The run, with its job, options, state folder and report.
+
+    Returns:
+        A reader of the input files, which `read_input` reuses. None for a query.
+    """
     run.operators.look()
     run.progress.phase("reading", run.job.input.limit)
     with run.report.timed("ingest_s"):
@@ -55,16 +62,17 @@ def check(run: OpenRun) -> Reader | None:
 def read_input(
     run: OpenRun, context: bytes, store: CompletionStore, checked: Reader | None
 ) -> Index | UnreadInput:
-    """Read the input, while engines load if the store lacks answers.
+    """Read, render and tokenise the input. Engines load in parallel if the store lacks answers.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         context: The first part of all work keys, from `work_context`.
         store: The store of answers.
         checked: The reader that `check` returned.
 
     Returns:
-        The complete index. Or an `UnreadInput` if engines are ready and the rest of the input takes long to read.
+        The index of all rows. If engines are ready while the rest of the input still takes long to read, the unread
+            rest instead.
     """
     with run.report.timed("ingest_s"):
         options = replace(run.setup.ingest_options(context, run.now), checked=checked)
@@ -86,13 +94,16 @@ def read_input(
 
 
 def complete(run: OpenRun, index: Index) -> Index:
-    """Check a complete index, and delete temporary files of other inputs.
+    """Check the index of the whole input, and delete temporary files of other inputs.
 
-    The locations of the model and of the answers are recorded next to the index.
+    The locations of the model and of the stored answers are recorded next to the index.
 
     Args:
-        run: The run.
-        index: The index, which is returned.
+        run: The run, with its job, options, state folder and report.
+        index: The index of all rows.
+
+    Returns:
+        `index`.
 
     Raises:
         TooFewRows: The input has fewer rows than the job requires.
@@ -113,7 +124,7 @@ def complete(run: OpenRun, index: Index) -> Index:
 
 
 def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
-    """Return the store of rows that the next run reuses. None for a trial, which has too few rows."""
+    # None for a trial, which has too few rows to be reused
     if run.options.limit is not None:
         return None
     state = run.state
@@ -126,7 +137,7 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:
-    """Read the input to its end and return None, or return the rest of the input to run in waves."""
+    # Returns the rest of the input if its rows should run in waves, None after the end of the input
     steps, began = ingestion.steps(), time.monotonic()
     try:
         for at in steps:

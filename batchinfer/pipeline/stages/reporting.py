@@ -15,7 +15,11 @@ from batchinfer.report.tables.folder import lock_for_writing
 def report_run(run: OpenRun) -> Iterator[None]:
     """Write the progress of a run during the block, and its report and `last_run.json` at the end of the block.
 
-    The report is also written if the block raises. A signal during a DuckDB query is raised as Interrupted.
+    The report is also written if the block raises. If a signal came during a DuckDB query, Interrupted is raised
+    instead of DuckDB's error.
+
+    Args:
+        run: The run, with its job, options, state folder and report.
     """
     record = ProgressFile(run.state, run.report.identity, run.notice)
     with lock_for_writing(run.report.folder, run.state.report_lock):

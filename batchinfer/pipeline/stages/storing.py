@@ -8,7 +8,7 @@ from batchinfer.store.answers.completion_store import CompletionStore
 
 
 def open_store(run: OpenRun) -> CompletionStore:
-    """Open the store of a job's answers. The user gets a notice for each damaged file, which is dropped."""
+    """Open the store of a job's answers. Damaged files of the store are dropped, each with a notice to the user."""
     with run.report.timed("plan_s"):
         store = CompletionStore(
             run.state.completions,

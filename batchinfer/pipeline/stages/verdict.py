@@ -19,14 +19,25 @@ from batchinfer.store.results.published import open_published
 
 
 def error_budget(run: OpenRun, rows: int) -> Budget:
-    """Return how many error rows the job allows for `rows` rows, and whether it publishes a result with more."""
+    """Return the error budget of a job.
+
+    It says how many error rows are allowed, and whether a result with more error rows is published.
+
+    Args:
+        run: The run, with its job, options, state folder and report.
+        rows: Number of rows of the job.
+    """
     return Budget(rows, run.job.on_error.max_error_rate, run.job.on_error.publish)
 
 
 def refuse_hopeless(run: OpenRun, index: Index) -> None:
-    """Raise ErrorBudgetExceeded if too many rows of the input are errors before anything is computed.
+    """Raise ErrorBudgetExceeded if too many rows are errors already after reading the input.
 
-    Does nothing if the job publishes results with too many error rows.
+    Does nothing if the job publishes results even with too many error rows.
+
+    Args:
+        run: The run, with its job, options, state folder and report.
+        index: The index of all rows.
     """
     budget = error_budget(run, index.rows)
     if budget.exceeded(index.error_rows) and not budget.publish:
@@ -35,13 +46,13 @@ def refuse_hopeless(run: OpenRun, index: Index) -> None:
 
 
 def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> int:
-    """Count the rows that are errors before engines run: rows of the input, and rows with a stored error.
+    """Count the rows that are errors before engines run: invalid rows of the input, and rows with a stored error.
 
-    If the job publishes results with too many error rows, only rows of the input are counted.
+    If the job publishes results even with too many error rows, stored errors are not counted.
 
     Args:
-        run: The run.
-        index: The complete index.
+        run: The run, with its job, options, state folder and report.
+        index: The index of all rows.
         parts: Parquet files of the store that were committed before this run.
 
     Raises:
@@ -65,9 +76,9 @@ def refuse_to_publish(run: OpenRun, index: Index, join: Join) -> None:
     """Raise ErrorBudgetExceeded if a finished run has too many error rows to publish its result.
 
     Args:
-        run: The run.
-        index: The complete index.
-        join: The join of the index with the store.
+        run: The run, with its job, options, state folder and report.
+        index: The index of all rows.
+        join: The stored answer of each row: the join of the index with the store.
     """
     budget = error_budget(run, index.rows)
     if budget.exceeded(join.counts.errors) and not budget.publish:
@@ -86,10 +97,10 @@ def _too_many(run: OpenRun, counts: ErrorCounts, budget: Budget, errors: ErrorSu
 def judge_result(run: OpenRun, manifest: Manifest, status: str) -> Outcome:
     """Return the outcome of a run whose result is published: exit code 0, or 65 if there are too many error rows.
 
-    Later runs that find the result already published get the same exit code.
+    A later run that finds the same result already published gets the same exit code.
 
     Args:
-        run: The run.
+        run: The run, with its job, options, state folder and report.
         manifest: The manifest of the result.
         status: PUBLISHED, or ALREADY_PUBLISHED if an earlier run published it.
     """

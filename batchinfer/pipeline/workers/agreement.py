@@ -9,10 +9,10 @@ from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 
 
 class Agreement:
-    """Makes the engines of a run share one choice of kernels.
+    """Makes the engines of a run share one choice of kernels, although their timings differ.
 
-    The first engine that asks makes the choice. It is sent to all others, also to engines that start later. If that
-    engine dies before it has chosen, all engines use NO_CHOICE: a kernel that it tried may have killed it.
+    The first engine that asks makes the choice. It is sent to all other engines, also to engines that start later. If
+    that engine dies before it has chosen, all engines use NO_CHOICE, because a kernel that it tried may have killed it.
     """
 
     def __init__(self) -> None:
@@ -20,9 +20,9 @@ class Agreement:
         self._chooser: WorkerHandle | None = None  # the worker that chooses
 
     def answer_waiting(self, engines: Iterable[WorkerHandle]) -> None:
-        """Store the choice if it was made, and send it to the workers that wait for it.
+        """Send the choice of kernels to the workers that wait for it. Call it regularly.
 
-        Without a choice, the first worker that waits is asked to make one.
+        If no choice was made yet, the first worker that waits is asked to make it.
 
         Args:
             engines: The workers that are alive.

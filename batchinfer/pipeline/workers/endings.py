@@ -28,6 +28,9 @@ def restrict_process(resources: EngineResources) -> None:
 
     Call it before an import that starts threads or initialises CUDA.
 
+    Args:
+        resources: The cores and the GPU.
+
     Raises:
         OSError: The cores cannot be used.
     """
@@ -48,8 +51,8 @@ def failure(
 
     Args:
         error: The error.
-        where: What ran out of memory, for the message of such an error.
-        remedy: The advice of such a message.
+        where: What ran out of memory. Only used in the message of an OutOfMemory error.
+        remedy: The advice to the user. Only used in the message of an OutOfMemory error.
     """
     detail = traceback.format_exc()
     if isinstance(error, BatchInferError):

@@ -18,11 +18,11 @@ LATE_S = 3.0  # a worker only reads messages between steps, and a step may be lo
 
 
 class Engines(Protocol):
-    """The engines of a run, as `run_plan` uses them. ReplicaPool implements them."""
+    """The interface of the engines of a run, as `run_plan` uses them. ReplicaPool implements it."""
 
     @property
     def info(self) -> EngineInfo | None:
-        """Return the description of an engine that is ready for requests, or None."""
+        """Return the description of an engine that is ready for requests, or None if no engine is ready."""
 
     @property
     def left(self) -> bool:
@@ -36,10 +36,10 @@ class Engines(Protocol):
         """Queue the next requests of the plan."""
 
     def end_plan(self) -> None:
-        """Record that all requests of the current plan were submitted."""
+        """Record that all requests of the current plan were submitted, so that engines need not wait for more."""
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Return the results of engines that have arrived.
+        """Return the answers and samples that have arrived from the engines.
 
         If there are none, wait for at most `timeout_s` seconds.
         """
@@ -49,18 +49,18 @@ class Engines(Protocol):
 
 
 class Sink(Protocol):
-    """Receives the answers of engines."""
+    """The interface of an object that receives the answers of engines."""
 
     def register(self, batch: PlanBatch, requests: Sequence[Request]) -> None:
-        """Register requests that are submitted next, in this order.
+        """Register requests before they are submitted to the engines.
 
         Args:
-            batch: The rows of the plan with these requests.
-            requests: The requests.
+            batch: The rows of the plan for these requests.
+            requests: The requests, in the order of submission.
         """
 
     def take(self, done: WorkDone) -> None:
-        """Receive completions and samples of an engine."""
+        """Receive the answers and samples of an engine."""
 
     def should_stop(self) -> bool:
         """Return True if the run should stop early, because the remaining requests cannot change the outcome."""
@@ -73,11 +73,11 @@ Batches = Iterator[tuple[PlanBatch, list[Request]]]
 
 
 class Plans(Protocol):
-    """The plans of a run after its first plan."""
+    """The interface of the plans of a run after its first plan."""
 
     @property
     def to_come(self) -> bool:
-        """Return True if another plan will certainly follow, whatever the answers to come are."""
+        """Return True if another plan will certainly follow, whatever the next answers are."""
 
     def next(self, exhausted: bool, idle: bool) -> Batches | None:
         """Return batches of requests that replace the rest of the current plan, or None to keep the current plan.
@@ -89,12 +89,12 @@ class Plans(Protocol):
 
 
 class OnePlan:
-    """The plans of a run that has only its first plan."""
+    """Implements `Plans` for a run that has only its first plan."""
 
     to_come = False
 
     def next(self, exhausted: bool, idle: bool) -> None:
-        """Return None, because no other plan follows."""
+        """Return None, because no other plan follows. The arguments are not used."""
 
 
 def run_plan(
@@ -108,14 +108,14 @@ def run_plan(
     """Run the requests of a plan and of later plans on engines.
 
     Ends when all requests are answered, when `sink.should_stop()` returns True, or after a signal. In the last two
-    cases, running requests have DRAIN_S seconds to finish.
+    cases, running requests have DRAIN_S (15) seconds to finish, and waiting requests are dropped.
 
     Args:
         batches: Batches of the first plan's requests, in order.
         engines: The engines.
         sink: Receives the answers.
         interrupts: The signals of the run.
-        draining: Called after a signal with the number of seconds that running requests may take.
+        draining: Called after a signal with the number of seconds that running requests have to finish.
         plans: The plans after the first one. None: there are none.
 
     Raises the error that ended the last engine.
@@ -150,10 +150,7 @@ def run_plan(
 
 
 def _drain(engines: Engines, sink: Sink) -> None:
-    """Let the engines finish running requests and end.
-
-    Engines that do not end in time are ended by their owner.
-    """
+    # Engines that do not end in time are ended by their owner
     engines.finish(DRAIN_S)
     give_up = time.monotonic() + DRAIN_S + LATE_S
     while not engines.left and time.monotonic() < give_up:

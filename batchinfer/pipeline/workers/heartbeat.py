@@ -13,14 +13,17 @@ STARTING_S = 600.0
 
 
 class Heartbeat:
-    """Calls a function every BEAT_S seconds in a thread, within the block or until the function raises OSError."""
+    """Calls a function about every BEAT_S (1) seconds in a thread. A context manager.
+
+    The calls end with the block, or when the function raises OSError because its receiver is gone.
+    """
 
     def __init__(self, beat: Callable[[], None], most_s: float = float("inf")) -> None:
         """Prepare the thread, which starts with the block.
 
         Args:
             beat: The function to call.
-            most_s: Seconds after which the calls end, even within the block.
+            most_s: Number of seconds after which the calls end, even within the block.
         """
         self._beat, self._until = beat, time.monotonic() + most_s
         self._over = threading.Event()

@@ -21,10 +21,10 @@ def _now() -> datetime:
 
 
 class Interrupts:
-    """Raises `Interrupted` for a signal, and `StopTimeReached` at the stop time.
+    """Raises `Interrupted` for a signal, and `StopTimeReached` at the stop time of the run.
 
-    Within `deferred`, the first signal only sets `pending` to its number, and the next one raises. The stop time
-    counts as SIGTERM.
+    Within `deferred`, the first signal does not raise, but sets `pending` to its number. A second signal raises. The
+    stop time is handled like the signal SIGTERM.
     """
 
     def __init__(self, message: str = CONTINUES, clock: Callable[[], datetime] = _now) -> None:
@@ -40,9 +40,9 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[Interrupts]:
-        """Handle signals within the block, which must run in the main thread.
+        """Handle SIGINT, SIGTERM and SIGHUP within the block, which must run in the main thread.
 
-        SIGHUP stays ignored under `nohup`.
+        SIGHUP stays ignored if it was ignored before, as under `nohup`.
         """
         handled = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -58,7 +58,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[Interrupts]:
-        """Do not raise at the first signal within the block, but set `pending`, which the caller must check."""
+        """Defer the first signal within the block: it only sets `pending`, which the caller must check."""
         self._deferred = True
         try:
             yield self
@@ -67,9 +67,10 @@ class Interrupts:
 
     @contextmanager
     def stopping_at(self, at: datetime | None, message: str = "") -> Iterator[None]:
-        """Raise StopTimeReached within the block at a given time. Like a signal, it may be deferred.
+        """Raise StopTimeReached within the block at a given time, or set `pending` within `deferred`.
 
-        Without installed handlers, which only the main thread can have, the stop time only sets `pending`.
+        Signal handlers work only in the main thread. If none are installed (`installed`), the stop time only sets
+        `pending`.
 
         Args:
             at: The stop time. None: there is none.
@@ -88,7 +89,7 @@ class Interrupts:
             self.ignore_stop()
 
     def ignore_stop(self) -> None:
-        """Ignore the stop time from now on, even if it is pending already."""
+        """Ignore the stop time from now on. If it was deferred, it is no longer pending."""
         if self._stop_watch is None:
             return
         before, self._deferred = self._deferred, True  # the time may come right now
@@ -107,7 +108,7 @@ class Interrupts:
 
     @contextmanager
     def reraised(self) -> Iterator[None]:
-        """Convert the RuntimeError that DuckDB raises for a signal during a query to `Interrupted`."""
+        """Raise `Interrupted` in place of the RuntimeError that DuckDB raises if a signal comes during a query."""
         try:
             yield
         except RuntimeError as error:
@@ -116,9 +117,9 @@ class Interrupts:
             raise self._error(self._message) from error
 
     def raise_pending(self, message: str) -> None:
-        """Raise Interrupted if a signal is pending, or StopTimeReached if the stop time is pending.
+        """Raise Interrupted if a deferred signal is pending, or StopTimeReached if the deferred stop time is pending.
 
-        Else do nothing.
+        Otherwise do nothing.
 
         Args:
             message: The message of Interrupted.

@@ -13,9 +13,10 @@ from batchinfer.pipeline.workers.worker_handle import SINGLE_ENGINE_CODES, Worke
 
 
 class Launch:
-    """Starts the workers of a run early, and has them load weights.
+    """Starts the workers of a run before the plan is known, and lets them load weights.
 
-    A context manager, which ends the workers, also if a pool uses them. A single worker may be the standby process.
+    A context manager. At the end of its block it ends all workers, even if a pool of engines uses them by then. If
+    there is only one worker, the standby process can become this worker.
     """
 
     def __init__(self, transport: Transport, standby: EngineStandby | None = None) -> None:
@@ -32,9 +33,12 @@ class Launch:
         self.end()
 
     def open(self, specs: Sequence[WorkerSpec]) -> None:
-        """Start a worker for each specification, unless workers were started before.
+        """Start a worker for each specification. Does nothing if workers were started before.
 
-        They import libraries and wait.
+        The workers import libraries and wait for `load`.
+
+        Args:
+            specs: The specifications of the workers.
 
         Raises:
             OSError: A process cannot be started.
@@ -57,7 +61,7 @@ class Launch:
         return WorkerHandle(spec, self._transport, ProcessLink(child), standby.began)
 
     def load(self) -> None:
-        """Have the started workers load their weights."""
+        """Let the started workers load their weights."""
         self._loads = True
         for worker in self._workers:
             worker.load()
@@ -68,11 +72,11 @@ class Launch:
         return bool(self._workers) and all(worker.loaded for worker in self._workers)
 
     def look(self) -> None:
-        """Receive messages of the workers while they load.
+        """Receive messages of the workers while they load. Call it regularly.
 
         Raises:
-            BatchInferError: A worker cannot load, and no other engine can. The pool handles all other ends of
-                workers.
+            BatchInferError: A worker cannot load, and another engine could not either. If another engine may succeed,
+                nothing is raised, and the pool of engines handles the end of the worker.
         """
         if not self._loads:
             return
@@ -86,9 +90,10 @@ class Launch:
                     raise
 
     def workers_for(self, specs: Sequence[WorkerSpec]) -> list[WorkerHandle]:
-        """Return the started workers if they have exactly these specifications.
+        """Return the started workers if they have exactly these specifications. Otherwise end them, and return [].
 
-        Otherwise end them and return an empty list.
+        Args:
+            specs: The specifications of the workers that the run needs.
         """
         if [worker.spec for worker in self._workers] != [*specs]:
             self.end()

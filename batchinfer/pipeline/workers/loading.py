@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class EngineLoading:
-    """Loads the engine of a worker in two steps: weights, then the engine itself.
+    """Loads the engine of a worker in two steps: first the weights, then everything else.
 
-    Each step starts with a message from the driver, which is also sent to the other ranks.
+    Each step starts with a message from the driver, which is passed on to the engine's other ranks.
     """
 
     def __init__(self, spec: WorkerSpec, parent: ParentConnection, ranks: OtherRanks) -> None:
@@ -72,10 +72,7 @@ class EngineLoading:
         return receive_message(self._connection.recv, kind)
 
     def _agreed(self, choose: Callable[[], str]) -> str:
-        """Return the choice of kernels that all engines of the run share.
-
-        The first engine that asks makes it.
-        """
+        # The first engine that asks makes the choice for all engines of the run
         self._connection.send(Ask())
         chosen = self._received(Answer).chosen
         if chosen is None:
@@ -86,10 +83,7 @@ class EngineLoading:
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Suspend the watchdog within the block.
-
-        Blocks may be nested, as for compilation during graph capture.
-        """
+        # Suspends the watchdog. Blocks may be nested, as for compilation during graph capture.
         self._untimed_blocks += 1
         self._connection.send(Pulse(untimed=True))
         try:
@@ -100,13 +94,16 @@ class EngineLoading:
 
 
 class RankLoading:
-    """Loads the shard of a rank other than rank 0, in the same two steps as rank 0."""
+    """Loads the shard of a rank other than rank 0: first the weights, then everything else.
+
+    Each step starts with a message from rank 0.
+    """
 
     def __init__(self, spec: WorkerSpec, rank_config: RankConfig, connection: ParentConnection) -> None:
         self._spec, self._rank_config, self._connection = spec, rank_config, connection
 
     def follower(self) -> Any:
-        """Load and return the object that runs the steps of this rank.
+        """Load and return the object that runs the steps which rank 0 sends.
 
         Raises:
             EOFError: Rank 0 is gone.
@@ -126,7 +123,6 @@ class RankLoading:
         return weights.follower(config, self._agreed)
 
     def _agreed(self, choose: Callable[[], str]) -> str:
-        """Return the choice of kernels that rank 0 sends."""
         chosen = receive_message(self._connection.recv, Answer).chosen
         assert chosen is not None, "rank 0 has chosen"
         return chosen
@@ -144,7 +140,7 @@ def receive_message(recv: Callable[[], object], kind: type[T]) -> T:
 
     Args:
         recv: Receives a message.
-        kind: The class that the message must have.
+        kind: The class of the message that must come.
 
     Raises:
         EOFError: The sender is gone, or the message has another class.
@@ -157,10 +153,7 @@ def receive_message(recv: Callable[[], object], kind: type[T]) -> T:
 
 
 def _tokenizer_parts(spec: WorkerSpec) -> tuple[StopStreams | None, ConstraintsFor | None]:
-    """Return the two functions that an engine needs for stop strings and for constraints.
-
-    Each is None without a tokenizer.
-    """
+    # Functions for stop strings and for constraints. They need a tokenizer.
     if spec.tokenizer is None:
         return None, None
     from batchinfer.input.constraints.constrained import grammar_constraints

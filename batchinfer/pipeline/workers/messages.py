@@ -21,8 +21,8 @@ class EngineResources:
     """The part of a machine that one rank of an engine may use, if several ranks share the machine.
 
     Attributes:
-        cores: CPU cores. Empty: all cores of this process.
-        gpu: A GPU, as in CUDA_VISIBLE_DEVICES. None: all GPUs of this process.
+        cores: Numbers of CPU cores. Empty: all cores that the process may use.
+        gpu: Name of a GPU, as in CUDA_VISIBLE_DEVICES. None: all GPUs that the process may use.
     """
 
     cores: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class EngineResources:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The part of a worker's configuration that is known before the plan.
+    """The part of a worker's configuration that is known before the plan of the run.
 
     Attributes:
         load: How the engine loads its weights.
@@ -52,11 +52,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Message from a worker on a cluster: it runs on this machine.
+    """Message from a worker on a cluster: it has been started on this machine.
 
     Attributes:
         node: Address of the machine.
-        machine_class: Machines of the same class compute the same bits.
+        machine_class: Class of the machine. Machines of the same class compute the same bits.
     """
 
     node: str
@@ -73,7 +73,7 @@ class Loaded:
     """Message from a worker or rank: its weights are loaded.
 
     Attributes:
-        at: When they were loaded, a time of `time.perf_counter`, which all processes of a machine share.
+        at: When they were loaded, a time of `time.perf_counter`. All processes of a machine share this clock.
     """
 
     at: float
@@ -81,10 +81,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Message to a worker or rank: build the engine with this configuration, once the weights are loaded.
+    """Message to a worker or rank: build the engine as soon as the weights are loaded.
 
     Attributes:
-        config: The configuration.
+        config: The configuration of the engine.
     """
 
     config: EngineConfig
@@ -103,7 +103,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Message to a worker: answers of other workers, from which it may draft.
+    """Message to a worker: answers of other workers, which its engine may use as a source of draft tokens.
 
     The answers are sent as one array, because sending 50,000 arrays would take a tenth of a second.
 
@@ -117,7 +117,11 @@ class Learn:
 
     @classmethod
     def of(cls, answers: Sequence[TokenIds]) -> Learn:
-        """Return the message for answers, each given as an array of tokens."""
+        """Create the message.
+
+        Args:
+            answers: The tokens of each answer.
+        """
         return cls(np.concatenate([np.empty(0, np.int32), *answers]), [*map(len, answers)])
 
     @property
@@ -140,7 +144,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Message from a loading worker: it waits for `Answer` with the choice of kernels for all engines of the run."""
+    """Message from a worker that is loading: it waits for an `Answer` with the choice of kernels.
+
+    All engines of a run use the same choice.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Message from a worker: its choice of kernels for all engines of the run.
+    """Message from a worker: the choice of kernels that it has made for all engines of the run.
 
     Attributes:
         chosen: The choice.
@@ -181,10 +188,10 @@ class WorkDone:
     """Message from a worker: finished requests, and samples of steps.
 
     Attributes:
-        completions: Answers and errors.
+        completions: The answers and errors of the finished requests.
         requests: Counts and times of the finished requests.
         steps: Counts and times of steps.
-        engine: Number of the engine in the order of starts. Set by the driver.
+        engine: Number of the engine's process in the order of starts. Set by the driver.
         replica: Number of the replica. Set by the driver.
     """
 
@@ -200,7 +207,7 @@ class Pulse:
     """Message from a worker or rank: it is still running (a heartbeat).
 
     Attributes:
-        untimed: Whether the watchdog must wait without limit for the next message.
+        untimed: True if the next message may take any time, so the watchdog must not limit it.
         waits_for: Name of a rank that has sent nothing for a while, and for which the engine waits. "" if there is
             none.
     """
@@ -214,10 +221,10 @@ class Failed:
     """Message from a worker or rank: it failed and ends.
 
     Attributes:
-        exit_code: Exit code of the exception in core/errors.py.
+        exit_code: Exit code of the error's class in core/errors.py.
         message: Text of the error.
         detail: The traceback.
-        died: Whether the process of another rank of the engine died.
+        died: True if it failed because the process of another rank of the engine died.
     """
 
     exit_code: int
@@ -232,7 +239,7 @@ class Left:
 
     Attributes:
         peak_rss: Peak memory in bytes.
-        other_cores: CPU cores that other processes used on average. None if unknown.
+        other_cores: Mean number of CPU cores that other processes used. None if unknown.
         expert_tokens: For each layer with experts, the number of tokens of each expert.
         ranks: Usage of each rank. Empty for an engine with one rank.
     """

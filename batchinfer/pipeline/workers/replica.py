@@ -42,11 +42,11 @@ class Death:
     Attributes:
         in_work: Requests that may have been running.
         waiting: Requests that were queued after the requests in work.
-        isolated: The group of suspects that ran without other rows, if any.
-        fresh: Whether the process had finished no row.
+        isolated: The group of suspects that ran without other rows. None if the engine ran other rows.
+        fresh: Whether the process had not finished any row.
         loaded: Whether the engine was ready for requests.
         restarts: Number of earlier processes of the same replica that died.
-        fruitless: Number of deaths in a row with little work between them, this one included.
+        fruitless: Number of successive deaths with little work between them, including this one.
     """
 
     in_work: list[Request]
@@ -59,10 +59,10 @@ class Death:
 
 
 class WorkerActivity(NamedTuple):
-    """An activity of an engine's process. Times are times of `time.perf_counter`.
+    """An activity of an engine's process, with times of `time.perf_counter`.
 
     Attributes:
-        engine: Number of the engine's process in the run.
+        engine: Number of the engine's process in the order of starts.
         activity: Name of the activity, such as "loading".
         began: Start of the activity.
         ended: End of the activity.
@@ -77,7 +77,10 @@ class WorkerActivity(NamedTuple):
 
 
 class Replica:
-    """One of the engines of a run, as the driver sees it. If its worker dies, another worker may replace it."""
+    """One of the engines of a run, as the driver sees it.
+
+    A replica lives longer than its worker: if the worker dies, another worker may replace it.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class Replica:
         transport: Transport,
         early: WorkerHandle | None = None,
     ) -> None:
-        """Configure the worker of a replica, and start it unless `early` is given.
+        """Start the worker of a replica, unless `early` is given, and send it the configuration of its engine.
 
         Args:
             number: Number of the replica.
@@ -124,7 +127,7 @@ class Replica:
     def loads_first(self) -> bool:
         """Return True if the first process of this replica is still loading.
 
-        False for a process that replaces another one.
+        False for a process that replaces another one, and while the worker waits for resources of a cluster.
         """
         return self.info is None and not self.gone and not self.restarts and not self.waits
 
@@ -140,7 +143,10 @@ class Replica:
 
     @property
     def concurrent_rows(self) -> int:
-        """Return how many rows the replica runs at a time: `max_num_seqs`, or fewer if its KV cache is full."""
+        """Return how many rows the replica runs in parallel: `max_num_seqs`, or fewer if its KV cache is full.
+
+        The replica must be ready.
+        """
         assert self.info is not None
         return self._running if self._waiting else self.info.max_num_seqs
 
@@ -151,9 +157,9 @@ class Replica:
         self.worker.submit(requests)
 
     def receive(self) -> list[WorkDone]:
-        """Return the results of the replica's worker that have arrived.
+        """Return the answers and samples that have arrived from the replica's worker.
 
-        Raises the error that ended its process.
+        Raises the error that ended the worker's process.
         """
         results = self.worker.receive(0)
         if not self.worker.waits_for:
@@ -178,12 +184,12 @@ class Replica:
         return results
 
     def check_silence(self, longest_step_s: Callable[[], float]) -> None:
-        """End the process of the replica if it loads or has work, and has sent no message for too long.
+        """Kill the replica's process if it has sent no message for too long while it loads or has work.
 
         Call it when no message has arrived.
 
         Args:
-            longest_step_s: Returns the forecast duration of the longest step in seconds.
+            longest_step_s: Returns the forecast duration of the longest step in seconds. It determines the limit.
         """
         loads = self.info is None
         if self.waits:
@@ -211,12 +217,15 @@ class Replica:
         return SILENT_S
 
     def run_isolated(self, group: RowGroup) -> None:
-        """Run a group of suspects without other rows. The replica must have no unfinished requests."""
+        """Run a group of suspects without other rows, to find out whether they kill the engine.
+
+        The replica must have no unfinished requests.
+        """
         self.isolated = group
         self.submit(group.requests)
 
     def reset_after_death(self) -> Death:
-        """Forget the unfinished requests of the replica after its process has died, and return them in a `Death`.
+        """Forget the unfinished requests of the replica after its process has died, and return them.
 
         Engines admit requests in order, so the requests in work are among the first unfinished ones.
         """
@@ -244,17 +253,17 @@ class Replica:
 
     @property
     def ranks(self) -> list[EngineRank]:
-        """Return the usage of each rank of the replica's engine, once its current process has ended."""
+        """Return the usage of each rank of the replica's engine. Empty until the engine has ended as planned."""
         return [EngineRank(self._engine, self.number, use) for use in self.worker.ranks]
 
     @property
     def can_restart(self) -> bool:
-        """Return True if the replica has not died too often to start another process."""
+        """Return True if another process may be started: there were few successive deaths with little work between."""
         return self.fruitless < (FRUITLESS if self.info is not None else FRUITLESS_LOADING)
 
     @property
     def is_doubted(self) -> bool:
-        """Return True if the engine itself, and not a row, may be the cause of the replica's deaths."""
+        """Return True if the engine itself may be the cause of the replica's deaths, and not a row."""
         return self.fruitless >= DOUBTED and not self.has_finished_rows
 
     @property
@@ -263,7 +272,10 @@ class Replica:
         return self._finished > 0
 
     def fail_accused(self) -> WorkDone:
-        """Return error rows for the rows that killed the replica's engine when they ran alone."""
+        """Return error rows for the accused rows: single rows that killed the replica's engine when they ran alone.
+
+        They are no longer accused after this.
+        """
         text = "the engine's process died while it computed this row, with other rows and again with this row alone"
         error = RowError(CODE, "engine", text, retryable=True)
         rows, self.accused = self.accused, []
@@ -276,7 +288,7 @@ class Replica:
         If ranks ran out of memory, the new engine uses smaller steps, because a rank cannot split a step on its own.
 
         Args:
-            engine: Number of the process in the run's order of starts.
+            engine: Number of the new process in the order of starts.
         """
         crash = self.worker.crash
         if self.spec.others and crash is not None and crash.kind is OutOfMemory:
@@ -291,7 +303,7 @@ class Replica:
         self._silence.reset()
 
     def forget_deaths(self) -> None:
-        """Reset the count of the replica's deaths, after a death that its engine did not cause."""
+        """Reset the count of successive deaths, after a death that the replica's engine did not cause."""
         self.fruitless = 0
 
     def close(self) -> None:
@@ -301,11 +313,11 @@ class Replica:
 
 
 def smaller(config: EngineConfig, info: EngineInfo | None) -> EngineConfig:
-    """Return an engine configuration with half the tokens and rows per step.
+    """Return an engine configuration with half the tokens and rows per step, for an engine that ran out of memory.
 
     Args:
         config: The configuration.
-        info: The engine that was built from it. None: return the configuration unchanged.
+        info: The engine that was built from it. None: the configuration is returned unchanged.
     """
     if info is None:
         return config

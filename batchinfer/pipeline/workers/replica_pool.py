@@ -33,14 +33,14 @@ MOST_ISOLATED = 24
 
 
 class ReplicaPool:
-    """All engines of a run, which `run_plan` uses like a single engine.
+    """All engines of a run. `run_plan` uses them like a single engine.
 
-    An engine that dies is restarted, unless it has died repeatedly with little work in between; then the other
-    engines go on, and the death of the last one is an error. Each answer is received exactly once.
+    An engine that dies is restarted, unless it has died repeatedly with little work in between. Then the other engines
+    continue without it. The death of the last engine is raised as an error. Each answer is received exactly once.
 
-    Requests that waited in a dead engine are submitted again first. Its requests in work are suspects: they run at
-    the end of the plan, in groups without other rows, until the rows that kill engines are found. These become error
-    rows.
+    Requests that waited in a dead engine are submitted again first. Requests that were running are suspects. They run
+    at the end of the plan, in groups without other rows, until the rows that kill engines are found. These rows become
+    error rows.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class ReplicaPool:
             config: Configuration of all engines.
             rows: Number of requests in the plan.
             interrupts: The signals of the run. No process is started after a signal.
-            name_rows: Returns a text that names the rows with these work keys for the user.
+            name_rows: Returns a text that names rows for the user, from their work keys.
             notice: Called with lines for the user about deaths of engines.
             death_log: Stores the tracebacks of deaths.
-            loading: Returns a context that measures the time in which no engine is ready.
+            loading: Returns a context manager that measures the time in which no engine is ready.
             longest_step_s: Forecasts the longest step of an engine in seconds, for the watchdog.
             transport: Starts workers.
-            early: Workers that were started before, in the order of `specs`.
+            early: Workers that were started before, in the order of `specs`. Empty if there are none.
         """
         self._transport = transport
         self._longest_step_s = longest_step_s
@@ -129,15 +129,15 @@ class ReplicaPool:
 
     @property
     def left(self) -> bool:
-        """Return True if each engine was closed, or its worker has sent its last message."""
+        """Return True if every engine was closed, or its worker has sent its last message."""
         return all(replica.gone or replica.worker.left for replica in self._replicas)
 
     @property
     def wants_more(self) -> bool:
-        """Return True if an engine can take more requests.
+        """Return True if more requests should be submitted, because an engine has room for them.
 
-        Also True if no requests of the plan are left, so that the caller finds the end of the plan even without
-        engines.
+        Also True if the plan is expected to have no further requests. The caller then finds the end of the plan, even
+        if no engine is left.
         """
         if not self._left:
             return True
@@ -145,11 +145,11 @@ class ReplicaPool:
 
     @property
     def has_room(self) -> bool:
-        """Return True if an engine could run more requests than it has."""
+        """Return True if an engine is ready and could run more requests than it has."""
         return self.info is not None and self._next() is not None
 
     def learn(self, answers: Sequence[TokenIds]) -> None:
-        """Send answers to all engines that are ready, if engines may draft from other answers.
+        """Send answers to all engines that are ready, if the engines use them as a source of draft tokens.
 
         Args:
             answers: Tokens of each answer.
@@ -160,23 +160,22 @@ class ReplicaPool:
                     replica.worker.learn(answers)
 
     def expect(self, rows: int) -> None:
-        """Set the number of requests that will still be submitted."""
+        """Set the number of requests of the plan that will still be submitted."""
         self._left = len(self._backlog) + max(0, rows)
 
     def end_plan(self) -> None:
-        """Record that the current plan has no further requests."""
+        """Record that all requests of the current plan were submitted, so that engines need not wait for more."""
         self._left = len(self._backlog)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue the next requests of the plan, and send them to engines with room."""
+        """Queue the next requests of the plan, and send queued requests to engines that have room."""
         self._backlog.append(requests)
         self._hand_out()
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Return the results of engines that have arrived.
+        """Return the answers and samples that have arrived from the engines.
 
-        If there are none, wait for at most `timeout_s` seconds.
-        Raises the error that ended the last engine.
+        If there are none, wait for at most `timeout_s` seconds. Raises the error that ended the last engine.
         """
         self._restart_for_new_rows()
         live = self._live
@@ -208,15 +207,15 @@ class ReplicaPool:
 
     @property
     def peak_rss(self) -> int | None:
-        """Return the sum of the peak memory of all engines in bytes, or None while no engine has ended."""
+        """Return the sum of the peak memory of the engines that have ended, in bytes. None if none has ended."""
         known = [r.worker.peak_rss for r in self._replicas if r.worker.peak_rss is not None]
         return sum(known) if known else None
 
     @property
     def other_cores(self) -> float | None:
-        """Return the CPU cores that other processes used on average, or None if unknown.
+        """Return the mean number of CPU cores that other processes used while engines were ready, or None if unknown.
 
-        Excludes engines and this process.
+        Engines and this process do not count.
         """
         known = [r.worker.other_cores for r in self._replicas if r.worker.other_cores is not None]
         if not known or self._ready_at is None:
@@ -228,14 +227,14 @@ class ReplicaPool:
 
     @property
     def ranks(self) -> list[EngineRank]:
-        """Return the usage of each rank, for engines with several ranks that have ended."""
+        """Return the usage of each rank of the engines that have ended as planned. Empty for engines with one rank."""
         return [rank for replica in self._replicas for rank in replica.ranks]
 
     @property
     def expert_tokens(self) -> ExpertTokens:
-        """Return the number of tokens of each expert by layer, summed over engines that have ended.
+        """Return the number of tokens of each expert by layer, summed over engines that have ended as planned.
 
-        The counts of processes that died are lost, because regular messages would make steps wait for the device.
+        The counts of processes that died are lost. Sending counts regularly would make steps wait for the device.
         """
         found: dict[int, list[int]] = {}
         for replica in self._replicas:
@@ -281,10 +280,7 @@ class ReplicaPool:
                     replica.run_isolated(group)
 
     def _group_for(self, replica: Replica) -> RowGroup | None:
-        """Return the suspects that an engine runs next, or None.
-
-        A doubted engine first runs a row that was answered before, because suspects that kill it would end its use.
-        """
+        # A doubted engine first runs a row that was answered before. Suspects that kill it would end its use.
         answered = next((one.answered for one in self._replicas if one.answered is not None), None)
         if replica.is_doubted and answered is not None:
             return probe_of(answered)
@@ -312,7 +308,6 @@ class ReplicaPool:
     # Messages
 
     def _with_messages(self, timeout_s: float) -> Iterator[Replica]:
-        """Yield the engines with messages, and check the silence of all other engines."""
         running = [replica for replica in self._live if not replica.worker.left]
         failed = [replica for replica in running if replica.worker.ended]
         if failed:
@@ -350,10 +345,8 @@ class ReplicaPool:
         return results
 
     def _fail_accused(self) -> list[WorkDone]:
-        """Return error rows for single rows that killed an engine.
-
-        An engine must first have finished other rows, unless no work is left.
-        """
+        # An engine must have finished other rows after the row killed it, which shows that the engine works.
+        # If no work is left, the row is blamed anyway.
         found = []
         for replica in self._replicas:
             if replica.accused and (replica.has_finished_rows or not self._has_work):
@@ -370,10 +363,6 @@ class ReplicaPool:
         return bool(self._left or self._suspects or any(replica.unfinished for replica in self._live))
 
     def _handle_end(self, replica: Replica, error: BatchInferError) -> None:
-        """Continue after the end of an engine's process, with a new process or with the other engines.
-
-        Raises the error if neither is possible.
-        """
         crash, others = replica.worker.crash, len(self._live) > 1
         if crash is None and not (others and error.exit_code in SINGLE_ENGINE_CODES):
             raise error
@@ -397,10 +386,7 @@ class ReplicaPool:
         self._go_on(replica, what, again)
 
     def _log_death(self, replica: Replica, error: BatchInferError, death: Death) -> str:
-        """Write a traceback to the death log if the error does not explain itself.
-
-        Return a text for the user.
-        """
+        # Only if the error does not explain itself. Returns a text for the user.
         crash, traceback = replica.worker.crash, replica.worker.traceback
         what = str(error).removesuffix(f"\n{traceback}") if crash is None else crash.what
         details = [] if crash is None else [self._describe(death)]
@@ -409,10 +395,7 @@ class ReplicaPool:
         return "; ".join([what, *details])
 
     def _requeue_silent(self, replica: Replica, death: Death) -> None:
-        """Queue the rows of an engine that the watchdog ended.
-
-        Rows in work become suspects only the second time.
-        """
+        # Rows that were in work when the watchdog ended an engine become suspects only the second time
         again = [request for request in death.in_work if request.key in self._silent]
         first = [request for request in death.in_work if request.key not in self._silent]
         self._silent.update(request.key for request in first)
@@ -446,10 +429,8 @@ class ReplicaPool:
                 self._suspects.record_death(death.in_work, replica.number)
 
     def _is_certain(self, death: Death) -> bool:
-        """Return True if a single row certainly killed its engine.
-
-        Either it killed an engine before, or it was the first row of a new process and there is no other engine.
-        """
+        # Either the row killed an engine before, or it was the first row of a new process and there is no
+        # other engine
         again = death.isolated is not None and death.isolated.died_in is not None
         return again or (death.fresh and len(self._live) == 1)
 

@@ -16,7 +16,7 @@ CROWDED, FREE = 0.25, 0.1
 
 
 class SharedCores:
-    """Measures the CPU load of other processes, and shortens the spinning of an engine's threads on crowded cores."""
+    """Measures the CPU load of other processes. If they need the engine's cores, the engine's threads spin less."""
 
     def __init__(
         self,
@@ -33,11 +33,14 @@ class SharedCores:
 
     @property
     def other_cores(self) -> float | None:
-        """Return the number of CPU cores that other processes used on average, or None if unknown."""
+        """Return the mean number of CPU cores that other processes used, or None if unknown."""
         return self._used / self._known_s if self._known_s else None
 
     def tick(self) -> None:
-        """Measure the load of other processes, if LOOK_EVERY_S seconds have passed since the last time."""
+        """Measure the load of other processes, and adapt the spinning of the engine's threads.
+
+        Does nothing until LOOK_EVERY_S seconds have passed since the last measurement.
+        """
         now = self._clock()
         elapsed = now - self._looked_at
         if elapsed < LOOK_EVERY_S:

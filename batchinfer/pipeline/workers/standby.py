@@ -15,12 +15,12 @@ from batchinfer.pipeline.workers.engine_entry import ENGINE, WORKER
 class EngineStandby:
     """A standby process, which imports the libraries of an engine before the job is known.
 
-    No process is started on a single core, which it would have to share with the command. A context manager, which
-    ends the process unless `take` was called.
+    A context manager, which ends the process at the end of its block unless `take` was called. On a single core no
+    process is started, because it would share the core with the command.
     """
 
     def __init__(self, factory: str = ENGINE) -> None:
-        """Start the standby process.
+        """Start the standby process. If this fails, there is no standby process, and no error is raised.
 
         Args:
             factory: "module:function" of the function that loads the engine, see WorkerSpec.
@@ -42,7 +42,7 @@ class EngineStandby:
         self.close()
 
     def take(self) -> Child | None:
-        """Return the standby process, or None if there is none. The caller must end it from now on."""
+        """Return the standby process, or None if there is none. From now on, the caller must end it."""
         child, self._child = self._child, None
         return child
 

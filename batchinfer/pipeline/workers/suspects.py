@@ -15,9 +15,9 @@ class RowGroup:
 
     Attributes:
         requests: The rows.
-        twin: The other half of a group that killed its engine, or None.
+        twin: The other half, if this group is one half of a group that killed its engine. Else None.
         died_in: Number of the replica that this single row killed, or None.
-        is_probe: Whether it is a row that was answered before, which tests whether an engine works.
+        is_probe: True if the group is a copy of an answered row, which tests whether an engine works.
     """
 
     requests: list[Request]
@@ -27,16 +27,20 @@ class RowGroup:
 
 
 def probe_of(answered: Request) -> RowGroup:
-    """Return a copy of an answered row with another work key, to test whether an engine works."""
+    """Return a group with a copy of an answered row, to test whether an engine works.
+
+    The copy has another work key, so its answer is not taken for the answer of the row.
+    """
     key = sha256(b"proof" + answered.key).digest()
     return RowGroup([replace(answered, key=key, shares_next=0)], is_probe=True)
 
 
 class Suspects:
-    """Groups of suspect rows that wait to run.
+    """The groups of suspect rows that wait to run.
 
-    A group that kills its engine is halved. If one half finishes, the cause is in the other half, which is halved
-    again before it runs. So one bad row among n is found after log2(n) groups, and about half of them die.
+    A group that kills its engine is split into two halves. If one half finishes, the cause must be in the other half,
+    which is split again before it runs. So one bad row among n is found after log2(n) groups, and about half of these
+    groups kill an engine.
     """
 
     def __init__(self) -> None:
@@ -55,8 +59,8 @@ class Suspects:
         """Remove and return the group of suspects to run next, or None if there is none.
 
         Args:
-            one: Whether to return a single row, preferably one that has not killed an engine yet.
-            not_of: Number of a replica. Single rows that killed it are skipped.
+            one: True to return a single row, preferably one that has not killed an engine yet.
+            not_of: Number of a replica. Single rows that killed this replica are skipped. None: no row is skipped.
         """
         fit = [group for group in self._waiting if not_of is None or group.died_in != not_of]
         if not fit:
@@ -69,7 +73,7 @@ class Suspects:
         return group
 
     def record_death(self, requests: Sequence[Request], engine: int) -> None:
-        """Add the unfinished rows of a group that killed its engine: one row unchanged, several rows as two halves.
+        """Add the unfinished rows of a group that killed its engine: a single row unchanged, several as two halves.
 
         Args:
             requests: The unfinished rows.
@@ -81,9 +85,12 @@ class Suspects:
             self._halve(requests)
 
     def record_finish(self, group: RowGroup) -> None:
-        """Record that a group has finished without a death.
+        """Record that an engine has finished a group without dying.
 
-        Its other half must have the cause, and is halved.
+        If the group is half of a group that killed an engine, the other half must have the cause, and is split again.
+
+        Args:
+            group: The group.
         """
         twin = group.twin
         if twin in self._waiting and twin is not None and len(twin.requests) > 1:

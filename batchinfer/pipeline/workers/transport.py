@@ -14,7 +14,7 @@ from batchinfer.pipeline.workers.messages import EngineResources, WorkerSpec
 
 
 class WorkerEnd(Protocol):
-    """The way a worker ended. Its text completes "the engine's process ..."."""
+    """The interface of the way a worker ended. As a text, it completes "the engine's process ..."."""
 
     @property
     def out_of_cpu_time(self) -> bool:
@@ -26,22 +26,22 @@ class WorkerEnd(Protocol):
 
 
 class Link(Protocol):
-    """The driver's end of the connection to one worker. Closing the link ends the worker."""
+    """The interface of the driver's connection to one worker. Closing the connection ends the worker."""
 
     def send(self, message: object) -> None:
         """Send a message to the worker.
 
-        Raises nothing if the worker is gone, because its last messages can still be received.
+        If the worker is gone, nothing is raised, because its last messages can still be received.
         """
 
     def poll(self, timeout_s: float) -> bool:
         """Return True if `receive` would not block, after waiting for at most `timeout_s` seconds."""
 
     def receive(self) -> object:
-        """Return the next message of the worker.
+        """Return the next message of the worker, and wait for it if necessary.
 
         Raises:
-            EOFError: The worker has ended and all its messages were received.
+            EOFError: The worker has ended and all its messages were returned.
         """
 
     @property
@@ -63,7 +63,7 @@ class Link(Protocol):
 
 
 class Transport(Protocol):
-    """Starts workers, as processes or on a cluster, and waits for their messages."""
+    """The interface of an object that starts workers, as processes or on a cluster, and waits for their messages."""
 
     def start(self, spec: WorkerSpec) -> Link:
         """Start a worker, and return the connection to it.
@@ -76,25 +76,25 @@ class Transport(Protocol):
         """Start a process that calls a function, and return the connection to it.
 
         Args:
-            target: The function, "module:function". Its arguments are `argument` and its end of the connection.
+            target: The function, "module:function". It is called with `argument` and its end of the connection.
             argument: The first argument of the function.
             load: The model that the function reads.
         """
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return True if the standby process can become the worker with this specification."""
+        """Return True if the standby process of this machine can become the worker with this specification."""
 
     def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
-        """Wait until a worker has sent a message, and return the links of all workers with messages.
+        """Wait until a worker has sent a message or has ended, and return the links of all such workers.
 
         Args:
             links: The links of the workers.
-            timeout_s: Maximum number of seconds to wait. Then the result is empty.
+            timeout_s: Maximum number of seconds to wait. After this time, the result is empty.
         """
 
     @property
     def wanted(self) -> str:
-        """Return a phrase with the resources for which a worker waits, such as "node with 8 free CPUs"."""
+        """Return a phrase for the user that names the resources for which a worker waits: "node with 8 free CPUs"."""
 
     @property
     def wait_s(self) -> float:
@@ -118,7 +118,11 @@ class ProcessLink:
             self.connection.send(message)
 
     def receive(self) -> object:
-        """Return the next message of the process. Raises EOFError after the last one."""
+        """Return the next message of the process, and wait for it if necessary.
+
+        Raises:
+            EOFError: The process has ended and all its messages were returned.
+        """
         with receiving():
             return self.connection.recv()
 
@@ -126,13 +130,17 @@ class ProcessLink:
 class ProcessTransport:
     """Starts each worker as a process on this machine, and connects to it with a pipe.
 
-    A crash of an engine does not affect the other engines.
+    If an engine crashes, the other engines and the driver are not affected.
     """
 
     wait_s, wanted = 0.0, ""  # a process never waits for resources
 
     def start(self, spec: WorkerSpec) -> Link:
-        """Start a worker as a process on this machine."""
+        """Start a worker as a process on this machine, and return the connection to it.
+
+        Args:
+            spec: Specification of the worker.
+        """
         return ProcessLink(Child(WORKER, spec))
 
     def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
@@ -140,19 +148,25 @@ class ProcessTransport:
 
         Args:
             links: The links of the workers.
-            timeout_s: Maximum number of seconds to wait. Then the result is empty.
+            timeout_s: Maximum number of seconds to wait. After this time, the result is empty.
         """
         by_pipe = {link.connection: link for link in links if isinstance(link, ProcessLink)}
         return [by_pipe[pipe] for pipe in wait(list(by_pipe), timeout_s)]  # type: ignore[index]
 
     def call(self, target: str, argument: object, load: LoadConfig) -> Link:
-        """Start a process on this machine that calls the function `target`, "module:function", with `argument`."""
+        """Start a process on this machine that calls a function, and return the connection to it.
+
+        Args:
+            target: The function, "module:function". It is called with `argument` and its end of the connection.
+            argument: The first argument of the function.
+            load: Not used.
+        """
         return ProcessLink(Child(target, argument))
 
     def takes_standby(self, spec: WorkerSpec) -> bool:
-        """Return True if the worker may use the whole machine.
+        """Return True if the worker may use the whole machine, so the standby process can become this worker.
 
-        Otherwise it must be restricted before its imports.
+        A worker with some of the cores or GPUs must be restricted to them before it imports libraries.
         """
         return spec.resources == EngineResources()
 

@@ -14,14 +14,16 @@ TELL_S = 60.0  # seconds between two notices
 
 
 class Vacancies:
-    """Measures how long no engine of a run has had resources, and notifies the user once per minute."""
+    """Measures how long all engines of a run have been waiting for resources of a cluster, and notifies the user."""
 
     def __init__(self, transport: Transport, notice: Callable[[str], None]) -> None:
         self._transport, self._notice = transport, notice
         self._waited, self._tell_at_s = WaitTimer(), FIRST_S
 
     def look(self, all_wait: bool) -> None:
-        """Measure how long all engines have been waiting for resources, and notify the user. Call it regularly.
+        """Measure how long all engines have been waiting for resources. Call it regularly.
+
+        While they wait, the user gets a notice about once a minute.
 
         Args:
             all_wait: Whether all engines wait for resources now.

@@ -50,15 +50,15 @@ def main(spec: WorkerSpec, connection: Connection[Any, Any]) -> None:
 
 
 def run_engine(spec: WorkerSpec, parent: ParentConnection, leave: Leave) -> None:
-    """Load an engine, and run it until the driver no longer needs it.
+    """Load an engine, and run it until the driver no longer needs it or is gone.
 
     Args:
         spec: Specification of the worker.
         parent: The connection to the driver.
-        leave: Ends the engine immediately, from any thread.
+        leave: Ends the engine immediately. Must be callable from any thread.
 
     Raises:
-        SystemExit: The engine failed, and the driver was sent the error.
+        SystemExit: The engine failed. The error was sent to the driver before.
     """
     try:
         restrict_process(spec.resources)
@@ -89,7 +89,7 @@ class _Worker:
     """Runs an engine. A thread reads messages, so the worker and the driver never both block on sending."""
 
     def __init__(self, built: Any, parent: ParentConnection, ranks: OtherRanks) -> None:
-        """Prepare to run an engine that is built, and send Ready to the driver.
+        """Prepare to run a built engine, and send Ready to the driver.
 
         Args:
             built: A BuiltEngine, or a test's replacement for it.
@@ -109,7 +109,7 @@ class _Worker:
     def run(self) -> None:
         """Run the engine until a Finish message arrives or the driver is gone.
 
-        Before an error, finished results are sent.
+        Finished results are sent also if the engine raises an error.
         """
         try:
             self._work()

@@ -54,12 +54,12 @@ _RESTART_CODES = (BatchInferError.exit_code, OutOfMemory.exit_code)
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """An end of a worker after which another worker may succeed: it was killed, or failed while it ran requests.
+    """A death of a worker after which another worker may succeed: it was killed, or failed while it ran requests.
 
     Attributes:
         kind: Class of the error to raise.
-        what: What happened.
-        advice: A remedy for the user.
+        what: What happened, for the user.
+        advice: The advice to the user.
         detail: The traceback, or "".
         silent: Whether the watchdog killed the worker.
     """
@@ -71,7 +71,11 @@ class Crash:
     silent: bool = False
 
     def error(self, *more: str) -> BatchInferError:
-        """Return the error to raise for the crash. The texts `more` are put before the advice."""
+        """Return the error to raise for the crash.
+
+        Args:
+            more: Further texts for the message. They come before the advice.
+        """
         return self.kind(
             "; ".join([self.what, *more, self.advice]) + (f"\n{self.detail}" if self.detail else "")
         )
@@ -80,8 +84,8 @@ class Crash:
 class WorkerHandle:
     """The driver's handle of a worker. A context manager, which ends the worker.
 
-    The worker loads its engine in two steps, `load` and `configure`; only the second one needs the plan. After the
-    death of the worker, the methods that send do nothing, and the next `receive` raises.
+    The worker loads its engine in two steps, `load` and `configure`. Only the second step needs the plan. After the
+    death of the worker, methods that send a message do nothing, and the next `receive` raises.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class WorkerHandle:
         self.close()
 
     def load(self) -> None:
-        """Let the worker load its weights. A second call does nothing."""
+        """Tell the worker to load its weights. A second call does nothing."""
         if not self._loads:
             self._loads = True
             self._begins("loading")
@@ -141,7 +145,11 @@ class WorkerHandle:
         return self.link.placed
 
     def configure(self, config: EngineConfig) -> None:
-        """Let the worker load its weights, if it has not yet, and build its engine with this configuration."""
+        """Tell the worker to load its weights, unless `load` was called, and to build its engine.
+
+        Args:
+            config: The configuration of the engine.
+        """
         self.load()
         self._configured = True
         if self.loaded:
@@ -153,7 +161,7 @@ class WorkerHandle:
         self.link.send(Add(requests))
 
     def learn(self, answers: Sequence[TokenIds]) -> None:
-        """Send the worker answers of other workers, from which it may draft.
+        """Send the worker answers of other workers, which its engine may use as a source of draft tokens.
 
         Args:
             answers: Tokens of each answer.
@@ -161,23 +169,24 @@ class WorkerHandle:
         self.link.send(Learn.of(answers))
 
     def finish(self, within_s: float) -> None:
-        """Let the worker drop waiting requests, finish running ones within `within_s` seconds, and end."""
+        """Tell the worker to drop waiting requests, finish running ones within `within_s` seconds, and end."""
         self.link.send(Finish(within_s))
 
     def answer(self, chosen: str | None) -> None:
         """Send the worker the choice of kernels that all engines of the run share.
 
-        None lets this worker choose.
+        Args:
+            chosen: The choice. None: this worker must make it.
         """
         self.asks, self.decides = False, chosen is None
         self._tried |= self.decides
         self.link.send(Answer(chosen))
 
     def receive(self, timeout_s: float) -> list[WorkDone]:
-        """Return the results of the worker that have arrived.
+        """Return the answers and samples that have arrived from the worker.
 
-        If there are none, wait for at most `timeout_s` seconds.
-        Raises the error that ended the worker, once all its results were received.
+        If there are none, wait for at most `timeout_s` seconds. Once all results of a worker that died were returned,
+        the next call raises the error that ended the worker.
         """
         results: list[WorkDone] = []
         while not self.ended and self.link.poll(0 if results else timeout_s):
@@ -197,21 +206,13 @@ class WorkerHandle:
         return results
 
     def _begins(self, activity: str | None, at: float | None = None) -> None:
-        """Record the current activity of the worker.
-
-        Args:
-            activity: The activity. None: the worker has ended.
-            at: Start of the activity, a time of `time.perf_counter`. None: now.
-        """
+        # `activity` is None if the worker has ended; `at` is a time of `time.perf_counter`
         now = time.perf_counter()
         self._moments.append((activity, now if at is None else min(now, max(at, self._moments[-1][1]))))
 
     @property
     def activities(self) -> Iterator[tuple[str, float, float]]:
-        """Yield each activity of the worker so far: its name, start and end.
-
-        The times are times of `time.perf_counter`.
-        """
+        """Yield each activity of the worker so far: its name, start and end, as times of `time.perf_counter`."""
         ends = [moment for _, moment in self._moments[1:]] + [time.perf_counter()]
         for (activity, began), ended in zip(self._moments, ends, strict=True):
             if activity is not None:
@@ -219,19 +220,23 @@ class WorkerHandle:
 
     @property
     def ended(self) -> bool:
-        """Return True if the messages of the worker are no longer read.
+        """Return True if the worker has sent its last message, which may be the error that ended it.
 
-        `receive` may still raise the error that ended the worker.
+        `receive` may still raise this error.
         """
         return self.left or self._failed is not None
 
     def give_up(self, silent_s: float) -> None:
-        """Kill the worker, because it has sent no message for `silent_s` seconds. The next `receive` raises."""
+        """Kill the worker, because it has sent no message for too long. The next `receive` raises.
+
+        Args:
+            silent_s: The limit in seconds that the worker exceeded.
+        """
         self._silent_s = silent_s
         self.link.kill()
 
     def close(self) -> None:
-        """End the worker. If it has sent its last message, first wait until it ends on its own."""
+        """End the worker. If it has sent its last message, wait at most 10 seconds until it ends on its own."""
         if self._moments[-1][0] is not None:
             self._begins(None)
         if self.left:
@@ -279,10 +284,8 @@ class WorkerHandle:
 
     @property
     def _may_do_better(self) -> bool:
-        """Return True if another worker may succeed.
-
-        That is so if this one was ready, or died while it compared kernels, which others will not compare.
-        """
+        # True if the worker was ready, or died while it compared kernels, which other workers will not
+        # compare
         return self.info is not None or self._tried
 
     def _crash(self) -> Crash:
@@ -315,7 +318,7 @@ class WorkerHandle:
 
 
 def error_of(failed: Failed, model: str) -> BatchInferError:
-    """Return the error to raise for a Failed message, in the class of its exit code.
+    """Return the error to raise for a Failed message. Its class has the exit code of the message.
 
     Args:
         failed: The message.

@@ -13,7 +13,7 @@ from batchinfer.plan.setup.setting import Setting
 
 
 def worker_specs(job: Job, setting: Setting, factory: str) -> list[WorkerSpec]:
-    """Return the specification of each engine's worker.
+    """Return the specification of each engine's worker: the model to load, and the worker's share of the machine.
 
     Args:
         job: The job.

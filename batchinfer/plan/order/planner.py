@@ -67,8 +67,7 @@ def plan_job(
         out_dir: Folder for the files of the plan, and for temporary files of DuckDB.
         roots: Tells which requests may share cached prefixes.
         attempts: Maximum number of attempts per row. Each row's first attempt without a valid answer is planned.
-        reused: The first files of `index_parts`, if all their rows have answers from an earlier run. They are not
-            planned.
+        reused: The first files of `index_parts`, whose rows have answers from an earlier run and are not planned.
         extra_prompts: Parquet files with prompts to run that belong to no row of the job.
         in_flight: Work keys that engines compute now. They are not planned; requests with their prefixes come first.
         begun: Work keys that the run has given to engines so far, those in flight included. They are not planned.

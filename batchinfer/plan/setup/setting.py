@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the setting as values by column of the table of runs, without the columns of the hardware."""
+        """Return the setting as values by column of the run table, without the columns of the hardware."""
         numerics, placement = self.numerics, self.placement
         return {
             "dtype": numerics.dtype,

@@ -67,7 +67,7 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The totals of a simulated run. Tokens are counted as in the columns of the table of runs.
+    """The totals of a simulated run. Tokens are counted as in the columns of the run table.
 
     Attributes:
         seconds: Duration of the run.

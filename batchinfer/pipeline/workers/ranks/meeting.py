@@ -27,7 +27,7 @@ class ParentConnection:
 
 
 class Meeting:
-    """A file through which the ranks of an engine connect to each other. No other process can open it.
+    """A file through which the ranks of an engine find and connect to each other. No other process can open it.
 
     It is an anonymous file on Linux, else a file in a private folder.
     """
@@ -45,10 +45,10 @@ class Meeting:
             self._path = str(Path(self._folder.name) / "meeting")
 
     def rank_config(self, rank: int) -> RankConfig:
-        """Return the configuration of a rank: its number, how the model is sharded, and the path of the file."""
+        """Return what a rank needs to connect: its number, how the model is sharded, and the path of the file."""
         return RankConfig(rank, self._division, self._path)
 
     def over(self) -> None:
-        """Remove the private folder of the file, once all ranks are connected."""
+        """Remove the file's private folder, if it has one. Call it once all ranks are connected."""
         if self._folder is not None:
             self._folder.cleanup()

@@ -28,7 +28,10 @@ _LEAVE_S = 10.0  # how long to wait for ranks to leave; after that they end with
 
 
 class HeartbeatWatch:
-    """Records when each rank sent its last message while it loads. May be used from several threads."""
+    """Records when each rank of an engine has sent its last message, and finds silent ranks, while the ranks load.
+
+    May be used from several threads.
+    """
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._lock = threading.Lock()
@@ -43,14 +46,14 @@ class HeartbeatWatch:
                 self._waited[rank].reset()
 
     def stop_watching(self, rank: int) -> None:
-        """Stop watching a rank that has loaded, because the driver now watches the engine as a whole."""
+        """Stop watching a rank that has loaded. From then on, the driver watches the engine as a whole."""
         with self._lock:
             self._waited.pop(rank, None)
 
     def find_silent(self) -> int | None:
-        """Return the number of the first rank that has sent no message for too long, or None.
+        """Return the lowest number of a rank that has sent no message for too long, or None if there is none.
 
-        Call it every BEAT_S seconds.
+        Call it every BEAT_S (1) seconds.
         """
         with self._lock:
             late = [rank for rank, waited in self._waited.items() if waited.look() > self._limit_s(rank)]
@@ -61,20 +64,20 @@ class HeartbeatWatch:
 
 
 class OtherRanks:
-    """The processes of all ranks of an engine except rank 0, as rank 0 uses them.
+    """Starts the processes of all ranks of an engine except rank 0, and exchanges messages with them. Used by rank 0.
 
-    Empty for an engine with one rank. If a rank ends unexpectedly, its shard is lost. Rank 0 then sends the cause to
-    the driver and ends immediately, because it might wait for that rank forever. The operating system ends the other
-    ranks with it.
+    An engine with one rank has no such processes, and all methods do nothing. If a rank ends unexpectedly, its shard of
+    the model is lost. Rank 0 then sends the cause to the driver and ends immediately, because it might wait for that
+    rank forever. The operating system ends the remaining ranks with rank 0.
     """
 
     def __init__(self, spec: WorkerSpec, parent: ParentConnection, leave: Leave) -> None:
         """Start the processes of the other ranks. They import libraries and wait for a Load message.
 
         Args:
-            spec: The specification of rank 0, with the specifications of the other ranks.
+            spec: The specification of rank 0. Its `others` are the specifications of the other ranks.
             parent: The connection to the driver.
-            leave: Ends rank 0 immediately, from any thread.
+            leave: Ends rank 0 immediately. Must be callable from any thread.
 
         Raises:
             OSError: A process cannot be started.
@@ -100,14 +103,14 @@ class OtherRanks:
         threading.Thread(target=self._receive_all, daemon=True, name="ranks").start()
 
     def send(self, message: object) -> None:
-        """Send a message to all other ranks. A rank that is gone is skipped, because rank 0 will end soon."""
+        """Send a message to all other ranks. A rank that has ended is skipped, because rank 0 will end soon, too."""
         with self._sending:
             for child in self._children:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     child.connection.send(message)
 
     def silent_rank(self) -> str:
-        """Return the name of a rank that has sent no message for too long while it loads, or ""."""
+        """Return the name of a rank that loads and has sent no message for too long, or "" if there is none."""
         found = self._watch.find_silent()
         return "" if found is None else f"rank {found} of {self._size}"
 
@@ -119,14 +122,17 @@ class OtherRanks:
             self._meeting.over()
 
     def finish(self) -> None:
-        """Let all other ranks end, and wait for their last messages."""
+        """Tell all other ranks to end, and wait for their last messages for at most 10 seconds."""
         self.send(Finish(0))
         with self._changed:
             self._changed.wait_for(lambda: len(self.peaks) == len(self._children), _LEAVE_S)
 
     @contextmanager
     def waiting_for_cause(self) -> Iterator[None]:
-        """Delay an error of the block. If a rank has died, the death is reported instead of the error."""
+        """Delay an error of the block for a moment, because the death of another rank may be its cause.
+
+        If a rank has died, this process ends during the delay, after the death has been reported to the driver.
+        """
         try:
             yield
         except (EOFError, BrokenPipeError):  # the driver is gone

@@ -22,7 +22,7 @@ def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, 
 
     Args:
         spec: The specification of the rank.
-        rank_config: Its number, and how to connect to the other ranks.
+        rank_config: The number of the rank, and how it connects to the other ranks.
         connection: The connection to rank 0.
     """
     parent = ParentConnection(connection)
@@ -41,12 +41,6 @@ def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, 
 
 
 def _follow(follower: Any, connection: ParentConnection) -> None:
-    """Run the steps that rank 0 sends, until a Finish message arrives.
-
-    Args:
-        follower: A Follower, or a test's replacement for it.
-        connection: The connection to rank 0.
-    """
     waited_s, began = 0.0, None  # the wait for the first step does not count
     while True:
         with receiving():

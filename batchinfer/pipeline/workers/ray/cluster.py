@@ -37,12 +37,12 @@ _NAMED = 8  # largest number of nodes in a message
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The resources that an engine reserves on a node of a Ray cluster.
+    """The resources that each engine reserves on a node of a Ray cluster.
 
     Attributes:
         cpus: Number of CPUs.
         gpus: Number of GPUs.
-        labels: Labels and their values, which the node must have.
+        labels: Names and values of the labels that the node must have.
     """
 
     cpus: int
@@ -55,7 +55,7 @@ class EngineShare:
         return f"{counted(self.cpus, 'CPU')}{gpus}{labels}"
 
     def fits(self, node: ClusterNode) -> int:
-        """Return how many engines fit on a node if nothing else runs there."""
+        """Return how many engines fit on a node if nothing else runs there. 0 if it lacks a label."""
         if any(node.labels.get(name) != wanted for name, wanted in self.labels):
             return 0
         by_gpus = int(node.gpus // self.gpus) if self.gpus else sys.maxsize
@@ -71,7 +71,7 @@ class ClusterNode:
         address: IP address of the node.
         cpus: Number of CPUs.
         gpus: Number of GPUs.
-        labels: Labels of the node and their values.
+        labels: Values of the node's labels, by name.
     """
 
     number: str
@@ -86,13 +86,13 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEngines:
-    """The engines that a job gets on a Ray cluster.
+    """The resources and nodes on which the engines of a job run in a Ray cluster.
 
     Attributes:
         address: Address of the cluster.
         share: The resources of one engine.
-        facts: The node with the least free memory among the nodes of the chosen machine class.
-        machine: The part of that node for one engine.
+        facts: Description of the node with the least free memory in the chosen machine class. All engines are configured for this node.
+        machine: The part of that node that one engine gets.
         others: Ray's IDs of nodes that run no engine, because their machine class or software versions differ.
     """
 
@@ -104,13 +104,15 @@ class ClusterEngines:
 
 
 def connect(address: str) -> str:
-    """Connect this process to a Ray cluster, unless it is connected. Returns the address of the cluster.
+    """Connect this process to a Ray cluster, and return the address of the cluster.
+
+    If the process is connected already, only the address is checked.
 
     Args:
         address: `ray.address` of the job file.
 
     Raises:
-        Unavailable: There is no cluster at the address, it does not answer within CONNECT_S seconds, or this
+        Unavailable: There is no cluster at the address, it does not answer within CONNECT_S (30) seconds, or this
             process is connected to another cluster.
     """
     if not ray.is_initialized():
@@ -125,7 +127,7 @@ def connect(address: str) -> str:
 
 
 def _is_ip(address: str) -> bool:
-    """Return True if the host of HOST:PORT is an IP address, whose text can be compared."""
+    # Texts of host names cannot be compared, because a host may have several names
     try:
         ip_address(address.rpartition(":")[0])
     except ValueError:
@@ -134,7 +136,7 @@ def _is_ip(address: str) -> bool:
 
 
 def _connect(address: str) -> None:
-    """Connect in a thread, which allows a time limit and keeps Ray from replacing the handler of SIGTERM."""
+    # In a thread, which allows a time limit and keeps Ray from replacing the handler of SIGTERM
     failed: list[BaseException] = []
 
     def initialise() -> None:
@@ -166,10 +168,14 @@ def cluster_engines(
 ) -> ClusterEngines:
     """Connect to the Ray cluster of a job, and choose the nodes on which its engines will run.
 
+    Nodes with other software versions are left out. Unless the job allows it, all nodes are of one machine class: the
+    class with room for the most engines.
+
     Args:
         job: A job with `ray.address`.
         notice: Called with lines for the user.
-        waiting: Waits that many seconds for a node to join the cluster. Returns False if the run must not wait.
+        waiting: Waits for the given number of seconds, in which a node may join the cluster. Returns False if the run
+            must not wait.
 
     Raises:
         Unavailable: There is no cluster, or no node can run an engine.
@@ -208,13 +214,7 @@ def cluster_engines(
 def _awaited_nodes(
     job: Job, address: str, notice: Callable[[str], None], waiting: Callable[[float], bool]
 ) -> tuple[EngineShare, list[ClusterNode]]:
-    """Return the resources of an engine, and the nodes with these resources. Waits for the first such node.
-
-    A pending task lets an autoscaler add a node.
-
-    Raises:
-        Unavailable: No node was added in time.
-    """
+    # While no node has the resources, a pending task lets an autoscaler add a node
     assert job.ray is not None
     share, eligible = _eligible(job)
     demand, waited_s = None, 0.0
@@ -271,7 +271,6 @@ def nodes() -> list[ClusterNode]:
 
 
 def _facts_of(eligible: Sequence[ClusterNode], share: EngineShare) -> list[NodeFacts | str]:
-    """Return the description of each node, or the reason why a node did not send one."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(node_facts)
     device = "cuda" if share.gpus else "cpu"
     places = [NodeAffinitySchedulingStrategy(node.number, soft=False) for node in eligible]

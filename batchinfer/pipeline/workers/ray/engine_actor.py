@@ -32,12 +32,12 @@ _MOST_MESSAGES = 16  # largest number of messages per call
 
 @dataclass(frozen=True, slots=True)
 class NodeNeeds:
-    """The properties that a node of a Ray cluster must have to compute for a run.
+    """The properties that a node of a Ray cluster must have to run an engine.
 
     Attributes:
-        facts: A node of the machine class for which the setting was chosen.
-        any_class: Whether another machine class is allowed.
-        files: For each folder or file that engines read: the SHA-256 of each file by name.
+        facts: Description of a node of the machine class for which the run's setting was chosen.
+        any_class: Whether the node may be of another machine class.
+        files: For each folder or file that engines read: the SHA-256 of each model file, by file name.
     """
 
     facts: NodeFacts
@@ -45,7 +45,9 @@ class NodeNeeds:
     files: Mapping[Path, Mapping[str, str]]
 
     def refusal(self, facts: NodeFacts) -> str:
-        """Return the reason why a node must not compute for the run. "" if it may.
+        """Return the reason why a node must not run an engine, or "" if it may.
+
+        It compares software versions, the machine class, and the digests of model files.
 
         Args:
             facts: Description of the node on which this process runs.
@@ -77,9 +79,9 @@ class EngineEnded:
 
 
 class MessageActor(ABC):
-    """An actor on a node of a Ray cluster, which exchanges messages with the driver.
+    """An actor on a node of a Ray cluster, which works in a thread and exchanges messages with the driver.
 
-    The driver calls `give` and `take`, which run in separate threads.
+    The driver sends messages with `give` and receives messages with `take`. Ray runs these calls in separate threads.
     """
 
     def __init__(self, needs: NodeNeeds) -> None:
@@ -91,12 +93,12 @@ class MessageActor(ABC):
 
     @ray.method(concurrency_group=INBOX)
     def give(self, message: object) -> None:
-        """Queue a message from the driver for the actor's work."""
+        """Queue a message from the driver for the thread that works. Called by the driver."""
         self._inbox.put(message)
 
     @ray.method(concurrency_group=OUTBOX)
     def take(self) -> list[object]:
-        """Wait for messages to the driver, and return up to _MOST_MESSAGES of them."""
+        """Wait until there are messages to the driver, and return up to 16 of them. Called by the driver."""
         found = [self._outbox.get()]
         while len(found) < _MOST_MESSAGES and not self._outbox.empty():
             found.append(self._outbox.get())
@@ -105,7 +107,7 @@ class MessageActor(ABC):
     # The interface of a connection, for the work
 
     def send(self, message: object) -> None:
-        """Queue a message to the driver."""
+        """Queue a message to the driver, which `take` returns."""
         self._outbox.put(message)
 
     def recv(self) -> object:
@@ -137,14 +139,15 @@ class MessageActor(ABC):
 
 
 class CallActor(MessageActor):
-    """An actor that calls a function in a thread, like a child process on this machine would."""
+    """An actor that calls a function in a thread, as a child process on this machine would call it."""
 
     def __init__(self, needs: NodeNeeds, target: str, argument: object) -> None:
-        """Call the function.
+        """Start the actor, which calls the function in a thread.
 
         Args:
             needs: The properties that the node must have.
-            target: The function, "module:function". Its arguments are `argument` and this actor as its connection.
+            target: The function, "module:function". It is called with `argument` and this actor, which has the
+                interface of a connection.
             argument: The first argument of the function.
         """
         self._target, self._argument = target, argument
@@ -164,7 +167,7 @@ class EngineActor(MessageActor):
     def recv(self) -> object:
         """Wait for the next message from the driver, and return it.
 
-        An engine on a CPU gets its share of the node's memory.
+        If the message configures an engine on a CPU, the engine's share of the node's memory is added.
         """
         return self._configured(super().recv())
 
@@ -173,7 +176,6 @@ class EngineActor(MessageActor):
         run_engine(self._placed(facts), ParentConnection(connection), self._leave)
 
     def _placed(self, facts: NodeFacts) -> WorkerSpec:
-        """Return the specification of the engine, with cores or GPUs of this node for each of its ranks."""
         spec = self._spec
         ranks = 1 + len(spec.others)
         if ranks == 1:

@@ -26,7 +26,7 @@ class NodeFacts:
     Attributes:
         name: IP address of the node.
         machine: Device, memory and cores of the node.
-        versions: Pairs of the name and the version of software that computes.
+        versions: Pairs of the name and the version of the software with which engines compute, such as torch.
         instructions: Instruction sets of the CPU. Empty for an engine on GPUs.
     """
 
@@ -62,7 +62,7 @@ def node_facts(device: Device) -> NodeFacts:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return pairs of the name and the version of the software on this machine that computes."""
+    """Return pairs of the name and the version of the software with which engines compute on this machine."""
     return tuple(_versions())
 
 
@@ -88,7 +88,12 @@ def _instructions() -> Iterator[str]:
 
 
 def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
-    """Return the part of a node that an engine with `cpus` CPUs gets. Engines on GPUs have whole GPUs."""
+    """Return the part of a node that an engine with `cpus` CPUs gets. An engine on GPUs gets whole GPUs.
+
+    Args:
+        facts: Description of the node.
+        cpus: Number of CPUs of the engine.
+    """
     machine = facts.machine
     if machine.device == "cuda":
         return replace(machine, cores=cpus)
@@ -105,7 +110,7 @@ def share_of(facts: NodeFacts, cpus: int) -> MachineFacts:
 
 
 def version_differences(expected: Sequence[tuple[str, str]], found: NodeFacts) -> str:
-    """Return a text such as "it has torch 2.12.0 instead of 2.13.0", or "" if all versions are equal.
+    """Return a text such as "it has torch 2.12.0 instead of 2.13.0", or "" if the node has all expected versions.
 
     Args:
         expected: Pairs of name and version that the node must have.

@@ -30,7 +30,7 @@ def digests(path: Path, cache: MutableMapping[str, str]) -> dict[str, str]:
 
     Args:
         path: The folder or the file.
-        cache: The cache of `file_sha256`.
+        cache: Known digests of files, for `file_sha256`. New digests are added.
 
     Raises:
         OSError: A file cannot be read.

@@ -37,12 +37,12 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ActorEnd:
-    """The way an actor on a Ray cluster ended.
+    """The way an actor on a Ray cluster ended. It implements `WorkerEnd`.
 
     Attributes:
         text: A phrase that completes "the engine's process ...".
-        lost: Whether its node is gone or cannot be reached.
-        out_of_memory: Whether Ray killed it because memory ran out.
+        lost: Whether the actor's node is gone or cannot be reached.
+        out_of_memory: Whether Ray killed the actor because memory ran out.
         out_of_cpu_time: Always False.
     """
 
@@ -56,7 +56,7 @@ class ActorEnd:
 
     @classmethod
     def of(cls, error: Exception) -> ActorEnd:
-        """Return how an actor ended, from the error that Ray raises."""
+        """Create the description of an actor's end from the error that Ray raises."""
         text = str(error)
         gone = isinstance(error, ActorUnavailableError) or getattr(error, "preempted", False)
         if gone or any(one in text for one in _NODE_GONE):
@@ -76,7 +76,7 @@ def _reason(text: str) -> str:
 class RayLink:
     """The driver's connection to an actor on a Ray cluster.
 
-    A call of the actor's `take` is always pending, and returns when the actor has messages.
+    A remote call of the actor's `take` is always pending. It returns when the actor has messages.
     """
 
     def __init__(self, actor: Any) -> None:
@@ -93,7 +93,7 @@ class RayLink:
 
     @property
     def open_call(self) -> Any:
-        """Return the pending call of `take`, or None if a message or the end of the actor was already received."""
+        """Return the pending call of the actor's `take`, or None if a message or the end was received."""
         return None if self._messages or self._end is not None else self._taken
 
     def send(self, message: object) -> None:
@@ -128,7 +128,11 @@ class RayLink:
         self._taken = self._actor.take.remote()
 
     def receive(self) -> object:
-        """Return the next message of the actor. Raises EOFError after the last one."""
+        """Return the next message of the actor, and wait for it if necessary.
+
+        Raises:
+            EOFError: The actor has ended and all its messages were returned.
+        """
         while not self._messages:
             if self._end is not None:
                 raise EOFError("the actor has ended")
@@ -154,10 +158,7 @@ class RayLink:
 
 
 def _parts(message: object) -> Iterator[object]:
-    """Split a message for an actor into parts that are small enough for Ray to send within a call.
-
-    Only Add can be split. Other messages are yielded unchanged.
-    """
+    # Small enough for Ray to send the message within a call
     if not isinstance(message, Add):
         yield message
         return
@@ -183,24 +184,32 @@ class RayTransport:
         Args:
             engines: The resources of an engine, and the nodes that may run one.
             any_class: Whether engines may run on any machine class.
-            wait_s: Seconds to wait for resources while no engine has any.
-            known: The cache of `file_sha256`.
+            wait_s: Number of seconds to wait for resources while no engine has any.
+            known: Known digests of files, for `file_sha256`. New digests are added.
         """
         self._engines, self._any_class, self._known = engines, any_class, known
         self._files: dict[Path, Mapping[str, str]] = {}
         self.wait_s = wait_s
 
     def start(self, spec: WorkerSpec) -> Link:
-        """Start an actor for an engine. It may first wait for resources."""
+        """Start an actor for an engine, and return the connection to it.
+
+        The actor may have to wait for resources of the cluster.
+
+        Args:
+            spec: Specification of the worker.
+        """
         cpus = self._engines.share.cpus
         reads = folders_of(spec.load, spec.tokenizer)
         return RayLink(self._start_actor(EngineActor, reads, _with_threads(spec, cpus), cpus))
 
     def call(self, target: str, argument: object, load: LoadConfig) -> Link:
-        """Start an actor that calls a function, with the resources of an engine.
+        """Start an actor that calls a function, and return the connection to it.
+
+        The actor reserves the resources of an engine.
 
         Args:
-            target: The function, "module:function". Its arguments are `argument` and its end of a connection.
+            target: The function, "module:function". It is called with `argument` and the actor's end of the connection.
             argument: The first argument of the function.
             load: The model that the function reads.
         """
@@ -229,7 +238,7 @@ class RayTransport:
 
         Args:
             links: The links of the workers.
-            timeout_s: Maximum number of seconds to wait. Then the result is empty.
+            timeout_s: Maximum number of seconds to wait. After this time, the result is empty.
         """
         ours = [link for link in links if isinstance(link, RayLink)]
         waiting = {link.open_call: link for link in ours if link.open_call is not None}
