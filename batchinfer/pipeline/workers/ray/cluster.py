@@ -91,7 +91,8 @@ class ClusterEngines:
     Attributes:
         address: Address of the cluster.
         share: The resources of one engine.
-        facts: Description of the node with the least free memory in the chosen machine class. All engines are configured for this node.
+        facts: Description of the node with the least free memory in the chosen machine class. All engines are
+            configured for this node.
         machine: The part of that node that one engine gets.
         others: Ray's IDs of nodes that run no engine, because their machine class or software versions differ.
     """
