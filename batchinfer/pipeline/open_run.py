@@ -65,9 +65,7 @@ class OpenRun:
 def open_run(
     job: Job, options: RunOptions, progress: Progress, interrupts: Interrupts, notice: Callable[[str], None]
 ) -> Iterator[OpenRun]:
-    """Check a job, and hold its lock within the block. Yields the open run.
-
-    Missing CPU operators are compiled in the background.
+    """Check a job, and hold its lock within the block. Missing CPU operators are compiled in the background.
 
     Args:
         job: The job.

@@ -51,7 +51,7 @@ class ExpertPlan:
     def facts(self) -> dict[str, Any]:
         """Return the attributes of this plan as a dictionary for forecasts and reports.
 
-        `placement` is "ranges" or "loads" instead of the experts of each rank.
+        The value of `placement` is "ranges" for contiguous ranges of experts, else "loads".
         """
         placed = "ranges" if self.placement is None else "loads"
         asked = ("ranks", "why", "in_ranges", "expected", "repeated")

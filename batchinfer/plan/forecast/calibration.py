@@ -37,7 +37,7 @@ class CalibrationSample:
 
     Attributes:
         rows: Number of prompts.
-        tokens: Tokens of all prompts.
+        tokens: Number of tokens of all prompts together.
         answer_tokens: Maximum number of answer tokens per prompt.
     """
 

@@ -60,7 +60,7 @@ class EngineForecast:
         simulated: Share of the rows that were simulated, 0 to 1.
         answers_from: Number of earlier runs that give the answer lengths. 0: every answer has max_tokens.
         upper_bound: Whether answers may be shorter than simulated.
-        times: Step times and their origin.
+        times: Predicts step durations. Includes the origin of its figures.
         seconds: Expected engine time. None, as all following values but `proposals`, if the machine's peaks are
             unknown.
         within: Range that the time of the whole run is expected to be in.
@@ -94,7 +94,7 @@ class ForecastEngine:
         setup: The job's model, tokenizer and setting.
         plan: The plan, which may cover only a sample of the job's rows.
         machine: The simulated engine.
-        times: Step times and their origin.
+        times: Predicts step durations. Includes the origin of its figures.
         lengths: Forecast answer lengths.
         answers_from: Number of earlier runs that give `lengths`.
         multiple: Rows of the job divided by rows of the plan. 1 if the plan covers all rows.
@@ -246,7 +246,7 @@ def half_of(requests: Sequence[T]) -> list[T]:
 def forecast_engine(
     job: Job, setup: Setup, plan: Plan, devices: Devices | None = None, learns: bool = True
 ) -> ForecastEngine:
-    """Return a simulated engine with the job and plan that it runs.
+    """Prepare the forecast of a plan: return a simulated engine with the job and plan that it runs.
 
     Args:
         job: The job.
@@ -274,7 +274,7 @@ def _lengths(job: Job) -> tuple[AnswerLengths, int]:
 def simulated_engine(
     job: Job, setup: Setup, longest: int, devices: Devices | None = None, learns: bool = True
 ) -> tuple[SimulatedEngine, StepTimes]:
-    """Return a simulated engine, and its step times with their origin.
+    """Return a simulated engine, and the predictor of its step durations with the origin of its figures.
 
     Args:
         job: The job.

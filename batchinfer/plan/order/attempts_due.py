@@ -13,10 +13,10 @@ from batchinfer.store.results.attempts import IS_INVALID
 def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
     """Return a SQL query that yields one row per distinct work key among the current attempts of all input rows.
 
-    The current attempt of a row is its first attempt without a valid answer, or its last attempt if all have one. The
-    query's columns: work key, offset and number of the prompt tokens, sampling parameters as JSON, expected output
-    tokens, number of rows with this key, number of these rows without a further attempt, and the largest number of
-    prompt and output tokens of this or a later attempt.
+    The current attempt of a row is its first attempt whose answer is valid or missing. If all answers are invalid, it
+    is the last attempt. The query's columns: work key, offset and number of the prompt tokens, sampling parameters as
+    JSON, expected output tokens, number of rows with this key, number of these rows without a further attempt, and the
+    largest number of prompt and output tokens of this or a later attempt.
 
     Args:
         index: Parquet files of the index.

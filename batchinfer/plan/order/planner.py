@@ -66,7 +66,7 @@ def plan_job(
         completion_parts: Parquet files of the stored answers.
         out_dir: Folder for the files of the plan, and for temporary files of DuckDB.
         roots: Tells which requests may share cached prefixes.
-        attempts: Maximum number of attempts per row. Each row's first attempt without a valid answer is planned.
+        attempts: Maximum number of attempts per row. After an invalid answer, the row's next attempt is planned.
         reused: The first files of `index_parts`, whose rows have answers from an earlier run and are not planned.
         extra_prompts: Parquet files with prompts to run that belong to no row of the job.
         in_flight: Work keys that engines compute now. They are not planned; requests with their prefixes come first.

@@ -32,7 +32,7 @@ class Prompts(Protocol):
 def read_together(
     prompts: Prompts, offsets: NDArray[np.int64], counts: NDArray[np.integer]
 ) -> Iterator[tuple[slice, TokenIds, NDArray[np.int64]]]:
-    """Yield the tokens of prompts in batches of about _AT_ONCE tokens.
+    """Yield the tokens of prompts in batches of about _AT_ONCE (262,144) tokens.
 
     Prompts that are next to each other in the store are read with one read.
 

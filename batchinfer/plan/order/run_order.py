@@ -33,7 +33,7 @@ def kept_together(forest: PrefixForest) -> PrefixForest:
     """Return the prefix tree reduced to the nodes whose prompts must run in direct succession.
 
     A node stays if it shares more whole KV-cache blocks than its parent. All children of a node with at least MANY
-    prompts stay, too.
+    (10,000) prompts stay, too.
     """
     above = np.append(forest.depth, 0)[forest.parent]  # ROOT (-1) selects the appended 0
     among = np.append(forest.users, len(forest.node_of))[forest.parent]

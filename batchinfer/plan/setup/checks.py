@@ -37,7 +37,7 @@ def check_device(job: Job, machine: MachineFacts) -> None:
 def check_kv_memory(job: Job, models: list[PlacedModel]) -> None:
     """Check that `engine.kv_memory` and the weights of the models fit into the memory of the device.
 
-    Nothing is checked if `engine.kv_memory` is no number of bytes, or if the device's memory is unknown.
+    Nothing is checked if `engine.kv_memory` is not a number of bytes, or if the device's memory is unknown.
 
     Args:
         job: The job.

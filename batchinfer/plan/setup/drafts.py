@@ -124,7 +124,10 @@ class DraftPlace(NamedTuple):
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return a dictionary for forecasts, with `runs` ("beside" or "first") and the reason `why`."""
+        """Return the place and the reason as a dictionary for forecasts.
+
+        `runs` is "beside" for a draft model in the engines of the job's model, else "first". `why` is the reason.
+        """
         return {"runs": "beside" if self.in_engine else "first", "why": self.why}
 
 

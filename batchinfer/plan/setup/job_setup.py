@@ -230,7 +230,7 @@ def _shares_prefixes(job: Job, read: AskedAnswers) -> bool:
 def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
     """Return the number of processes that read rows: one per core, limited by free memory.
 
-    An engine on a GPU of the same machine loads at the same time and keeps one core.
+    One core per engine is left free if engines on GPUs of the same machine load at the same time.
 
     Args:
         job: The job, which may set the number.
