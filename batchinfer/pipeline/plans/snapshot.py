@@ -12,7 +12,7 @@ class Snapshot:
     """The requests that engines have received at the moment when a plan is started. The plan leaves them out.
 
     Attributes:
-        parts: Parquet files of the store.
+        parts: Parquet files of the store of answers at this moment.
         in_flight: Work keys of requests without an answer, in the order of submission.
         begun: Work keys of all requests that engines have received. Empty once the whole input has been planned.
         requests: Number of requests that engines have received.

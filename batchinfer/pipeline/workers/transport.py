@@ -14,7 +14,7 @@ from batchinfer.pipeline.workers.messages import EngineResources, WorkerSpec
 
 
 class WorkerEnd(Protocol):
-    """The interface of the way a worker ended. As a text, it completes "the engine's process ..."."""
+    """The interface of a description of how a worker ended. As a text, it completes "the engine's process ..."."""
 
     @property
     def out_of_cpu_time(self) -> bool:

@@ -63,7 +63,7 @@ class EngineForecast:
         times: Predicts step durations. Includes the origin of its figures.
         seconds: Expected engine time. None, as all following values but `proposals`, if the machine's peaks are
             unknown.
-        within: Range that the time of the whole run is expected to be in.
+        within: Expected ranges of the engine time and of the rest of the run's time.
         waits: Mean share of time (0 to 1) that a pipeline stage is idle. None also without pipeline parallelism.
         mfu: FLOP/s as a share of the peak, 0 to 1.
         mbu: Memory traffic per second as a share of the peak bandwidth, 0 to 1.

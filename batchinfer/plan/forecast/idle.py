@@ -11,7 +11,7 @@ from batchinfer.report.tables.folder import report_folder
 
 @dataclass(frozen=True, slots=True)
 class IdleForecast:
-    """Forecast seconds of a run in which its devices are idle, by cause. None: no earlier run measured them.
+    """Forecast seconds of a run in which its devices are idle, by cause. A value is None if no earlier run measured it.
 
     Attributes:
         input_s: Reading the input. Measured now.

@@ -68,8 +68,8 @@ def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int =
     prefix. If computing that prefix on both sides is too expensive, `rows` is doubled, until the result is the whole
     list.
 
-    The prefix may be computed on both sides if it costs at most 1 / DIVIDES_AT of the requests before the split. It may
-    be computed by every engine if that costs at most 1 / DIVIDES_AT of the requests up to the last one that shares it.
+    The prefix may be computed on both sides if it costs at most 1/8 (DIVIDES_AT) of the requests before the split. It may
+    be computed by every engine if that costs at most 1/8 of the requests up to the last one that shares it.
     Later splits within the same prefix then cost nothing.
 
     Args:
@@ -121,6 +121,7 @@ def piece_rows(left: int, engines: int) -> int:
     """Return how many requests to give to an engine at a time.
 
     It is the engine's equal share of the rest, divided by PIECES_LEFT (4), so pieces become smaller towards the end.
+    The result is from 1 to MOST_ROWS (256).
 
     Args:
         left: Number of requests that no engine has received yet.

@@ -67,7 +67,7 @@ def open_draft_model(
         job: The job.
         own: The job's own model.
         tokenizer: The tokenizer of the job's own model. The draft model must have the same tokens.
-        state: The job's state folder, where digests of the draft model's weights are cached.
+        state: The job's state folder, which stores digests of files and calibrated weights.
 
     Raises:
         JobFileError: The draft model is unsupported or unsuitable.

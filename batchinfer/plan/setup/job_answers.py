@@ -229,7 +229,7 @@ def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
     """Return the maximum number of tokens of an answer if the job has `max_tokens: fit`.
 
     It is the length of the longest answer that matches the job's constraint, reasoning included. Returns None without
-    `max_tokens: fit`, or if only rows have constraints.
+    `max_tokens: fit`, if the job itself has no constraint, or if reasoning has no maximum length.
 
     Args:
         job: The job.
