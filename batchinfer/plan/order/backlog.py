@@ -68,9 +68,9 @@ def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int =
     prefix. If computing that prefix on both sides is too expensive, `rows` is doubled, until the result is the whole
     list.
 
-    The prefix may be computed on both sides if it costs at most 1/8 (DIVIDES_AT) of the requests before the split. It may
-    be computed by every engine if that costs at most 1/8 of the requests up to the last one that shares it.
-    Later splits within the same prefix then cost nothing.
+    The prefix may be computed on both sides if it costs at most 1/8 (DIVIDES_AT) of the requests before the split. It
+    may be computed by every engine if that costs at most 1/8 of the requests up to the last one that shares it. Later
+    splits within the same prefix then cost nothing.
 
     Args:
         requests: Requests in plan order.
