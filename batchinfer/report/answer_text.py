@@ -13,10 +13,13 @@ Row = Mapping[str, Any]
 
 
 def answers_line(row: Row) -> tuple[str, str]:
-    """Return the name and the text of the summary's line about answers. The text is empty if there is none.
+    """Return the line of the run summary about labels, scores or vectors.
 
     Args:
         row: A row of the run table.
+
+    Returns:
+        The name of the line and its text. Both are empty if the run has no such answers.
     """
     if row["mean_label_probability"] is not None:
         return "labels", _labels(row)
@@ -39,7 +42,6 @@ def perplexity(mean_logprob: float) -> float | None:
 
 
 def _labels(row: Row) -> str:
-    """Return text with the number of rows per label, the most frequent first."""
     labels: Mapping[str, int] = row["labels"] or {}
     rows = sum(labels.values())
     ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))

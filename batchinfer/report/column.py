@@ -15,14 +15,14 @@ Formula = Callable[[Mapping[str, Any]], Any]
 class Column:
     """A column of a report table.
 
-    With neither `sql` nor `formula`, the code that writes the table sets its value.
+    Its value is computed by `sql` or `formula`. With neither, the code that writes the table sets it.
 
     Attributes:
         name: Its name.
         type: Its Arrow type.
         unit: The unit; empty for names, texts and timestamps.
         meaning: Markdown for docs/report.md; links are relative to docs/.
-        sql: A DuckDB expression over the source of the table.
+        sql: A DuckDB expression over the rows that the table is computed from, such as the steps of a run.
         formula: A function that computes the value from earlier columns of the row.
     """
 
@@ -113,10 +113,10 @@ def whole(column: str) -> str:
 
 
 def spread(stem: str, meaning: str) -> list[Column]:
-    """Declare the columns with the 50th, 90th and 99th percentile of a latency.
+    """Declare three report columns with the 50th, 90th and 99th percentile of a latency, in seconds.
 
     Args:
-        stem: The start of the names of the columns.
+        stem: The start of their names, which end in _p50_s, _p90_s and _p99_s.
         meaning: The latency, for docs/report.md.
     """
     return [seconds(f"{stem}_p{p}_s", f"{meaning}, {p}th percentile") for p in (50, 90, 99)]

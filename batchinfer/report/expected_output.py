@@ -12,32 +12,25 @@ AGAIN = 1.05  # the estimate is updated when the number of complete answers has 
 
 @dataclass(slots=True)
 class _InWork:
-    """The running rows of an engine, by the step in which they started. An answer gets about one token per step.
-
-    Attributes:
-        steps: Number of steps so far.
-        began: For each running row the step in which it started, ascending.
-    """
-
+    # The running rows of an engine. An answer gets about one token per step
     steps: int = 0
     began: list[int] = field(default_factory=list)
 
     def step(self, running: int) -> None:
-        """Count a step of the engine with this number of running rows."""
         self.steps += 1
         self.began += [self.steps] * (running - len(self.began))
 
     def finished(self, tokens: int) -> None:
-        """Remove the running row that started about `tokens` steps ago, because its answer ended."""
+        # Removes the row that started about `tokens` steps ago
         if self.began:
             del self.began[min(bisect_left(self.began, self.steps - tokens), len(self.began) - 1)]
 
 
 class ExpectedOutput:
-    """Counts the output tokens of a run, and estimates their total.
+    """Counts the output tokens of a run, and estimates how many it will have in total.
 
-    Short answers end first. The estimate therefore also uses the running answers, which have at least their
-    present length; see SurvivalCurve.
+    Short answers end first, so a mean over finished answers would be too small. The estimate also uses the
+    running answers, which will have at least their present length; see SurvivalCurve.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -57,11 +50,11 @@ class ExpectedOutput:
         self._share, self._seen = 1.0, 0
 
     def more(self, most: int) -> None:
-        """Add `most` tokens to the upper bound of the run's output tokens."""
+        """Add `most` to the upper bound of the run's output tokens, for requests that became known later."""
         self._most += most
 
     def expect(self, most: int) -> None:
-        """Set the upper bound of the run's output tokens."""
+        """Replace the upper bound of the run's output tokens by `most`."""
         self._most = most
 
     def step(self, tokens: int, running: int, engine: int) -> None:
@@ -69,7 +62,7 @@ class ExpectedOutput:
 
         Args:
             tokens: The output tokens of the step.
-            running: The running rows of the engine.
+            running: The number of running rows of the engine.
             engine: The number of the engine.
         """
         self._generated += tokens
@@ -79,9 +72,9 @@ class ExpectedOutput:
         """Count a finished answer.
 
         Args:
-            most: The limit of its tokens.
-            tokens: Its tokens.
-            cut: True if it ended at its limit.
+            most: Maximum tokens that the answer could have.
+            tokens: The tokens that it has.
+            cut: True if it ended at the maximum.
             engine: The number of the engine.
         """
         if engine in self._in_work:
@@ -117,7 +110,7 @@ class ExpectedOutput:
         return sum(survival.mean(bound) * times for bound, times in self._bounds.items()) / max(1, most)
 
     def _unfinished(self) -> Counter[int]:
-        """Return the estimated present lengths of running answers, scaled to their known sum."""
+        # The lengths are estimated from the steps since each row started, and scaled to their known sum
         ages = [one.steps - began for one in self._in_work.values() for began in one.began]
         times = max(0, self._generated - self._finished) / max(1, sum(ages))
         return Counter(round(age * times) for age in ages)

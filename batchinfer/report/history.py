@@ -25,11 +25,11 @@ _TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """A row of the table `history`: an earlier run of a job.
+    """A run of a job, with figures that are compared between runs: a row of the table `history`.
 
-    None means unknown, or that the run computed nothing. The columns of the run table with the same names
-    have the same meanings. `tokens` counts computed prompt tokens and output tokens, and `tokens_per_tflop`
-    is tokens per second for each TFLOP/s of the peak.
+    None means unknown, or that the run computed nothing. Fields have the same meaning as the columns of the
+    run table with the same name. `tokens` counts computed prompt tokens and output tokens, and
+    `tokens_per_tflop` is tokens per second for each TFLOP/s of the peak.
     """
 
     run_id: str
@@ -73,12 +73,12 @@ class PastRun:
 
     @property
     def output_share(self) -> float:
-        """Return the share of output tokens among all tokens of the run, from 0 to 1."""
+        """Return the share of output tokens among all computed tokens of the run, from 0 to 1."""
         return (self.output_tokens or 0) / self.tokens if self.tokens else 0.0
 
     @property
     def machine(self) -> tuple[str | None, int | None]:
-        """Return the hardware of the run and its number of cores."""
+        """Return the hardware of the run and its number of cores, which together identify the machine."""
         return self.hardware, self.cores
 
 
@@ -95,7 +95,7 @@ def history_sql(run: str) -> str:
 
 
 def why_unfit(run: PastRun) -> str | None:
-    """Return the reason why the speed of a run is not meaningful, or None if it is."""
+    """Return why the speed of a run says little, such as "a trial", or None if it can be compared."""
     if run.trial:
         return "a trial"
     if not run.tokens or run.total_tokens_per_s is None or run.engine_wall_s is None:
@@ -119,7 +119,10 @@ _SAME = {
 
 
 def why_incomparable(run: PastRun, newest: PastRun) -> str | None:
-    """Return the reason why the speed of a run is not comparable with `newest`, or None if it is."""
+    """Return why the speed of a run cannot be compared with the run `newest`, or None if it can.
+
+    An example is "another model".
+    """
     if (reason := why_unfit(run)) is not None:
         return reason
     for name, said in _SAME.items():
@@ -140,10 +143,8 @@ def _factor(one: float, other: float) -> float:
 
 
 def _speed(run: PastRun, newest: PastRun) -> float:
-    """Return the tokens per second of a run, scaled by the peaks if `newest` ran on another machine.
-
-    On the same machine nothing is scaled, so a new measurement of the peak does not look like a change of speed.
-    """
+    # On the same machine nothing is scaled, so a new measurement of the peak does not look like a change of
+    # speed
     speed = run.total_tokens_per_s or 0.0
     if run.machine == newest.machine or not (run.peak_flops_per_s and newest.peak_flops_per_s):
         return speed
@@ -152,10 +153,12 @@ def _speed(run: PastRun, newest: PastRun) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The speed of the newest meaningful run of a job, compared with the median of earlier comparable runs.
+    """The speed of the newest run of a job, compared with the median of earlier comparable runs.
+
+    Runs whose speed says little, such as trials, are not compared.
 
     Attributes:
-        run_id: The newest meaningful run. None: there is none.
+        run_id: The newest run that can be compared. None: there is none.
         before: Number of comparable runs, at most LAST_RUNS.
         tokens_per_s: Tokens per second of the newest run.
         median_tokens_per_s: Median of the comparable runs. None: there are fewer than FEWEST_RUNS.
@@ -172,18 +175,21 @@ class Comparison:
 
     @property
     def change(self) -> float | None:
-        """Return the relative change of speed: −0.2 means a fifth fewer tokens per second than the median."""
+        """Return the relative change of speed, or None without a median to compare with.
+
+        −0.2 means a fifth fewer tokens per second than the median.
+        """
         if self.tokens_per_s is None or not self.median_tokens_per_s:
             return None
         return self.tokens_per_s / self.median_tokens_per_s - 1
 
     def slower_than(self, share: float) -> bool:
-        """Return True if the newest run is slower than the median by more than `share`, from 0 to 1."""
+        """Return True if the newest run is slower than the median by more than the fraction `share`."""
         return self.change is not None and self.change < -share
 
 
 def compare(runs: Sequence[PastRun]) -> Comparison:
-    """Compare the speed of the newest meaningful run of a job with earlier runs.
+    """Compare the speed of a job's newest run with the median of earlier comparable runs.
 
     Args:
         runs: The runs of the job, oldest first.
@@ -214,10 +220,12 @@ def _with_median(found: Comparison, speeds: Sequence[float]) -> Comparison:
 
 
 def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | None]]:
-    """Return the newest `limit` runs, oldest first, each with its relative change of speed or None.
+    """Return the newest runs of a job, oldest first, each with its relative change of speed.
+
+    The change is None for a run that cannot be compared with earlier runs.
 
     Args:
-        runs: The runs of the job, oldest first.
+        runs: All runs of the job, oldest first.
         limit: Maximum number of runs to return.
     """
     found = []
@@ -270,7 +278,7 @@ def history_lines(found: Sequence[tuple[PastRun, float | None]]) -> list[str]:
     Columns with accuracy or calibration are added if any run has them.
 
     Args:
-        found: The runs with their relative changes of speed.
+        found: The runs with their relative changes of speed, None for a run that is not compared.
     """
     table = [_HEAD, *(_cells(run, change) for run, change in found)]
     if any(run.accuracy is not None for run, _ in found):
@@ -286,7 +294,7 @@ def _with_columns(table: Sequence[tuple[str, ...]], more: Sequence[tuple[str, ..
 
 
 def _align(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Align the first two cells of a line to the left and all others, which are figures, to the right."""
+    # The first two cells are texts, and all others are figures
     for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         yield cell.ljust(width) if at < 2 else cell.rjust(width)
 
@@ -311,10 +319,7 @@ def _cells(run: PastRun, change: float | None) -> tuple[str, ...]:
 
 
 def _measured(run: PastRun) -> tuple[str, ...]:
-    """Return the cells of accuracy for the table of runs.
-
-    They have one decimal, because accuracy hardly changes between incremental runs.
-    """
+    # One decimal, because accuracy hardly changes between incremental runs
     shares = (run.accuracy, run.normalised_accuracy)
     return count(run.labelled_rows), *(UNKNOWN if one is None else f"{one:.1%}" for one in shares)
 

@@ -71,20 +71,21 @@ class _Screen:
 
 @dataclass(slots=True)
 class _Work:
-    """The total and finished work of a phase of a run, in rows, bytes, layers or tokens.
+    """The total and the finished work of one phase of a run, in rows, bytes, layers or tokens.
 
     Attributes:
         phase: The phase.
         rows: Finished rows or layers.
         total_rows: All rows or layers, or None if unknown.
-        bytes: Bytes of the input files that were read, or of a download.
-        total_bytes: All bytes, or None.
+        bytes: Finished bytes of the input files or of a download.
+        total_bytes: All these bytes, or None if the phase counts none.
         prompt_tokens: Prompt tokens of all rows. None for a phase that does not count tokens.
         ran_tokens: Finished prompt and output tokens.
         output: The estimate of output tokens.
         more: True if more rows may follow.
-        marks: Times with the finished work at that time, within the rate's window.
-        last_rate: The rate before the run began to stop. From then on fewer and fewer rows run.
+        marks: Times in seconds with the work that was finished then, for the rate.
+        last_rate: The rate when the run began to stop. It is kept, because fewer and fewer rows run from then
+            on.
     """
 
     phase: Phase
@@ -101,14 +102,12 @@ class _Work:
 
     @property
     def done(self) -> int:
-        """Return the finished work of the phase, in rows, layers, bytes or tokens."""
         if self.phase == "downloading":
             return self.bytes
         return self.rows if self.prompt_tokens is None else self.ran_tokens
 
     @property
     def total(self) -> int | None:
-        """Return the total work of the phase, with an estimate of the output tokens, or None if unknown."""
         if self.phase == "downloading":
             return self.total_bytes
         if self.prompt_tokens is None:
@@ -117,10 +116,7 @@ class _Work:
 
     @property
     def share(self) -> float | None:
-        """Return the finished share of the phase from 0 to 1, or None if unknown.
-
-        Reading ends with the files or at the row limit, so the larger share counts.
-        """
+        # Reading ends with the files or at the row limit, so the larger share counts
         if self.more:
             return None
         parts = ((self.done, self.total), (self.bytes, self.total_bytes))
@@ -129,22 +125,17 @@ class _Work:
 
     @property
     def in_layers(self) -> bool:
-        """Return True if the phase counts layers. One layer may take longer than the window of the rate."""
+        # One layer may take longer than the window of the rate
         return self.phase == "calibrating"
 
     @property
     def unit(self) -> str:
-        """Return the unit of the work for the display."""
         if self.in_layers:
             return "layers"
         return "rows" if self.prompt_tokens is None else "tok"
 
     def mark(self, now: float) -> None:
-        """Record the finished work for the rate: after every layer, or for other units at most once per second.
-
-        Args:
-            now: The time in seconds.
-        """
+        # After every layer, or for other units at most once per second
         before = self.marks[-1] if self.marks else None
         if before is not None and (
             self.done == before[1] if self.in_layers else now - before[0] < RATE_SAMPLE_S
@@ -155,13 +146,7 @@ class _Work:
             self.marks.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Return the finished units per second over the last 30 seconds, or None before anything was done.
-
-        For layers the window ends at the last finished layer.
-
-        Args:
-            now: The time in seconds.
-        """
+        # For layers, the window ends at the last finished layer
         if self.last_rate is not None:
             return self.last_rate
         if not self.marks:
@@ -171,7 +156,6 @@ class _Work:
         return (done - before) / (until - since) if until > since and done > before else None
 
     def left_s(self, now: float) -> float | None:
-        """Return the seconds to the end of the phase at the current rate, or None if unknown or at the end."""
         rate, share = self.rate(now), self.share
         if rate is None or not share or share >= 1:
             return None
@@ -190,9 +174,9 @@ class ProgressState:
         tokens: Finished prompt and output tokens.
         tokens_total: An estimate of all tokens.
         share: Finished share of the phase, from 0 to 1.
-        per_s: Tokens per second while running, else rows per second.
+        per_s: Tokens per second in the phase "running", else rows per second.
         left_s: Seconds to the end of the phase.
-        errors: Known error rows by error code.
+        errors: Number of known error rows by error code.
     """
 
     phase: Phase
@@ -224,9 +208,9 @@ class Progress:
         """Prepare to display progress on a stream.
 
         Args:
-            stream: The stream, or None. A terminal shows a bar.
-            job: The name of the job. On other streams, lines begin with the time and this name.
-            quiet: Show only notices.
+            stream: The stream. A terminal shows a bar, other streams get lines. None: nothing is displayed.
+            job: The name of the job. Lines on streams other than terminals begin with the time and this name.
+            quiet: True to show only notices.
             clock: Returns the time in seconds.
             today: Returns the date and time of lines.
         """
@@ -250,11 +234,11 @@ class Progress:
         self.close()
 
     def phase(self, name: Phase, total_rows: int | None = None) -> None:
-        """Begin a phase of the run that counts rows or layers, or nothing, like planning.
+        """Begin a phase of the run, which counts rows or layers, or nothing.
 
         Args:
             name: The phase.
-            total_rows: All rows or layers, or None if unknown.
+            total_rows: The number of all rows or layers. None: unknown, or the phase counts nothing.
         """
         self._begin(_Work(name, total_rows=total_rows))
 
@@ -271,13 +255,13 @@ class Progress:
         self._begin(_Work("running", total_rows=rows, prompt_tokens=prompt_tokens, output=output, more=more))
 
     def known(self, *, rows: int, done: int, prompt_tokens: int, expected_tokens: int, more: bool) -> None:
-        """Update the known work of the phase in which engines compute.
+        """Update the known work of the phase "running", while the input is still being read.
 
         Args:
             rows: The number of rows known so far.
-            done: Rows that have answers.
-            prompt_tokens: The prompt tokens of all rows.
-            expected_tokens: An upper bound of the output tokens of all rows.
+            done: The number of these rows that have answers.
+            prompt_tokens: The prompt tokens of all these rows.
+            expected_tokens: An upper bound of their output tokens.
             more: True if more rows may follow.
         """
         work = self._current()
@@ -285,10 +269,10 @@ class Progress:
         work.output.expect(expected_tokens)
 
     def more(self, *, prompt_tokens: int, expected_tokens: int) -> None:
-        """Add the tokens of further attempts at rows that are counted already.
+        """Add the tokens of further attempts at rows. The rows themselves are counted already.
 
         Args:
-            prompt_tokens: Their prompt tokens.
+            prompt_tokens: The prompt tokens of these attempts.
             expected_tokens: An upper bound of their output tokens.
         """
         work = self._current()
@@ -296,7 +280,12 @@ class Progress:
         work.output.more(expected_tokens)
 
     def downloading(self, received: int, total: int) -> None:
-        """Begin the display of a download of `total` bytes. `received` bytes were downloaded before."""
+        """Begin the phase "downloading".
+
+        Args:
+            received: The bytes that were downloaded before.
+            total: The bytes of the whole download.
+        """
         self._begin(_Work("downloading", bytes=received, total_bytes=total))
 
     def received(self, received: int) -> None:
@@ -305,20 +294,26 @@ class Progress:
         self.tick()
 
     def rows(self, number: int) -> None:
-        """Count newly read or published rows, or calibrated layers, and update the display."""
+        """Count `number` more rows that were read or published, or layers that were calibrated."""
         self._current().rows += number
         self.tick()
 
     def read(self, rows: int, bytes_read: int, bytes_total: int) -> None:
-        """Set the number of rows and bytes that were read so far, and the bytes of all input files."""
+        """Set the progress of reading the input, and update the display.
+
+        Args:
+            rows: The number of rows read so far.
+            bytes_read: The bytes read so far.
+            bytes_total: The bytes of all input files.
+        """
         work = self._current()
         work.rows, work.bytes, work.total_bytes = rows, bytes_read, bytes_total
         self.tick()
 
     def step(self, sample: StepSample, engine: int = 0) -> None:
-        """Count the tokens of an engine step.
+        """Count the tokens of an engine step, and update the display.
 
-        Cached tokens count as done; recomputed and padded tokens do not count.
+        Tokens found in the KV cache count as done. Recomputed tokens and padding do not count.
 
         Args:
             sample: The counts of the step.
@@ -330,16 +325,26 @@ class Progress:
         self.tick()
 
     def recorded_by(self, recorder: Recorder | None) -> None:
-        """Call `recorder` with the progress at the start of each phase, and every RECORD_EVERY_S seconds."""
+        """Set a function that records the progress, for example in a file.
+
+        It is called at the start of each phase, and then every RECORD_EVERY_S seconds.
+
+        Args:
+            recorder: The function, or None to stop recording.
+        """
         self._recorder = recorder
 
     def record(self) -> None:
-        """Call the recorder with the current progress, if a phase has begun."""
+        """Call the function that records the progress now, if a phase has begun."""
         if self._work is not None:
             self._record(self._work, self._clock())
 
     def failed(self, codes: Mapping[str, int]) -> None:
-        """Count new error rows, given as numbers by error code."""
+        """Count new error rows.
+
+        Args:
+            codes: The number of rows by error code.
+        """
         self._errors.update(codes)
 
     def finished(
@@ -352,14 +357,14 @@ class Progress:
         cut: bool = False,
         engine: int = 0,
     ) -> None:
-        """Count a finished request.
+        """Count a finished request, and update the display.
 
         Args:
-            expected_tokens: The limit of its output tokens.
+            expected_tokens: The maximum of its output tokens.
             completion_tokens: Its output tokens.
-            rows: The rows that it answers.
+            rows: The number of rows that it answers.
             error: Its error code, or None.
-            cut: True if its answer ended at the limit.
+            cut: True if its answer ended at the maximum.
             engine: The number of its engine.
         """
         work = self._current()
@@ -370,7 +375,7 @@ class Progress:
         self.tick()
 
     def tick(self) -> None:
-        """Update the display if it is due. Code that only waits calls this, too."""
+        """Update the display if enough time has passed. It must also be called while the run only waits."""
         now = self._clock()
         work = self._current()
         work.mark(now)
@@ -385,13 +390,16 @@ class Progress:
             self._line(line_of(work, now))
 
     def stopping(self) -> None:
-        """Keep the current rate for estimates of the time left, because only running rows finish from now on."""
+        """Keep the present rate from now on, because the run stops and only its running rows will finish.
+
+        Estimates of the time left use this rate.
+        """
         if self._work is not None:
             self._work.last_rate = self._work.rate(self._clock())
 
     @property
     def rows_left(self) -> int | None:
-        """Return the number of known rows without a final answer, or None in a phase that counts no tokens."""
+        """Return how many of the known rows have no final answer. None: the phase counts no tokens."""
         work = self._work
         if work is None or work.prompt_tokens is None or work.total_rows is None:
             return None
@@ -399,7 +407,7 @@ class Progress:
 
     @property
     def knows_all_rows(self) -> bool:
-        """Return False while more rows of the input may follow."""
+        """Return True unless more rows of the input may follow."""
         return self._work is None or not self._work.more
 
     def left_s(self) -> float | None:
@@ -407,7 +415,7 @@ class Progress:
         return None if self._work is None else self._work.left_s(self._clock())
 
     def left_of_known_s(self) -> float | None:
-        """Return the seconds until all known work is done at the current rate, or None if the rate is unknown."""
+        """Return the seconds until all known work is done at the current rate, or None if it is unknown."""
         work = self._work
         rate = None if work is None else work.rate(self._clock())
         return None if work is None or rate is None else max(0, (work.total or 0) - work.done) / rate
@@ -432,7 +440,10 @@ class Progress:
         self._draw(self._work, self._clock())
 
     def close(self) -> None:
-        """End the current phase. Its bar stays on the screen unless nothing was done."""
+        """End the current phase.
+
+        Its bar stays on the screen, unless the phase counts work and none was done.
+        """
         if self._has_bar and self._work is not None:
             self._draw(self._work, self._clock())
             stays = self._work.done > 0 or self._work.phase in UNCOUNTED
@@ -519,7 +530,7 @@ def _rows(work: _Work) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a share as a percentage rounded down, so 100% means that all is done."""
+    # Rounded down, so 100% means that all is done
     return f"{math.floor(share * 100 + 1e-9)}%"
 
 
@@ -542,14 +553,12 @@ def line_of(work: _Work, now: float) -> str:
 
 
 def _details(work: _Work, now: float) -> list[str]:
-    """Return the rate and the time left of a phase as texts, leaving out unknown ones."""
     rate, left = work.rate(now), work.left_s(now)
     parts = [] if rate is None else [_rate(work, rate)]
     return parts if left is None else [*parts, f"about {about(left)} left"]
 
 
 def _rate(work: _Work, rate: float) -> str:
-    """Return the rate of a phase as text, for slow layers as the time per layer."""
     if work.phase == "downloading":
         return f"{size(rate)}/s"
     return f"{about(1 / rate)} a layer" if work.in_layers and rate < 1 else f"{short(rate)} {work.unit}/s"

@@ -24,9 +24,9 @@ class Span(NamedTuple):
 
 
 class Stopwatch:
-    """Measures the time of a run's phases.
+    """Measures how long each phase of a run takes. Each moment belongs to exactly one phase.
 
-    It starts in the phase STARTUP; later time outside of phases is OTHER.
+    The first phase is STARTUP. Later time that belongs to no other phase is counted as OTHER.
     """
 
     def __init__(self, already_s: float = 0.0, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -44,7 +44,10 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the time of the block for a phase. Time of a nested phase counts only for the nested phase."""
+        """Count the time of the block for a phase.
+
+        The time of a nested `timed` block counts for its own phase only.
+        """
         before = self.switch(phase)
         try:
             yield
@@ -66,7 +69,7 @@ class Stopwatch:
 
     @property
     def spans(self) -> list[Span]:
-        """Return the finished intervals of phases in order. Intervals shorter than SHORTEST_SPAN_S are merged."""
+        """Return the finished intervals of phases in order. Intervals below SHORTEST_SPAN_S are left out."""
         return list(self._spans)
 
     def at(self, moment: float) -> float:

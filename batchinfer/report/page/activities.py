@@ -33,7 +33,7 @@ _CAUSES = (
 
 
 def activities(run: ReportedRun) -> PageSection:
-    """Return the section with the activities of each process of a run, drawn as a lane per process."""
+    """Return the section of the report page that shows what each process did when, as a lane per process."""
     name, title = "activities", "Activities of each process"
     if not run.has(ACTIVITIES):
         return PageSection(name, title, run.why_empty(ACTIVITIES))
@@ -44,7 +44,7 @@ def activities(run: ReportedRun) -> PageSection:
 
 
 def idle_text(row: RunRow) -> str:
-    """Return a sentence with the idle time of a run's devices and its causes, the longest first."""
+    """Return a sentence about the idle time of a run's devices, with its causes, the longest first."""
     if row["idle_devices_s"] is None:
         return "The run computed nothing."
     causes = sorted(((row[column] or 0.0, cause) for cause, column in _CAUSES), reverse=True)

@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def all_columns(run: ReportedRun) -> PageSection:
-    """Return the section with the name, value and meaning of every column of the run table, without a chart."""
+    """Return the section of the report page that lists all columns of the run table with their meanings."""
     rows = [
         (
             column.name,

@@ -40,7 +40,7 @@ _SCRIPTS = ("echarts.min.js", "page.js")
 
 
 def page(run: ReportedRun) -> str:
-    """Return the HTML page of a run."""
+    """Return the HTML page that reports a run. It is a single file that needs no network."""
     scripts = [_asset(name) for name in _SCRIPTS]
     return MARK + _environment().get_template("page.html").render(
         run=run,
@@ -56,7 +56,7 @@ def page(run: ReportedRun) -> str:
 
 @cache
 def _environment() -> Environment:
-    """Return the template environment, which escapes all text except our own scripts and styles."""
+    # Escapes all text except our own scripts and styles
     environment = Environment(
         autoescape=True,
         finalize=_printable,
@@ -74,7 +74,7 @@ def _printable(value: object) -> object:
 
 
 def prose(text: str) -> Markup:
-    """Return sentences as HTML, with text between backquotes as code."""
+    """Return text as HTML. Words between backquotes become code, and all other text is escaped."""
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(printable(text)))))
 
 
@@ -97,14 +97,12 @@ def _sections(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _answers(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about answers and error rows."""
     yield from task_answers(run)
     yield failures(run)
     yield from accuracy(run)
 
 
 def _computed(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about the work of the engine."""
     yield from timeline(run)
     yield roofline(run)
     yield from efficiency(run)
@@ -119,7 +117,7 @@ def _computed(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return the content security policy of the page: these scripts, and inline styles, which ECharts sets."""
+    # Allows these scripts, and inline styles, which ECharts sets
     hashes = " ".join(
         f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts
     )

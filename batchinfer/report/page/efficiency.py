@@ -40,9 +40,9 @@ _RATIOS = "roofline_efficiency, mfu, mbu"
 
 
 def efficiency(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the section of hardware efficiency by phase, then by length of prompt.
+    """Yield the sections of the report page about hardware efficiency: by phase, and by length of prompt.
 
-    There is no section of phases for tasks without output tokens.
+    Tasks without output tokens have no section by phase (prefill, decode).
     """
     if run.has_output:
         yield _phases(run)

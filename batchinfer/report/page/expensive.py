@@ -37,7 +37,7 @@ _COLUMNS = (
 
 
 def expensive(run: ReportedRun) -> PageSection:
-    """Return the section about the requests with the most device time, drawn as a bar per request."""
+    """Return the section of the report page about the requests with the most device time."""
     title = "Most expensive requests"
     ((share,),) = run.fetch(_SHARE.format(requests=run.own(REQUESTS)))
     if share is None:
@@ -57,10 +57,7 @@ def expensive(run: ReportedRun) -> PageSection:
 
 
 def _query(run: ReportedRun) -> str:
-    """Return the SQL of the requests with the most device time.
-
-    Rows have their custom ids if the results of this run are still published.
-    """
+    # Rows have their custom ids if the results of this run are still published
     name, names = "coalesce('row ' || row_id, 'key ' || key[:12])", ""
     if run.results:
         name = f"coalesce(custom_id, {name})"

@@ -25,7 +25,10 @@ _COLUMNS = (
 
 
 def experts(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the section about the load of experts by layer, or nothing for a model without experts."""
+    """Yield the section of the report page about the load of experts by layer.
+
+    It yields nothing for a model without experts.
+    """
     if not run.has(EXPERTS):
         return
     found = run.fetch(_LAYERS.format(experts=f"{run.own(EXPERTS)} AS experts"))

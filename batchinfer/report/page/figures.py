@@ -17,7 +17,7 @@ class Figure:
     """A column of a table on the report page.
 
     Attributes:
-        name: The name that charts use.
+        name: The name by which charts refer to the column.
         title: The heading of the column.
         unit: The unit, as in the report's columns; empty for texts and plain numbers.
     """
@@ -37,7 +37,12 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A table on the report page, whose numbers charts show. None in a cell means unknown."""
+    """A table of numbers on the report page. Charts are drawn from the same numbers.
+
+    Attributes:
+        columns: The columns.
+        rows: The cells of each row. None means unknown.
+    """
 
     columns: tuple[Figure, ...]
     rows: Sequence[Sequence[Any]]
@@ -50,13 +55,16 @@ class Figures:
 
     @property
     def headings(self) -> list[tuple[Figure, bool]]:
-        """Return each column of the table, with True if it has numbers."""
+        """Return pairs of a column of the table, and True if the column has numbers."""
         numeric = (any(is_number(row[at]) for row in self.rows) for at in range(len(self.columns)))
         return list(zip(self.columns, numeric, strict=True))
 
     @property
     def cells(self) -> Iterator[list[tuple[str, str, str]]]:
-        """Yield the cells of each table row: CSS class, all digits of a number or "", and the displayed text."""
+        """Yield the cells of each table row.
+
+        A cell is its CSS class, all digits of its number ("" for a text), and the displayed text.
+        """
         headings = self.headings
         for row in self.rows:
             yield [_cell(value, *heading) for value, heading in zip(row, headings, strict=True)]

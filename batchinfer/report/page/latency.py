@@ -20,7 +20,7 @@ _COLUMNS = (Figure("percentile", "percentile"), *(Figure(f"{n}_s", t, "s") for n
 
 
 def latency(run: ReportedRun) -> PageSection:
-    """Return the section with percentiles of latencies, drawn as a line for each latency."""
+    """Return the section of the report page about latencies, with a line of percentiles for each latency."""
     title = "Latency percentiles"
     if not run.has(REQUESTS):
         return PageSection("latency", title, run.why_empty(REQUESTS))

@@ -29,7 +29,7 @@ _TITLES: dict[LaunchMode, str] = {
 
 
 def launches(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the section about the launch modes of steps, actual and forecast.
+    """Yield the section of the report page about how steps were launched on a GPU: as CUDA graphs or eagerly.
 
     It yields nothing for a run on a CPU, or of a version that did not count launches.
     """
@@ -59,7 +59,6 @@ def _figures(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
 
 
 def _at_once(row: RunRow) -> str:
-    """Return a sentence about steps that were launched together, or "" if none were."""
     times, steps = row.get("host_launches"), row["steps"]
     if times is None or times >= steps:
         return ""
@@ -76,5 +75,5 @@ def _captures(row: RunRow) -> str:
 
 
 def _spent(took: float, memory: int | None) -> str:
-    """Return the time and the bytes of GPU memory as text. Older reports do not have the bytes."""
+    # Older reports do not have the bytes
     return seconds(took) if memory is None else f"{seconds(took)} and {size(memory)} of GPU memory"

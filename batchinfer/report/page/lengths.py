@@ -28,7 +28,10 @@ _WHAT = (("prompt_tokens", "prompts", "Prompt lengths"), ("completion_tokens", "
 
 
 def lengths(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections with histograms of prompt lengths and, if there are output tokens, of answer lengths."""
+    """Yield the sections of the report page with histograms of prompt lengths and answer lengths.
+
+    Tasks without output tokens have no answer lengths.
+    """
     if not run.has(REQUESTS):
         yield PageSection("prompts", "Lengths", run.why_empty(REQUESTS))
         return
@@ -52,7 +55,6 @@ def _histogram(run: ReportedRun, column: str, name: str, title: str) -> PageSect
 
 
 def _bars(run: ReportedRun, column: str, edges: list[int]) -> list[tuple[Any, ...]]:
-    """Return the rows of a histogram: the range of lengths, the number of requests, and their tokens."""
     found = run.fetch(
         f"SELECT list_count(list_filter(?::BIGINT[], lambda edge: edge <= {column})) AS bar, count(*), "
         f"sum({column})::BIGINT FROM {run.own(REQUESTS)} GROUP BY bar",
@@ -70,10 +72,10 @@ def _range(first: int, end: int) -> str:
 
 
 def bin_edges(least: int, median: float, most: int) -> list[int]:
-    """Return the edges of a histogram's bars in ascending order, including the end of the last bar.
+    """Return where the bars of a histogram of lengths begin, in ascending order, and where the last bar ends.
 
-    The bars have equal, round widths, or each is √2 times as wide as the one before if most lengths are
-    small.
+    The bars have equal, round widths. If most lengths are small compared to the largest, each bar is instead
+    √2 times as wide as the one before.
 
     Args:
         least: The smallest length.
@@ -95,7 +97,6 @@ def bin_edges(least: int, median: float, most: int) -> list[int]:
 
 
 def _nice_width(span: int) -> int:
-    """Return the smallest width of 1, 2, 5, 10, 20, … with which at most MOST_BARS bars cover `span`."""
     least = max(1, math.ceil(span / MOST_BARS))
     power: int = 10 ** math.floor(math.log10(least))
     return next(nice * power for nice in (*_NICE, 10) if nice * power >= least)

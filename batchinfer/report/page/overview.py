@@ -22,7 +22,7 @@ class Tile:
     """A figure in large type at the top of the report page.
 
     Attributes:
-        name: Its name.
+        name: The name of the figure.
         value: The figure as text.
         more: Further text in small type.
     """
@@ -34,7 +34,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The heading of the report page, which names the run.
+    """The heading of the report page, which says which run it reports and how the run ended.
 
     Attributes:
         mark: "good" or "bad".
@@ -70,7 +70,10 @@ def _weights(row: RunRow) -> str | None:
 
 
 def tiles(row: RunRow) -> Iterator[Tile]:
-    """Yield the known main figures of a run, given its row of the run table."""
+    """Yield the main figures of a run as tiles, given its row of the run table.
+
+    Unknown figures are left out.
+    """
     if row["rows"] is not None:
         yield _row_tile(row)
     if row["accuracy"] is not None:
@@ -96,7 +99,6 @@ def tiles(row: RunRow) -> Iterator[Tile]:
 
 
 def _answers(row: RunRow) -> Iterator[Tile]:
-    """Yield the figures about answers for tasks without output tokens."""
     if row["mean_label_probability"] is not None:
         labels = counted(len(row["labels"]), "label") if row["labels"] else ""
         yield Tile(
@@ -168,7 +170,7 @@ _BASIS = {
 
 
 def forecast(run: ReportedRun) -> PageSection:
-    """Return the section that compares all forecast figures with the actual ones."""
+    """Return the section of the report page that compares the forecast of a run with the actual figures."""
     rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
     title = "Forecast and actual"
     if not rows:
@@ -180,7 +182,6 @@ def forecast(run: ReportedRun) -> PageSection:
 
 
 def _known_from(row: RunRow) -> str:
-    """Return a sentence about the sources of the forecast, or "" if they are unknown."""
     if row["forecast_basis"] is None:
         return ""
     basis = _BASIS.get(row["forecast_basis"], row["forecast_basis"])
@@ -211,7 +212,7 @@ _WORK = (
 
 
 def work(run: ReportedRun) -> PageSection:
-    """Return the section about computed, saved and wasted tokens."""
+    """Return the section of the report page about the tokens that a run computed, saved and wasted."""
     row, title = run.row, "Work done and work saved"
     rows: list[tuple[Any, ...]] = [
         ("prompt tokens", row["prompt_tokens_run"], row["prefix_saved_tokens"], row["duplicate_saved_tokens"], None,

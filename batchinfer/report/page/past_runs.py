@@ -36,7 +36,7 @@ _MEASURED = (
 
 
 def past_runs(run: ReportedRun) -> PageSection:
-    """Return the section that compares a run with earlier runs of its job by tokens per second."""
+    """Return the section of the report page that compares the speed of a run with earlier runs of its job."""
     title = "Compared with earlier runs"
     rows = run.fetch(_RUNS, [run.row["run_id"]])[::-1]
     if len(rows) < 2:

@@ -38,7 +38,10 @@ _COLUMNS = (
 
 
 def prefix_tree(run: ReportedRun) -> PageSection:
-    """Return the section about shared prefixes, drawn as nested boxes whose area shows the saved tokens."""
+    """Return the section of the report page about shared prefixes.
+
+    They are drawn as nested boxes, whose areas show the saved tokens.
+    """
     title = "Shared prefixes"
     if not run.has(PREFIXES):
         why = "Nothing to show: no prompts of this run shared a prefix of a KV block or more."
@@ -64,13 +67,6 @@ def prefix_tree(run: ReportedRun) -> PageSection:
 
 
 def _others(number: int, sums: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return one table row with the sums of all prefixes that are not shown.
-
-    Args:
-        number: The number of prefixes that are not shown.
-        sums: The sums over all prefixes.
-        rows: The rows of the shown prefixes.
-    """
     _, cached, saved, device_s = sums
     left = (cached - sum(row[5] for row in rows), saved - sum(row[6] for row in rows))
     time = None if device_s is None else max(0.0, device_s - sum(row[7] or 0.0 for row in rows))

@@ -21,7 +21,7 @@ class ReportedRun:
     Attributes:
         database: A DuckDB connection with the tables of `batchinfer query`, for all runs of the job.
         row: The row of the run table.
-        results: True if the table `results` exists and was published by this run.
+        results: True if the database has a table `results`, which this run published.
         notice: Text that is shown at the top of the page.
     """
 
@@ -32,18 +32,12 @@ class ReportedRun:
 
     @property
     def has_output(self) -> bool:
-        """Return True if the run's answers consist of tokens.
-
-        Other tasks have no sections about output tokens.
-        """
+        """Return True if the run's answers consist of tokens. Otherwise no section is about output tokens."""
         return self.row["task"] not in WITHOUT_OUTPUT
 
     @property
     def shares_prefixes(self) -> bool:
-        """Return True if prompts of the run could share prefixes.
-
-        If they could not, tables of newer versions have null for saved tokens.
-        """
+        """Return True if prompts of the run could share prefixes. Otherwise no section is about prefixes."""
         return self.row["task"] is None or self.row["prefix_saved_tokens"] is not None
 
     def fetch(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Any, ...]]:
@@ -52,7 +46,7 @@ class ReportedRun:
         return found
 
     def own(self, table: str) -> str:
-        """Return SQL of a subquery with this run's rows of a report table."""
+        """Return a SQL subquery for the rows of this run in a report table."""
         return f'(SELECT * FROM "{table}" WHERE run_id = {_literal(self.row["run_id"])})'
 
     def has(self, table: str) -> bool:
@@ -71,9 +65,9 @@ def find_run(database: Any, run_id: str | None, ending: str) -> RunRow | None:
     """Return the row of a run in the run table, or None if there is no such run.
 
     Args:
-        database: A database with the report tables.
-        run_id: The id of the run. None: the newest run that wrote to an output folder.
-        ending: The end of the path of that output folder.
+        database: A DuckDB connection with the report tables.
+        run_id: The id of the run. None: the newest run with this output folder.
+        ending: The last part of the path of the output folder. It is only used without `run_id`.
     """
     where, wanted = ("run_id = ?", run_id) if run_id is not None else ("ends_with(output, ?)", ending)
     found = database.sql(f'SELECT * FROM "{RUN}" WHERE {where} ORDER BY run_id DESC LIMIT 1', params=[wanted])
@@ -85,12 +79,14 @@ def find_run(database: Any, run_id: str | None, ending: str) -> RunRow | None:
 
 
 def is_newest_published(database: Any, row: RunRow, ending: str) -> bool:
-    """Return True if a run is the last one that published its result. The result's files are not looked at.
+    """Return True if no later run has published a result to the folder of this run's result.
+
+    Only the run table is read, not the files of the result.
 
     Args:
-        database: A database with the report tables.
+        database: A DuckDB connection with the report tables.
         row: The row of the run in the run table.
-        ending: The end of the path of the result folder.
+        ending: The last part of the path of the result folder.
     """
     published = database.execute(
         f'SELECT run_id, exit_status FROM "{RUN}" WHERE ends_with(output, ?) ORDER BY run_id DESC', [ending]

@@ -38,7 +38,10 @@ _COLUMNS = (
 
 
 def roofline(run: ReportedRun) -> PageSection:
-    """Return the section about the roofline: steps by arithmetic intensity and speed, below the peaks."""
+    """Return the section of the report page about the roofline.
+
+    It shows steps by arithmetic intensity and speed, below the peaks of the hardware.
+    """
     title = "The roofline"
     if not run.has(STEPS):
         return PageSection("roofline", title, run.why_empty(STEPS))
@@ -61,7 +64,7 @@ def roofline(run: ReportedRun) -> PageSection:
 
 
 def _peaks(row: dict[str, Any]) -> tuple[float | None, float | None]:
-    """Return the peaks of one engine in FLOP/s and bytes/s, because a step runs on one engine."""
+    # Of one engine, because a step runs on one engine
     flops, bytes_per_s = (row[f"peak_{unit}_per_s"] for unit in ("flops", "bytes"))
     engines = row["replicas"] or 1  # older versions knew of one only
     return None if flops is None else flops / engines, None if bytes_per_s is None else bytes_per_s / engines

@@ -17,7 +17,7 @@ class Chart:
     Attributes:
         kind: The name of the function in page.js.
         label: A description for screen readers.
-        options: The columns that the function reads.
+        options: Arguments of the function, such as the columns to draw.
     """
 
     kind: str
@@ -33,14 +33,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A section of the report page. Without figures, its text explains why there is nothing to show.
+    """A section of the report page. Without a table, its text explains why there is nothing to show.
 
     Attributes:
         name: The anchor.
         title: The heading.
         text: Text above the chart.
         chart: The chart, or None.
-        figures: The table whose numbers the chart shows, or None.
+        figures: The table with the numbers of the chart, or None.
         note: Text below the chart.
     """
 

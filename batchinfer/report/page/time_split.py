@@ -54,7 +54,7 @@ _MEANINGS = {
 
 
 def time_split(run: ReportedRun) -> PageSection:
-    """Return the section with the parts of the run's wall time and of its device time, drawn as a bar each."""
+    """Return the section of the report page with the parts of a run's wall time and of its device time."""
     row = run.row
     new = any(row[column] is not None for _, column in _WALL[1])
     rows = [

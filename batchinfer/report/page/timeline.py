@@ -68,9 +68,9 @@ _BINS = (
 
 
 def timeline(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections with throughput, batch size and KV cache over time, with a common time axis.
+    """Yield the sections of the report page with throughput, batch size and KV cache over time.
 
-    Tasks without output tokens only have throughput.
+    They have a common time axis. Tasks without output tokens only have throughput.
     """
     if not run.has(STEPS):
         yield PageSection("throughput", "Over time", run.why_empty(STEPS))

@@ -21,7 +21,7 @@ from batchinfer.report.tables.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class FieldAccuracy:
-    """The accuracy of one field of the answers, in rows with an expected answer.
+    """The accuracy of one field of a run's answers, in rows.
 
     Attributes:
         field: The field, or None for whole answers.
@@ -40,13 +40,13 @@ class FieldAccuracy:
 
 @dataclass(frozen=True, slots=True)
 class ProbableRows:
-    """Counts of labelled rows whose answers have a probability in one range.
+    """Counts of rows whose answers have a probability in one range, and an expected answer.
 
     Attributes:
-        from_probability: Lower bound of the probability.
-        to_probability: Upper bound of the probability.
+        from_probability: Lower bound of the range.
+        to_probability: Upper bound of the range.
         rows: Number of rows.
-        right_rows: Rows with the right answer.
+        right_rows: Number of rows with the right answer.
         mean_probability: Mean probability of the answers; None without rows.
     """
 
@@ -72,9 +72,9 @@ def write_accuracy(
     Args:
         folder: The folder of report tables.
         run_id: The id of the run.
-        fields: The accuracy of each field.
-        confusion: Rows by field, expected label, outcome and answered label.
-        probable: Rows by range of probability.
+        fields: The rows of `accuracy`.
+        confusion: The rows of `confusion`: field, expected label, outcome, answered label and number of rows.
+        probable: The rows of `calibration`.
 
     Raises:
         OSError: A table cannot be written.

@@ -12,11 +12,11 @@ from batchinfer.report.tables.spool import Spool
 
 
 class Activity(NamedTuple):
-    """An interval in which a process did one thing.
+    """An interval of time in which a process of a run had one activity.
 
     Attributes:
         process: The name of the process.
-        activity: Its activity.
+        activity: The activity.
         from_s: Start in seconds after the command was started.
         until_s: End in seconds after the command was started.
         node: Address of the node of a Ray cluster, or None.

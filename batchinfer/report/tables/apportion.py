@@ -23,11 +23,11 @@ _LITTLE = 1e-9  # tokens added to each step, so a prompt is spread evenly over s
 
 
 class Share(NamedTuple):
-    """Each request's share of a column of steps, such as device time. Shape of each array: [requests].
+    """The part of a total, such as the device time of all steps, that belongs to each request.
 
     Attributes:
-        prompt: The share of its prompt tokens.
-        answer: The share of its output tokens.
+        prompt: [requests], the part for its prompt tokens.
+        answer: [requests], the part for its output tokens.
     """
 
     prompt: Floats
@@ -35,13 +35,9 @@ class Share(NamedTuple):
 
 
 class _RanIn(NamedTuple):
-    """The steps in which requests ran: prompts in [first, read], answers in (read, last].
-
-    Shape of each: [requests]. For each prompt token of a step in [first, read], a request runs `tokens`
-    tokens and `pairs` (query, key) pairs. In step k of (read, last] it runs `rate` tokens, and `start` +
-    `growth` × k pairs.
-    """
-
+    # The steps in which requests ran, shape [requests]: prompts in steps [first, read], answers in (read,
+    # last]. For each prompt token of a step in [first, read], a request runs `tokens` tokens and `pairs`
+    # (query, key) pairs. In step k of (read, last], it runs `rate` tokens, and `start` + `growth` × k pairs
     first: Ints
     read: Ints
     last: Ints
@@ -53,16 +49,8 @@ class _RanIn(NamedTuple):
 
 
 class _Prices(NamedTuple):
-    """Cumulative sums over steps of a column's amount per token and per (query, key) pair.
-
-    Attributes:
-        read_token: Amount per prompt token.
-        read_pair: Amount per pair of a prompt.
-        token: Amount per output token.
-        pair: Amount per pair of an answer.
-        growing: Amount per pair of an answer times the number of the step.
-    """
-
+    # Cumulative sums over steps of a column's amount: per prompt token and pair of a prompt (`read_*`), per
+    # token and pair of an answer, and per pair of an answer times the number of the step (`growing`)
     read_token: Floats
     read_pair: Floats
     token: Floats
@@ -72,13 +60,13 @@ class _Prices(NamedTuple):
 
 @dataclass(slots=True)
 class Apportionment:
-    """Splits the device time of one engine's steps among its requests.
+    """Splits the device time of one engine's steps among the requests that ran in them.
 
     Call `add` for all requests before `shares`.
 
     Attributes:
-        steps: Columns of the table `steps`. There must be at least one step.
-        attention: Attention's share of each step, from 0 to 1.
+        steps: Columns of the report table `steps`. There must be at least one step.
+        attention: [steps], the share of attention in the device time of each step, from 0 to 1.
     """
 
     steps: Columns
@@ -94,7 +82,11 @@ class Apportionment:
         self._changes = {name: np.zeros(len(self._read) + 1) for name in names}
 
     def add(self, requests: Columns) -> None:
-        """Add requests of this engine, given as columns of the table `requests`."""
+        """Add requests that this engine ran.
+
+        Args:
+            requests: Columns of the report table `requests`.
+        """
         place = self._place(requests)
         for name in ("tokens", "pairs"):
             self._note(name, place.first, place.read, getattr(place, name))
@@ -104,13 +96,14 @@ class Apportionment:
         self._known.clear()
 
     def shares(self, requests: Columns) -> dict[str, Share]:
-        """Return each request's share of the steps' device time, bytes and roofline, by column name.
+        """Return how much of the steps' device time, bytes and roofline belongs to each request.
 
-        The shares of all requests add up to the sum of the column, less the part of requests that did not
-        finish.
+        The keys are these columns of the table `steps`.
+
+        The sum over all requests is the total of the column, less the part of requests that did not finish.
 
         Args:
-            requests: Columns of the table `requests`.
+            requests: Columns of the report table `requests`, of requests that were added.
         """
         place = self._place(requests)
         return {name: self._share(place, self._prices(name)) for name in SPLIT}
@@ -140,7 +133,6 @@ class Apportionment:
         )  # fmt: skip
 
     def _step(self, column: str, seconds: Floats) -> Ints:
-        """Return the first step whose `column` is not before each time in `seconds`, or else the last step."""
         found = np.searchsorted(self.steps[column], seconds)
         return np.minimum(found, len(self._read) - 1)
 
@@ -162,14 +154,7 @@ class Apportionment:
         return _Prices(*map(_before, each))
 
     def _of_the_finished(self, values: Floats, tokens: Floats) -> Floats:
-        """Scale the values of steps to the part of finished requests.
-
-        The values of steps in which no finished request ran are spread over the other steps.
-
-        Args:
-            values: A column of steps, such as device time.
-            tokens: Tokens of finished requests in each step.
-        """
+        # The values of steps in which no finished request ran are spread over the other steps
         kept = np.where(tokens > _LITTLE, values, 0.0)
         useful = self.steps["prompt_tokens"] + self.steps["decode_tokens"]
         finished = min(1.0, self._ran / max(1.0, float(useful.sum())))
@@ -188,31 +173,31 @@ class Apportionment:
 
 
 def ran_tokens(requests: Columns) -> Floats:
-    """Return the prompt tokens that each request computed, with shape [requests].
+    """Return the number of prompt tokens that were computed for each request, with shape [requests].
 
-    It is 0 for a request that ended before any step. Cached tokens are not computed.
+    Tokens found in the KV cache are not computed. It is 0 for a request that ended before any step.
 
     Args:
-        requests: Columns of the table `requests`.
+        requests: Columns of the report table `requests`.
     """
     ran = requests["prompt_tokens"] - requests["cached_tokens"]
     return np.where(requests["finished_s"] > requests["scheduled_s"], ran, 0.0)
 
 
 def answered_tokens(requests: Columns) -> Floats:
-    """Return the output tokens that the model ran for each request, with shape [requests].
+    """Return the output tokens of each request that were inputs of the model, with shape [requests].
 
-    The model never runs the last token of an answer, nor tokens that a constraint forced directly before it.
+    The last token of an answer never is, nor are tokens that a constraint forced directly before it.
 
     Args:
-        requests: Columns of the table `requests`.
+        requests: Columns of the report table `requests`.
     """
     answered = requests["completion_tokens"] - requests["unrun_tokens"]
     return np.where(ran_tokens(requests) > 0, np.maximum(answered, 0), 0.0)
 
 
 def _before(values: Floats) -> Floats:
-    """Return the sum of all values before each position, including the end. Shape: [values + 1]."""
+    # The sums of all values before each position, including the end
     return np.concatenate([[0.0], np.cumsum(values)])
 
 

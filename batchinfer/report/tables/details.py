@@ -53,7 +53,7 @@ _WALLS = "SELECT sum(duration_s + gap_s) AS wall_s FROM steps GROUP BY replica"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The model and the hardware of a run.
+    """The model and the hardware of a run, from which work and efficiency are computed.
 
     Attributes:
         cost: The cost of the model's operators, or None if unknown.
@@ -68,9 +68,9 @@ class Machine:
 
 @contextmanager
 def open_database() -> Iterator[Any]:
-    """Open a DuckDB connection in memory, for all report tables of a run.
+    """Open an in-memory DuckDB connection for all report tables of a run.
 
-    Opening a connection takes longer than all sums of a short run.
+    One connection is shared, because opening it takes longer than all sums of a short run.
     """
     config: dict[str, str | bool | int | float | list[str]] = {
         "threads": 2,
@@ -82,7 +82,7 @@ def open_database() -> Iterator[Any]:
 
 
 class Details:
-    """Sums up the steps and requests of one run, and writes the report tables that follow from them."""
+    """Computes the report tables that need all steps and requests of a run, such as `phases`."""
 
     def __init__(self, folder: Path, run_id: str, steps: Path, machine: Machine, database: Any) -> None:
         """Read the steps of a run.
@@ -90,7 +90,7 @@ class Details:
         Args:
             folder: The folder of report tables.
             run_id: The id of the run.
-            steps: The file of the table `steps`.
+            steps: The file of the report table `steps`.
             machine: The model and the hardware.
             database: A DuckDB connection that only this run uses.
         """
@@ -109,10 +109,7 @@ class Details:
         return row | latency_columns(self._database) | self._split()
 
     def _split(self) -> dict[str, float]:
-        """Return the parts of the device time in seconds as columns of the run table, or none if unknown.
-
-        Each is a mean over engines.
-        """
+        # Each part of the device time is a mean over engines
         cost, peaks = self._machine.cost, self._machine.peaks
         if cost is None or peaks is None or not len(self._columns["engine"]):
             return {}
@@ -121,7 +118,7 @@ class Details:
         return {f"device_{names[part]}_s": seconds / self._machine.engines for part, seconds in split}
 
     def write_requests(self, raw: Path, nodes: PrefixNodes) -> None:
-        """Write the report table `requests`.
+        """Write the report table `requests`, with the device time and the FLOPs of each request.
 
         Args:
             raw: A Parquet file with the samples of requests.
@@ -143,7 +140,6 @@ class Details:
         _read(self._database, path).create_view("requests")
 
     def _batches(self, raw: Path) -> Iterator[tuple[pa.Table, Columns]]:
-        """Yield batches of requests with the columns that SQL computes, as a table and as arrays."""
         made = ", ".join(f"{column.sql} AS {column.name}" for column in COLUMNS[REQUESTS] if column.sql)
         for batch in _read(self._database, raw).project(f"*, {made}").to_arrow_reader(BATCH_ROWS):
             table = pa.Table.from_batches([batch])
@@ -177,16 +173,16 @@ class Details:
         )
 
     def write_phases(self) -> None:
-        """Write the report table `phases`. Raises OSError."""
+        """Write the report table `phases`, which sums up prefill, decode and mixed steps. Raises OSError."""
         self._write(PHASES, "FROM steps GROUP BY phase ORDER BY phase")
 
     def write_buckets(self, engine_wall_s: float) -> None:
-        """Write the report table `buckets` of requests by length of prompt.
+        """Write the report table `buckets`, which sums up requests by length of prompt.
 
         Call `write_requests` first. Raises OSError.
 
         Args:
-            engine_wall_s: The run's `engine_wall_s` in seconds.
+            engine_wall_s: The value of `engine_wall_s` in the run table, in seconds.
         """
         source = "FROM requests GROUP BY most_prompt_tokens ORDER BY most_prompt_tokens"
         self._write(BUCKETS, source, engine_wall_s)
@@ -204,13 +200,6 @@ class Details:
             spool.finish()
 
     def _rows(self, table: str, source: str, engine_wall_s: float = 0.0) -> list[dict[str, Any]]:
-        """Return the rows of a report table with the columns that SQL computes.
-
-        Args:
-            table: The name of the table.
-            source: SQL from FROM on.
-            engine_wall_s: The run's `engine_wall_s` in seconds.
-        """
         made = [column for column in COLUMNS[table] if column.sql]
         sql = f"SELECT {', '.join(f'{column.sql} AS {column.name}' for column in made)} {source}"
         peaks = self._machine.peaks
@@ -248,13 +237,12 @@ def request_flops(cost: ModelCost, requests: Mapping[str, Floats]) -> NDArray[np
 
 
 def _pairs(tokens: Floats, window: int | None) -> Floats:
-    """Return the number of (query, key) pairs of the first `tokens` tokens in a layer with this window."""
     growing = tokens if window is None else np.minimum(tokens, window)
     return growing * (growing + 1) / 2 + (tokens - growing) * growing
 
 
 def _numbers(table: pa.Table) -> Columns:
-    """Return the columns of a table as floats. Null becomes NaN, or NOWHERE in the column `place`."""
+    # Null becomes NaN, or NOWHERE in the column `place`
     found = {}
     for name in table.column_names:
         column = table.column(name)
@@ -272,10 +260,7 @@ def _by_engine(
 
 
 def _shares(requests: Columns, engines: Mapping[float, Apportionment]) -> dict[str, Share]:
-    """Return the shares of requests of several engines by column name.
-
-    Requests of an engine without steps get 0.
-    """
+    # Requests of an engine without steps get 0
     count = len(requests["engine"])
     found = {name: Share(np.zeros(count), np.zeros(count)) for name in ("model_s", "bytes", "roofline_s")}
     for number, engine in engines.items():

@@ -29,14 +29,14 @@ PRIOR = 0.01
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """The work of steps. Shape of each array: [steps].
+    """The amounts of work in each step, from which its cost follows. Shape of each array: [steps].
 
     Attributes:
-        tokens: Query tokens.
-        sampled: Positions whose logits are computed.
-        pairs: (Query, key) pairs of attention, summed over layers.
-        kv_tokens: Distinct cached tokens that are read, summed over layers.
-        copied: Tokens that are copied in the KV cache.
+        tokens: Number of query tokens.
+        sampled: Number of positions whose logits are computed.
+        pairs: Number of (query, key) pairs of attention, summed over layers.
+        kv_tokens: Number of distinct cached tokens that are read, summed over layers.
+        copied: Number of tokens that are copied in the KV cache.
     """
 
     tokens: Floats
@@ -47,22 +47,38 @@ class StepCounts:
 
     @classmethod
     def useful(cls, steps: Columns) -> StepCounts:
-        """Return the work of steps without padding and recomputation, given columns of the table `steps`."""
+        """Return the amounts of work in each step, without padding and recomputation.
+
+        Args:
+            steps: Columns of the report table `steps`.
+        """
         tokens = steps["prompt_tokens"] + steps["decode_tokens"]
         return cls(
             tokens, steps["sampled_tokens"], steps["pairs"], steps["kv_tokens"], steps["copied_tokens"]
         )
 
     def plus(self, tokens: Floats) -> StepCounts:
-        """Return the work of steps with `tokens` more tokens per step.
+        """Return the amounts of work with more query tokens in each step. Only `tokens` changes.
 
-        Their attention is not recorded, and not added.
+        Attention of padding and recomputed tokens is not recorded.
+
+        Args:
+            tokens: [steps], the number of tokens to add.
         """
         return replace(self, tokens=self.tokens + tokens)
 
 
 def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str, Floats]:
-    """Return the roofline of each step in seconds, by kind of operator. Shape of each array: [steps]."""
+    """Return the minimum seconds of each step, by kind of operator, at the peaks of the hardware (roofline).
+
+    Args:
+        cost: The cost of the model's operators.
+        peaks: The peaks of one engine's hardware.
+        counts: The amounts of work in each step.
+
+    Returns:
+        An array with shape [steps] for each kind of operator.
+    """
     found: dict[str, Floats] = {kind: np.zeros(len(counts.tokens)) for kind in OPERATOR_KINDS}
     for operator in cost.operators:
         kind = operator_kind(operator)
@@ -71,7 +87,7 @@ def kind_seconds(cost: ModelCost, peaks: Peaks, counts: StepCounts) -> dict[str,
 
 
 def _operator_seconds(operator: OperatorCost, peaks: Peaks, counts: StepCounts) -> Floats:
-    """Return the roofline of one operator in seconds for each step. `Cost.seconds` does this for one step."""
+    # The same as `Cost.seconds`, for many steps
     integer = _sum(operator, counts, "coded_ops")
     computing = (_sum(operator, counts, "flops") - integer) / peaks.flops_per_s
     computing += integer / (peaks.coded_ops_per_s or peaks.flops_per_s)
@@ -99,9 +115,14 @@ def _sum(operator: OperatorCost, counts: StepCounts, unit: Literal["flops", "byt
 
 
 def attention_share(cost: ModelCost, peaks: Peaks | None, steps: Columns) -> Floats:
-    """Return attention's share of each step's roofline, or of its FLOPs if the peaks are unknown.
+    """Return the share of attention in each step's roofline, from 0 to 1, with shape [steps].
 
-    Shape: [steps].
+    If the peaks are unknown, it is the share of the step's FLOPs.
+
+    Args:
+        cost: The cost of the model's operators.
+        peaks: The peaks of one engine's hardware, or None if unknown.
+        steps: Columns of the report table `steps`.
     """
     found = kind_seconds(cost, peaks or Peaks(1.0, np.inf), StepCounts.useful(steps))
     whole = sum(found.values(), np.zeros(len(steps["pairs"])))
@@ -109,15 +130,15 @@ def attention_share(cost: ModelCost, peaks: Peaks | None, steps: Columns) -> Flo
 
 
 def device_split(cost: ModelCost, peaks: Peaks, steps: Columns) -> dict[str, float]:
-    """Return the seconds of ROOFLINE, PADDING, RECOMPUTATION and LOSSES, which add up to `model_s` of all steps.
+    """Split the device time of all steps into the seconds of ROOFLINE, PADDING, RECOMPUTATION and LOSSES.
 
-    A loss is negative if a kind of operator was faster than its roofline, because its data came from a CPU
-    cache.
+    The parts add up to the sum of `model_s`. The losses are the times of operators, by kind, beyond their
+    roofline. A loss is negative if operators were faster, because their data came from a CPU cache.
 
     Args:
         cost: The cost of the model's operators.
         peaks: The peaks of one engine's hardware.
-        steps: Columns of the table `steps`.
+        steps: Columns of the report table `steps`.
     """
     useful = StepCounts.useful(steps)
     again = useful.plus(steps["recomputed_tokens"])
@@ -134,11 +155,14 @@ def device_split(cost: ModelCost, peaks: Peaks, steps: Columns) -> dict[str, flo
 
 
 def multiples(least: Mapping[str, Floats], took: Floats) -> dict[str, float]:
-    """Fit the time of each kind of operator to measured steps, and return it as a multiple of its roofline.
+    """Estimate how many times its roofline each kind of operator takes, by a fit to measured steps.
 
     Args:
-        least: The roofline of each step in seconds, by kind of operator.
+        least: The roofline of each step in seconds, by kind of operator. Shape of each array: [steps].
         took: The measured seconds of each step, with shape [steps].
+
+    Returns:
+        The ratio of time to roofline by kind of operator.
     """
     timed = took > 0
     columns = np.stack([*(each[timed] for each in least.values()), np.ones(int(timed.sum()))], axis=1)
@@ -155,6 +179,6 @@ def multiples(least: Mapping[str, Floats], took: Floats) -> dict[str, float]:
 
 
 def _solved(columns: Floats, wanted: Floats) -> Floats:
-    """Solve the non-negative least-squares problem, reduced to a square matrix by a QR decomposition."""
+    # A QR decomposition reduces the non-negative least-squares problem to a square matrix
     orthogonal, triangle = np.linalg.qr(columns)
     return nonnegative(triangle, orthogonal.T @ wanted)

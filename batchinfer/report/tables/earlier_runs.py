@@ -53,11 +53,11 @@ class EarlierLengths:
 
 @dataclass(frozen=True, slots=True)
 class EarlierSteps:
-    """The steps of earlier runs on the same machine with the same numerics.
+    """The steps of earlier runs that are similar to this run.
 
     Attributes:
         runs: Number of runs.
-        columns: Columns of the table `steps` by name. Shape of each array: [steps].
+        columns: Columns of the report table `steps` by name. Shape of each array: [steps].
     """
 
     runs: int
@@ -66,7 +66,7 @@ class EarlierSteps:
 
 @dataclass(frozen=True, slots=True)
 class EarlierIdle:
-    """The idle times of devices in earlier runs that computed something.
+    """The times in which devices were idle in earlier runs.
 
     Attributes:
         runs: Number of runs.
@@ -77,11 +77,11 @@ class EarlierIdle:
     columns: dict[str, NDArray[Any]]
 
     def median(self, name: str) -> float:
-        """Return the median over earlier runs of a column of the run table."""
+        """Return the median, over the earlier runs, of the column `name` of the run table."""
         return float(np.median(self.columns[name]))
 
     def per_row(self, name: str) -> float:
-        """Return the median over earlier runs of a column of the run table divided by the rows of the job."""
+        """Return the median, over the earlier runs, of the column `name` per row of the run."""
         return float(np.median(self.columns[name] / np.maximum(self.columns["rows"], 1)))
 
 
@@ -89,7 +89,9 @@ IDLE_COLUMNS = ("idle_load_s", "idle_tail_s", "idle_publish_s", "rows")
 
 
 def earlier_idle(folder: Path) -> EarlierIdle | None:
-    """Read the idle times of the newest runs that have them, trials included. Return None if there are none.
+    """Return the idle times of devices in the newest runs that recorded them, or None if there are none.
+
+    Trials count as well.
 
     Args:
         folder: The folder of report tables.
@@ -100,7 +102,9 @@ def earlier_idle(folder: Path) -> EarlierIdle | None:
 
 
 def earlier_overhead(folder: Path) -> tuple[float, int] | None:
-    """Return the median seconds outside of the engine in the newest runs, and the number of runs, or None.
+    """Return the median of the seconds that the newest runs spent outside of the engine, and their number.
+
+    Return None if there are no such runs.
 
     Args:
         folder: The folder of report tables.
@@ -115,7 +119,7 @@ def earlier_overhead(folder: Path) -> tuple[float, int] | None:
 
 
 def earlier_lengths(folder: Path) -> EarlierLengths | None:
-    """Read the lengths of requests of the newest runs that finished any. Return None if there are none.
+    """Return the lengths of requests in the newest runs that finished any, or None if there are none.
 
     Args:
         folder: The folder of report tables.
@@ -125,11 +129,11 @@ def earlier_lengths(folder: Path) -> EarlierLengths | None:
 
 
 def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
-    """Read the steps of the newest runs that are similar. Return None if there are none.
+    """Return the steps of the newest similar runs, or None if there are none.
 
     Args:
         folder: The folder of report tables.
-        alike: Columns of the run table that must have these values.
+        alike: The values of columns of the run table that a similar run must have.
     """
     found = list(islice(_newest(folder, STEPS, STEP_COLUMNS, alike, {LAUNCHED_STEPS: 1}), NEWEST))
     return EarlierSteps(len(found), _joined(found)) if found else None
@@ -137,7 +141,7 @@ def earlier_steps(folder: Path, alike: dict[str, Any]) -> EarlierSteps | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierProposals:
-    """The draft tokens of the newest run.
+    """The numbers of draft tokens in the newest run, and the time that they saved.
 
     Attributes:
         drafted: Draft tokens that steps verified.
@@ -151,7 +155,7 @@ class EarlierProposals:
 
 
 def earlier_proposals(folder: Path) -> EarlierProposals | None:
-    """Read the draft tokens of the newest run. Return None if there is no run, or if it had none.
+    """Return the numbers of draft tokens in the newest run, or None if there is no run, or it had none.
 
     Args:
         folder: The folder of report tables.
@@ -166,12 +170,12 @@ def earlier_proposals(folder: Path) -> EarlierProposals | None:
 
 @dataclass(frozen=True, slots=True)
 class EarlierExperts:
-    """The load of experts in earlier runs.
+    """How many tokens the experts of a model received in earlier runs.
 
     Attributes:
         runs: Number of runs.
         tokens: Tokens per expert by layer. Shape of each array: [experts].
-        steps: Tokens of each step, with shape [steps].
+        steps: Number of tokens in each step, with shape [steps].
     """
 
     runs: int
@@ -180,11 +184,11 @@ class EarlierExperts:
 
 
 def earlier_experts(folder: Path, model: str) -> EarlierExperts | None:
-    """Read the load of experts in the newest runs of a model. Return None if no expert received a token.
+    """Return the load of experts in the newest runs of a model, or None if no expert received a token.
 
     Args:
         folder: The folder of report tables.
-        model: The value of the column `model` of the run table.
+        model: The model, as in the column `model` of the run table.
     """
     alike = {"model": model}
     found = list(islice(_newest(folder, EXPERTS, ("layer", "expert", "tokens"), alike), NEWEST))
@@ -196,7 +200,6 @@ def earlier_experts(folder: Path, model: str) -> EarlierExperts | None:
 
 
 def _summed(rows: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[np.int64]]:
-    """Return the tokens of each expert by layer, summed over the rows of the table `experts`."""
     found = dict[int, NDArray[np.int64]]()
     for layer in np.unique(rows["layer"]):
         own = rows["layer"] == layer
@@ -205,11 +208,13 @@ def _summed(rows: Mapping[str, NDArray[Any]]) -> dict[int, NDArray[np.int64]]:
 
 
 def earlier_power(folder: Path, alike: dict[str, Any]) -> float | None:
-    """Return the mean power in watts while engines ran, or None if no similar run has measured energy.
+    """Return the mean power in watts while engines ran, over the newest similar runs.
+
+    Return None if no similar run has measured energy.
 
     Args:
         folder: The folder of report tables.
-        alike: Columns of the run table that must have these values.
+        alike: The values of columns of the run table that a similar run must have.
     """
     runs = _newest(folder, RUN, ("energy_j", "engine_wall_s"), alike)
     # NaN is Arrow's null
@@ -228,17 +233,8 @@ def _newest(
     alike: Mapping[str, Any] | None = None,
     newer: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield columns of a report table of each run that has rows, newest run first.
-
-    Skips files that cannot be read.
-
-    Args:
-        folder: The folder of report tables.
-        table: The table.
-        names: The columns.
-        alike: Columns of the run table that must have these values.
-        newer: Columns that older tables do not have, with the value to use for these.
-    """
+    # Files that cannot be read are skipped. `newer` has the columns that older tables do not have, with the
+    # value for these
     for path in reversed(tables(folder, table)):
         if alike is not None:
             run = _columns(path.with_name(path.name.replace(table, RUN, 1)), tuple(alike), 1)
@@ -250,10 +246,7 @@ def _newest(
 
 
 def _has_values(run: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
-    """Return True if the first row of the columns `run` has the values `alike`.
-
-    Null is None in `alike`, and NaN in the columns.
-    """
+    # Null is None in `alike`, and NaN in the columns
     found = {name: run[name][0] for name in alike}
     return {name: None if value != value else value for name, value in found.items()} == dict(alike)
 
@@ -261,16 +254,6 @@ def _has_values(run: Mapping[str, Any], alike: Mapping[str, Any]) -> bool:
 def _columns(
     path: Path, names: Sequence[str], most: int, newer: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, NDArray[Any]] | None:
-    """Read columns of a report table.
-
-    Return None if the file is gone, damaged, or lacks one of the columns `names`.
-
-    Args:
-        path: The file of the table.
-        names: The columns.
-        most: The largest number of rows to read.
-        newer: Columns that an older file may not have, with the value to use instead.
-    """
     try:
         with pq.ParquetFile(path) as file:
             batch = next(file.iter_batches(batch_size=most, columns=[*names, *newer]), None)

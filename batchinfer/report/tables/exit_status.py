@@ -36,9 +36,9 @@ def is_published(status: str | None) -> bool:
 
 
 def over_budget(status: str) -> str:
-    """Return the exit status for a published result with more error rows than allowed.
+    """Return the exit status of a run that published its result with more error rows than allowed.
 
     Args:
-        status: The exit status of the publish itself.
+        status: The exit status without this fact: `published` or `already published`.
     """
     return f"{status} {OVER_BUDGET}"

@@ -16,7 +16,7 @@ def write_experts(folder: Path, run_id: str, loads: ExpertTokens) -> Path:
     Args:
         folder: The folder of report tables.
         run_id: The id of the run.
-        loads: The tokens of each expert, by layer.
+        loads: For each layer the number of tokens of each expert.
 
     Raises:
         OSError: The table cannot be written.

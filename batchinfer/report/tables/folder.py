@@ -54,7 +54,13 @@ def new_run_id(now: datetime | None = None) -> str:
 
 
 def table_path(folder: Path, table: str, run_id: str) -> Path:
-    """Return the path of a run's report table. `table` is a key of `SCHEMAS`."""
+    """Return the path of a report table of a run.
+
+    Args:
+        folder: The folder of report tables.
+        table: The name of the table, a key of `SCHEMAS`.
+        run_id: The id of the run.
+    """
     return folder / f"{table}-{run_id}.parquet"
 
 
@@ -66,16 +72,18 @@ def tables(folder: Path, table: str, suffix: str = "") -> list[Path]:
     Args:
         folder: The folder of report tables.
         table: The name of the table.
-        suffix: The end of the file names after `.parquet`.
+        suffix: A suffix that the file names have after `.parquet`, such as ".tmp" for incomplete files.
     """
     found = folder.glob(f"{table}-*.parquet{suffix}")
     return sorted(path for path in found if _RUN_ID.fullmatch(path.name.split("-", 1)[1].split(".")[0]))
 
 
 def prune(folder: Path, kept: int = KEPT_DETAILS) -> list[Path]:
-    """Delete the report tables of older runs than the newest `kept` ones, but keep all run tables.
+    """Delete report tables of old runs, and return the deleted files. Run tables are never deleted.
 
-    Return the deleted files.
+    Args:
+        folder: The folder of report tables.
+        kept: The number of newest runs whose tables are kept.
     """
     gone: list[Path] = []
     for table in SCHEMAS.keys() - {RUN}:

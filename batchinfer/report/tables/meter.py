@@ -35,7 +35,7 @@ _UNKNOWN_MACHINE = Machine()
 
 
 class Meter:
-    """Receives samples of steps and requests, and writes the report tables of a run.
+    """Records the steps and requests of a run, and writes its report tables.
 
     The time between the death of an engine and its restart counts neither as computing nor as idle. With
     several replicas, total times are means over replicas, and a replica that ends early counts as idle until
@@ -56,7 +56,7 @@ class Meter:
             folder: The folder of report tables.
             run_id: The id of the run.
             machine: The model and the hardware.
-            buffer_rows: The number of rows per table in memory.
+            buffer_rows: Maximum rows per table in memory.
         """
         make_folder(folder)
         self._folder, self._run_id, self._machine = folder, run_id, machine
@@ -87,7 +87,7 @@ class Meter:
         self._requests.abort()
 
     def share_prefixes(self) -> None:
-        """Record the prefixes that requests share from now on."""
+        """Begin to record which prefixes requests share. Without this call, none are recorded."""
         self._prefixes = PrefixTree()
 
     def begin_energy(self, meter: EnergyMeter) -> None:
@@ -100,7 +100,10 @@ class Meter:
             self._energy, self._energy_meter = self._energy_meter.read(), None
 
     def record_order(self, requests: Sequence[Request]) -> None:
-        """Record requests in the order in which they are submitted to engines, for the table of prefixes."""
+        """Record the order in which requests are submitted to engines.
+
+        The table of prefixes follows from it.
+        """
         if self._prefixes is None:
             return
         began = time.perf_counter_ns()
@@ -112,7 +115,7 @@ class Meter:
         """Record an engine step.
 
         Args:
-            sample: The sample of the step.
+            sample: The counts and times of the step.
             engine: The number of the engine's process in the run.
             replica: The number of the replica.
         """
@@ -132,7 +135,7 @@ class Meter:
         """Record a finished request.
 
         Args:
-            sample: The sample of the request.
+            sample: The counts and times of the request.
             rows: The number of input rows that it answers.
             engine: The number of the engine's process in the run.
             replica: The number of the replica.

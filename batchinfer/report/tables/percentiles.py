@@ -21,16 +21,19 @@ SELECT {wanted} FROM ranked
 def percentiles(
     database: Any, requests: str, steps: str, shares: Sequence[float]
 ) -> dict[str, list[float | None]]:
-    """Return percentiles of each latency in seconds, by name, with None if there are no values.
+    """Return percentiles of the latencies queue, ttft, tpot, latency and itl in seconds, by name.
 
-    Percentiles are interpolated. ITL is an exception: it weights each step by its decoded tokens and is not
-    interpolated. A column takes 8 bytes of memory per value.
+    Percentiles are interpolated, except itl (inter-token latency), which weights each step by its decoded
+    tokens. A column takes 8 bytes of memory per value.
 
     Args:
         database: A DuckDB connection.
-        requests: The SQL of the table of requests.
-        steps: The SQL of the table of steps.
-        shares: Percentiles as shares from 0 to 1. The returned lists have this order.
+        requests: The table of requests, as SQL.
+        steps: The table of steps, as SQL.
+        shares: Percentiles as shares from 0 to 1.
+
+    Returns:
+        For each latency a value per element of `shares`, None without requests.
     """
     reached = [f"{share:.6f}::DOUBLE" for share in shares]
     found: dict[str, list[float | None]] = {}
@@ -44,7 +47,11 @@ def percentiles(
 
 
 def latency_columns(database: Any) -> dict[str, float | None]:
-    """Return the latency columns of the run table, from the views `requests` and `steps` of a database."""
+    """Return the values of the latency columns of the run table, by column name.
+
+    Args:
+        database: A DuckDB connection with the views `requests` and `steps` of the run.
+    """
     found = percentiles(database, "requests", "steps", list(SHARES.values()))
     return {
         f"{name}_{share}_s": value

@@ -23,9 +23,10 @@ NOWHERE = -1  # the position of a request that was not added
 
 
 class PrefixTree:
-    """Builds the tree of prefixes that requests share. Call `add` for all requests in order, then `close`.
+    """Builds the tree of prefixes that prompts of requests share.
 
-    It takes 4 bytes per request, and 60 per prefix.
+    Call `add` for all requests in the order of their submission, then `close`. It takes 4 bytes per request,
+    and 60 per prefix.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class PrefixTree:
         self._firsts, self._keys = array("i"), bytearray()
 
     def add(self, request: Request) -> int:
-        """Add the next request, and return its position in the order of requests."""
+        """Add the next request, and return its position in the order of requests, from 0."""
         place, most = len(self._befores), max(0, len(request.prompt) - 1)  # the last prompt token always runs
         before, self._shared = min(self._shared, most), min(request.shares_next, most)
         self._befores.append(before)
@@ -45,24 +46,25 @@ class PrefixTree:
         return place
 
     def close(self) -> PrefixNodes:
-        """Return the complete tree of all added requests."""
+        """Return the complete tree of the prefixes that the added requests share."""
         forest = prefix_forest(np.array(self._befores, np.int32))
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
         return PrefixNodes(forest, keys[np.searchsorted(np.array(self._firsts, np.int32), forest.first)])
 
 
 class PrefixNodes:
-    """The complete tree of prefixes that requests share. Call `count` for all requests before `shared`.
+    """The complete tree of prefixes that requests share, with figures for each prefix.
 
-    The column `place` of requests is the position that `PrefixTree.add` returned, or NOWHERE.
+    Call `count` for all requests before `shared`. The column `place` of requests is the position that
+    `PrefixTree.add` returned, or NOWHERE.
     """
 
     def __init__(self, forest: PrefixForest, keys: NDArray[np.uint8]) -> None:
-        """Prepare the counts of users, cached tokens and device time.
+        """Prepare to count the users, cached tokens and device time of each prefix.
 
         Args:
-            forest: The nodes of the tree.
-            keys: The work key of the first request of each node. Shape: [nodes, KEY_BYTES].
+            forest: The prefixes, which are the nodes of the tree.
+            keys: The work key of the first request with each prefix. Shape: [prefixes, KEY_BYTES].
         """
         self._forest, self._keys = forest, keys
         self._own = forest.own.astype(np.int64)
@@ -71,7 +73,7 @@ class PrefixNodes:
         self._each: Floats | None = None
 
     def names(self, places: Floats) -> pa.Array:
-        """Return the number of each request's longest shared prefix, or null if it shares none.
+        """Return, for each request, the number of its longest shared prefix, or null if it shares none.
 
         Args:
             places: The position of each request from `PrefixTree.add`, or NOWHERE.
@@ -84,10 +86,10 @@ class PrefixNodes:
         return nodes[places.astype(np.int64)]
 
     def count(self, requests: Columns, seconds: Floats) -> None:
-        """Add requests to the users, cached tokens and device time of the prefixes that they share.
+        """Add finished requests to the figures of the prefixes that they share.
 
         Args:
-            requests: Columns of finished requests.
+            requests: Columns of the report table `requests`, and `place`.
             seconds: Device time of the prompt tokens that each request computed. Shape: [requests].
         """
         self._each = None
@@ -102,10 +104,12 @@ class PrefixNodes:
             node = self._forest.parent[node]
 
     def shared(self, requests: Columns, seconds: Floats) -> Floats:
-        """Return `seconds` with the time of shared prefixes split evenly among the requests that share them.
+        """Return the device time of each request's prompt if the cost of shared prefixes is split evenly.
+
+        Otherwise the first request with a prefix would bear its whole cost. Shape: [requests].
 
         Args:
-            requests: Columns of finished requests.
+            requests: Columns of the report table `requests`, and `place`.
             seconds: Device time of the prompt tokens that each request computed. Shape: [requests].
         """
         node = self._nodes(requests["place"])
@@ -119,7 +123,7 @@ class PrefixNodes:
         return split
 
     def _of_each(self) -> Floats:
-        """Return the device time per request of each node, including all nodes above. Shape: [nodes]."""
+        # Includes all nodes above
         if self._each is None:
             self._each = self._forest.from_root(self._seconds / np.maximum(1, self._finished))
         return self._each
@@ -150,7 +154,6 @@ class PrefixNodes:
 
 
 def _fixed(keys: NDArray[np.uint8]) -> pa.FixedSizeBinaryArray:
-    """Return keys of shape [n, KEY_BYTES] as an Arrow array."""
     data = pa.py_buffer(np.ascontiguousarray(keys))
     return pa.FixedSizeBinaryArray.from_buffers(pa.binary(KEY_BYTES), len(keys), [None, data])
 

@@ -15,12 +15,12 @@ from batchinfer.report.tables.spool import Spool
 
 
 class EngineRank(NamedTuple):
-    """A rank of an engine of the run.
+    """A rank of one of a run's engines, with its resource use.
 
     Attributes:
         engine: The number of the engine's process in the run.
         replica: The number of the replica.
-        use: The memory, files and waiting times of the rank.
+        use: The memory, file reads and waiting times of the rank.
     """
 
     engine: int
@@ -42,7 +42,7 @@ def write_ranks(folder: Path, run_id: str, ranks: Sequence[EngineRank]) -> Path:
 
 
 def rank_columns(ranks: Sequence[EngineRank]) -> dict[str, Any]:
-    """Return the columns of the run table about ranks, or an empty mapping without ranks."""
+    """Return the columns of the run table about ranks, or an empty dict without ranks."""
     if not ranks:
         return {}
     uses = [one.use for one in ranks]

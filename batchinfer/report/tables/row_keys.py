@@ -32,15 +32,16 @@ def write_rows(
 ) -> Path:
     """Write the report table `rows` of a run atomically, and return its path.
 
-    Rows without a work key, which became no request, are left out.
+    The table maps each row of the result to the work key of the request that answered it. Rows without a work
+    key, which became no request, are left out.
 
     Args:
         folder: The folder of report tables.
         run_id: The id of the run.
         parts: Parts of the index.
-        columns: The columns of work keys, one for each attempt.
-        which: The index in `columns` for each row, or None for the first column. Shape: [rows].
-        ids: The column with the ids of rows in the result. Several rows may have the same id.
+        columns: The index columns with work keys, one for each attempt.
+        which: [rows], the number of the attempt in `columns` that gave the answer, from 0. None: the first.
+        ids: The index column with the ids of rows in the result. Several index rows may have the same id.
 
     Raises:
         OSError: The table cannot be written.
@@ -53,13 +54,13 @@ def write_rows(
 
 
 class RowKeysWriter:
-    """Writes the report table `rows` in a thread before publishing, for rows with one work key each.
+    """Writes the report table `rows` in a thread while the result is prepared, for rows with one work key each.
 
     It takes 0.3 s per million rows. A context manager, which deletes the table unless it was finished.
     """
 
     def __init__(self, folder: Path, run_id: str, parts: Sequence[Path], ids: str) -> None:
-        """Start the thread. `write_rows` documents the arguments."""
+        """Begin to write the table in a thread. `write_rows` documents the arguments."""
         self._arguments = folder, run_id, parts, ids
         self._stops = False
         thread = ThreadPoolExecutor(1, "rows of the report")
@@ -77,7 +78,7 @@ class RowKeysWriter:
             self._written.result().abort()
 
     def finish(self) -> Path:
-        """Complete the report table `rows`, and return its path. Raises OSError."""
+        """Wait for the thread, complete the report table `rows`, and return its path. Raises OSError."""
         return self._written.result().finish()
 
     def _write(self) -> Spool:
@@ -120,7 +121,11 @@ def _row_batch(run_id: str, rows: pa.Array, keys: pa.Array) -> pa.RecordBatch:
 
 
 def hexadecimal(keys: pa.Array) -> pa.StringArray:
-    """Return 32-byte keys without nulls as hexadecimal text. It converts all at once, which is much faster."""
+    """Return 32-byte work keys as hexadecimal text. All are converted at once, which is much faster.
+
+    Args:
+        keys: An Arrow array of keys without nulls.
+    """
     data = keys.buffers()[1]
     raw = b"" if data is None else data.to_pybytes()
     text = raw[keys.offset * KEY_BYTES : (keys.offset + len(keys)) * KEY_BYTES].hex().encode()

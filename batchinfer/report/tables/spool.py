@@ -18,9 +18,9 @@ BUFFER_ROWS = 16_384
 
 
 class Spool:
-    """Writes the rows of one report table to a Parquet file.
+    """Writes a report table, row by row, to a Parquet file with a temporary name.
 
-    `finish` renames the file to its final name, and `abort` deletes it. A context manager, which aborts an
+    `finish` renames the file to its final name, and `abort` deletes it. A context manager, which deletes an
     unfinished file.
     """
 
@@ -32,13 +32,13 @@ class Spool:
         given: Sequence[str] | None = None,
         dictionary: bool | list[str] = True,
     ) -> None:
-        """Create the temporary file of a table.
+        """Create the temporary file of a report table.
 
         Args:
             path: The final path.
             schema: The columns of the file.
-            buffer_rows: The number of rows in memory.
-            given: The columns of appended rows in order, if their order differs from the schema.
+            buffer_rows: Maximum rows in memory before they are written.
+            given: The columns in the order in which `append` gets their values. None: as in `schema`.
             dictionary: Columns to dictionary-encode, or True for all.
         """
         self.path = path
@@ -64,14 +64,18 @@ class Spool:
         self.abort()
 
     def append(self, row: tuple[Any, ...]) -> None:
-        """Append a row to the file, with values in the order of the constructor's `given`."""
+        """Append a row to the table. It is written when enough rows have been appended.
+
+        Args:
+            row: A value per column, in the order of the constructor's `given`.
+        """
         self._buffer.append(row)
         self.rows += 1
         if len(self._buffer) >= self._limit:
             self._flush()
 
     def write(self, table: pa.Table) -> None:
-        """Append a table with the columns of the file's schema."""
+        """Append all rows of an Arrow table, which must have the columns of the file's schema."""
         self._flush()
         with name_file_in_errors(self.path):
             self._open_writer().write_table(table)

@@ -33,13 +33,13 @@ def versions() -> dict[str, str]:
 def run_row(
     facts: RunRow, hardware: Hardware | None, measured: Measured | None, meaningless: Sequence[str] = ()
 ) -> RunRow:
-    """Return the row of the run table, with the columns that formulas compute.
+    """Return the row of the run table, including the columns that formulas compute.
 
     Args:
-        facts: Values of the pipeline by column name: at least run_id, job, output, started_at and finished_at
-            (with time zones).
+        facts: Known values by column name: at least run_id, job, output, started_at and finished_at (with
+            time zones).
         hardware: The hardware, or None if no engine was started.
-        measured: The figures of the meter, or None if no engine was started.
+        measured: The columns that `Meter.finish` returned, or None if no engine was started.
         meaningless: Columns that stay null, because they do not apply to the job.
     """
     row: RunRow = dict.fromkeys([*SCHEMAS[RUN].names, "waited_s"])
@@ -71,7 +71,11 @@ def _times(value: float | None, times: int) -> float | None:
 
 
 def write_run(folder: Path, row: RunRow) -> Path:
-    """Write the run table of a run atomically, delete old tables of earlier runs, and return the path.
+    """Write the run table of a run atomically, and return its path. Old tables of earlier runs are deleted.
+
+    Args:
+        folder: The folder of report tables.
+        row: A value for each column of the run table.
 
     Raises:
         OSError: The table cannot be written.

@@ -45,7 +45,7 @@ _PAIRS = "SELECT expected, outcome, answer, rows FROM {table} WHERE field IS NOT
 
 
 def accuracy(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about right answers: by field, by label, and by probability.
+    """Yield the sections of the report page about right answers: by field, by label, and by probability.
 
     It yields none for a job without expected answers.
     """
@@ -68,12 +68,6 @@ def accuracy(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _calibration(row: RunRow, bins: Sequence[tuple[Any, ...]]) -> PageSection:
-    """Return the section that compares the probability of answers with their accuracy.
-
-    Args:
-        row: The row of the run table.
-        bins: Per range of probability: its name, the number of rows, mean probability and accuracy.
-    """
     options = {"category": "bin", "bars": ["probability", "right"], "unit": "0…1"}
     chart = Chart(
         "bars", "Bars of the mean probability and the share of right answers, by probability", options
@@ -97,13 +91,6 @@ def _text(row: RunRow) -> str:
 
 
 def _confusion(name: str, field: str | None, pairs: Sequence[tuple[Any, ...]]) -> PageSection:
-    """Return the section with a row for each expected label and a column for each answered label.
-
-    Args:
-        name: The anchor of the section.
-        field: The field of the answers, or None for whole answers.
-        pairs: Expected label, outcome, answered label and number of rows.
-    """
     shown, table = _table(pairs)
     answers = [
         *shown,
@@ -121,11 +108,6 @@ def _confusion(name: str, field: str | None, pairs: Sequence[tuple[Any, ...]]) -
 
 
 def _table(pairs: Sequence[tuple[Any, ...]]) -> tuple[list[str], dict[str, dict[str, int]]]:
-    """Return the labels to show, and the number of rows by expected label and by answer.
-
-    Args:
-        pairs: Expected label, outcome, answered label and number of rows.
-    """
     of_label: dict[str, int] = {}
     for expected, _, _, rows in pairs:
         of_label[expected] = of_label.get(expected, 0) + rows

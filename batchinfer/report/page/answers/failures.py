@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def failures(run: ReportedRun) -> PageSection:
-    """Return the section about error rows, drawn as a bar for each error code."""
+    """Return the section of the report page about error rows, drawn as a bar for each error code."""
     title, row = "Error rows", run.row
     if row["rows_error"] is None:
         return PageSection(

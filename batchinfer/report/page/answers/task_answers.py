@@ -43,7 +43,10 @@ WHERE most > least ORDER BY places.bar
 
 
 def task_answers(run: ReportedRun) -> Iterator[PageSection]:
-    """Yield the sections about labels or scores for `classify`, `score` and `rerank`, else none."""
+    """Yield the sections of the report page about labels or scores, for tasks that have them.
+
+    The tasks are classify, score and rerank.
+    """
     row = run.row
     if row["mean_label_probability"] is not None:
         yield from _of_labels(run)
@@ -64,7 +67,6 @@ def _of_labels(run: ReportedRun) -> Iterator[PageSection]:
 
 
 def _labels(run: ReportedRun) -> PageSection:
-    """Return the section with a bar for each label."""
     rows = run.fetch(_LABELS) if run.results else _counted(run)
     right = _right_text(run)
     text = f"{counted(sum(row[1] for row in rows), 'row')} by label.{right}"
@@ -83,7 +85,7 @@ def _right_text(run: ReportedRun) -> str:
 
 
 def _counted(run: ReportedRun) -> list[tuple[Any, ...]]:
-    """Return the number and share of rows per label from the run table, for a run whose results were replaced."""
+    # For a run whose results were replaced
     labels = run.row["labels"]
     whole = sum(labels.values())
     ranked = sorted(labels.items(), key=lambda item: (-item[1], item[0]))
@@ -98,18 +100,7 @@ def _histogram(
     value: str,
     axis: tuple[int, int, int] | None = None,
 ) -> Iterator[PageSection]:
-    """Yield a section with a histogram of a value of rows.
-
-    It yields nothing if all values are equal or the results were replaced.
-
-    Args:
-        run: The run.
-        name: The anchor of the section.
-        title: Its title.
-        text: The quantity that the bars show.
-        value: SQL of a row's value.
-        axis: The smallest and the largest value, and the number of bars. None: derived from the values.
-    """
+    # Yields nothing if all values are equal or the results were replaced
     if not run.results:
         return
     least, most, bars = axis or ("NULL", "NULL", _BARS)

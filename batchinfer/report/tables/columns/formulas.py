@@ -12,9 +12,13 @@ Row = Mapping[str, Any]
 
 
 def over(top: str, *bottom: str) -> Formula:
-    """Return a formula that divides a column by all other columns.
+    """Return a formula that divides the column `top` by each of the columns `bottom`.
 
-    It gives None if a value is None or a divisor is 0.
+    A formula computes a value from a row. It gives None if a value is None or a divisor is 0.
+
+    Args:
+        top: The name of the column to divide.
+        bottom: The names of the divisors.
     """
 
     def divided(row: Row) -> float | None:
@@ -32,7 +36,10 @@ def quotient(top: float | None, bottom: float | None) -> float | None:
 
 
 def known_sum(*names: str) -> Formula:
-    """Return a formula that adds the columns whose value is not None. It gives None if all are None."""
+    """Return a formula that adds up the columns with these names. Values of None are left out of the sum.
+
+    A formula computes a value from a row. It gives None if all values are None.
+    """
 
     def added(row: Row) -> float | None:
         known = [row[name] for name in names if row[name] is not None]
@@ -42,13 +49,20 @@ def known_sum(*names: str) -> Formula:
 
 
 def while_computing(*names: str) -> Formula:
-    """Return a formula like `known_sum`, which gives None for a run without engine steps."""
+    """Return a formula that adds up columns as `known_sum` does.
+
+    It gives None for a run without engine steps.
+    """
     added = known_sum(*names)
     return lambda row: added(row) if row["steps"] else None
 
 
 def cost_of(seconds: str) -> Formula:
-    """Return a formula for the cost of the machine during the time in the column `seconds`."""
+    """Return a formula for the cost of the machine during a time. It gives None if price or time are unknown.
+
+    Args:
+        seconds: The name of the column with the time in seconds.
+    """
 
     def cost(row: Row) -> float | None:
         price, took = row["price_per_hour"], row[seconds]
@@ -58,15 +72,15 @@ def cost_of(seconds: str) -> Formula:
 
 
 def wall_s(row: Row) -> float:
-    """Return the seconds from the start to the end of a run, given its row."""
+    """Return the seconds from the start to the end of a run, given its row of the run table."""
     took: float = (row["finished_at"] - row["started_at"]).total_seconds()
     return took
 
 
 def host_s(row: Row) -> float | None:
-    """Return the host's seconds in a run, or None if they are unknown.
+    """Return the seconds that the host spent on a run, given its row. None: they are unknown.
 
-    They are the engine's time without the device's and without waiting for rows, plus `other_s`.
+    They are the time of the engine minus the time of the device and of waiting for rows, plus `other_s`.
     """
     rest = row["engine_s"]
     if rest is not None:
@@ -83,7 +97,10 @@ def energy_per_token(row: Row) -> float | None:
 
 
 def forecast_error(row: Row) -> float | None:
-    """Return the relative error of a run's forecast time, or None. It is negative if the run was faster."""
+    """Return the relative error of a run's forecast time, or None without a forecast.
+
+    0.1 means that the run took 10% longer than forecast.
+    """
     wall, forecast = row["engine_wall_s"], row["forecast_s"]
     return None if wall is None or forecast is None else quotient(wall - forecast, forecast)
 
@@ -96,9 +113,9 @@ def deadline_met(row: Row) -> bool | None:
 
 
 def goodput(row: Row) -> float | None:
-    """Return the output tokens per second until the deadline or the earlier end of the run.
+    """Return the output tokens per second that a run produced in time, or None without a deadline.
 
-    None without a deadline.
+    Tokens and seconds count until the deadline or the end of the run, whichever is earlier.
     """
     if row["deadline"] is None:
         return None

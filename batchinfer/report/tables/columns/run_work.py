@@ -9,7 +9,7 @@ from batchinfer.report.tables.columns.shared import LAUNCHED, drafts, mean_of_en
 
 
 def _launches() -> Iterator[Column]:
-    """Yield the columns with numbers and shares of steps and tokens by launch mode, which are null on a CPU."""
+    # Null on a CPU
     for mode, how in LAUNCHED.items():
         each, share = _launched("count(*)", mode)
         yield count(f"{mode}_steps", "steps", f"number of `steps` that were {how}; null on a CPU", each)
@@ -21,12 +21,6 @@ def _launches() -> Iterator[Column]:
 
 
 def _launched(sums: str, mode: str) -> tuple[str, str]:
-    """Return the SQL of the steps or tokens of a launch mode, and of their share.
-
-    Args:
-        sums: SQL that counts steps or sums tokens.
-        mode: The launch mode.
-    """
     every = f"nullif({sums} FILTER (launch IS NOT NULL), 0)"
     some = f"coalesce({sums} FILTER (launch = '{mode}'), 0)"
     return f"CASE WHEN {every} > 0 THEN {some} END", f"{some} / {every}"

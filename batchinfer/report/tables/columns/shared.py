@@ -22,7 +22,11 @@ _DRAFTED = {
 
 
 def drafts(of_run: bool) -> Iterator[Column]:
-    """Yield the columns about draft tokens, for the run table with sums (`of_run`), or for the table of steps."""
+    """Yield the report columns about draft tokens.
+
+    Args:
+        of_run: True for the run table, whose columns are sums over steps. False for the table of steps.
+    """
 
     def summed(column: str) -> str:
         return total(column) if of_run else ""
@@ -60,7 +64,7 @@ THEN least(coalesce(sum(drafts_saved_s), 0), coalesce(sum(duration_s), 0)) / $en
 
 
 def mean_of_engines(column: str) -> str:
-    """Return SQL for a column's sum over all steps, divided by the number of engines."""
+    """Return SQL for a column's sum over all steps, divided by the number of engines (`$engines`)."""
     return f"{total(column)} / $engines"
 
 

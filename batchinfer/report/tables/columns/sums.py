@@ -10,13 +10,6 @@ from batchinfer.report.tables.columns.shared import RUN_ID
 
 
 def _efficiency(engine_s: str, flops: str, read: str) -> Iterator[Column]:
-    """Yield the columns of hardware efficiency.
-
-    Args:
-        engine_s: The SQL of the engine's seconds.
-        flops: The SQL of the floating-point operations.
-        read: The SQL of the moved bytes.
-    """
     yield seconds("engine_s", "part of the run's `engine_wall_s`", engine_s)
     yield count("flops", "FLOP", "useful floating-point operations", flops)
     yield real("bytes", "bytes", "bytes that had to move", read)
