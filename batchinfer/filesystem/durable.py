@@ -47,7 +47,8 @@ class FileOps:
     def create(self, path: Path) -> int:
         """Create a file that must not exist yet, and return its file descriptor.
 
-        In a folder that others may write to, a symbolic link with this name could lead to any file.
+        This protects folders that others may write to: a symbolic link with the same name could lead to any
+        file.
         """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
@@ -393,8 +394,8 @@ def check_free_space(folder: Path, needed_bytes: int, needing: str, remedy: str)
     Args:
         folder: A folder on the disk, which need not exist.
         needed_bytes: The bytes that must be free.
-        needing: The start of the message, such as `/d/res: the job needs about`.
-        remedy: The end of the message: what to do other than making room.
+        needing: The start of the message, before the number of bytes, such as `/d/res: the job needs about`.
+        remedy: The end of the message: advice other than making room.
     """
     place = next(one for one in (folder, *folder.parents) if one.exists())
     with storage(place, "ask for free space"):

@@ -89,7 +89,11 @@ _DERIVED = {
 
 
 def history_sql(run: str) -> str:
-    """Return a SQL query for the columns of `PastRun` over the run table `run`, oldest run first."""
+    """Return a SQL query for the columns of `PastRun`, oldest run first.
+
+    Args:
+        run: The run table, as SQL.
+    """
     columns = (f"{_DERIVED.get(one.name, one.name)} AS {one.name}" for one in fields(PastRun))
     return f"SELECT {', '.join(columns)} FROM {run} ORDER BY run_id"
 

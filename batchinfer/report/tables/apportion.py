@@ -98,9 +98,8 @@ class Apportionment:
     def shares(self, requests: Columns) -> dict[str, Share]:
         """Return how much of the steps' device time, bytes and roofline belongs to each request.
 
-        The keys are these columns of the table `steps`.
-
-        The sum over all requests is the total of the column, less the part of requests that did not finish.
+        The keys are the columns of the report table `steps`: model_s, bytes and roofline_s. The shares of all
+        requests add up to the column's total, less the part of requests that did not finish.
 
         Args:
             requests: Columns of the report table `requests`, of requests that were added.
@@ -185,9 +184,9 @@ def ran_tokens(requests: Columns) -> Floats:
 
 
 def answered_tokens(requests: Columns) -> Floats:
-    """Return the output tokens of each request that were inputs of the model, with shape [requests].
+    """Return how many output tokens of each request the model read to generate the next one: [requests].
 
-    The last token of an answer never is, nor are tokens that a constraint forced directly before it.
+    It never reads the last token of an answer, nor tokens that a constraint forced directly before it.
 
     Args:
         requests: Columns of the report table `requests`.

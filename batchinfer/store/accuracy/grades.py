@@ -18,9 +18,9 @@ _NUMBER = re.compile(r"[+-]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[+-]?\d{1,4})
 
 
 class Grade(IntEnum):
-    """How well an answer agrees with the expected value.
+    """How well an answer agrees with the expected value. Better grades are larger.
 
-    NORMALISED means that they are equal after normalisation.
+    The grades are WRONG, NORMALISED (equal only after normalisation) and EXACT.
     """
 
     WRONG = 0

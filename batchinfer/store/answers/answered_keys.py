@@ -19,7 +19,8 @@ Words = NDArray[np.uint64]
 def answered_keys(part: Path, retry_errors: bool, words: int) -> Words:
     """Return the first words of all work keys that have an answer in a part of the store: [keys, words].
 
-    A key of 32 bytes is read as four 64-bit words. A search needs only as many words as distinguish all keys.
+    A key of 32 bytes is read as four 64-bit words. Fewer words take less memory, and still distinguish nearly
+    all keys.
 
     Args:
         part: The Parquet file of the part.

@@ -57,7 +57,8 @@ class Policy:
         dropped_share: Minimum share of removed rows, from 0 to 1, for rewriting a part.
         small_rows: A part with fewer rows is small, and may be merged with adjacent small parts.
         merged: Minimum number of consecutive small parts to merge.
-        use_files: Maximum number of files in the folder `uses`. If there are more, they are merged.
+        use_files: Maximum number of files with recorded uses of completions. If there are more, they are
+            merged.
     """
 
     dropped_share: float
@@ -89,10 +90,13 @@ class Keep:
     now: float = field(default_factory=time.time)
 
     def cutoff(self, user: User | None) -> float:
-        """Return the Unix time after which a use protects a completion from removal. 0 means forever.
+        """Return the Unix time after which a use of a completion protects it from removal.
+
+        It is 0 if completions are kept forever.
 
         Args:
-            user: The result with the use. None: return the time after which its commit protects a completion.
+            user: The result that uses the completion. None: return the time after which the commit of a
+                completion protects it.
         """
         days = self.days if user is None or user.job == self.job else user.keep
         return 0.0 if days is None else max(self.now - days * _DAY_S, 0.0)

@@ -90,8 +90,8 @@ class Discarded:
 class CompletionStore:
     """The store of a job's answers, open for appending. A context manager.
 
-    Opening it removes damaged parts: those without a commit record, or with another size (or sha256, if it is
-    checked) than in their record. `discarded` lists them.
+    Opening it leaves out damaged parts, which differ from their commit record in size or sha256, and lists
+    them in `discarded`. Their files are removed if no other process uses the store.
     """
 
     def __init__(

@@ -124,8 +124,9 @@ class Uses:
     def renew(self) -> Uses:
         """Return the uses, updated by results that were later found published and unchanged.
 
-        That does not write new uses, but only touches the marker of the result. So the rows that the result
-        used at its last publish count as used at the modification time of its marker.
+        A run that finds its result unchanged writes no new uses, but only touches the result's marker. The
+        rows that the result used at its last publish therefore count as used at the modification time of the
+        marker.
         """
         newest: dict[tuple[str, str], int] = {}
         for users in self.times.values():

@@ -16,7 +16,7 @@ INVALID = (
 def is_invalid(completion: Completion) -> bool:
     """Return True if an answer was cut off, repeated itself, or does not match its constraint.
 
-    Such a row gets another attempt with other sampling parameters, if the job has any. Other errors are not
+    Such a row gets another attempt, if the job defines other sampling parameters for it. Other errors are not
     invalid answers: another attempt would not help, or they may not occur again.
     """
     if completion.error is not None:

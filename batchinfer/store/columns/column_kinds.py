@@ -99,7 +99,7 @@ class Enumeration(Kind):
         self.type = pa.dictionary(pa.int32(), pa.string())
 
     def check(self, value: Any, place: str) -> None:
-        """Raise Unfit if a JSON value, whose path in the answer is `place`, is none of the texts."""
+        """Raise Unfit if a JSON value, whose path in the answer is `place`, is not one of the texts."""
         if value is not None and not (isinstance(value, str) and value in self._places):
             raise Unfit(f"{place}: this is not one of the {len(self._places)} values that the schema lists")
 

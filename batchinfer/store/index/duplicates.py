@@ -72,7 +72,10 @@ class EqualRows:
         self._kept: list[Path] = []  # files with the original keys of renumbered rows
 
     def skip_parts(self, parts: int) -> None:
-        """Skip a number of parts at the start of the index. No sampled row may equal one of their rows."""
+        """Skip the first `parts` parts of the index, such as parts reused from the last run.
+
+        No sampled row may equal one of their rows.
+        """
         self._settled, self._kept = parts, []
 
     @property

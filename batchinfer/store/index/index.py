@@ -118,7 +118,7 @@ def index_schema(
 
 
 class Layout:
-    """The paths of the files of an index, relative to its folder."""
+    """The paths of the files in the folder of an index."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,7 +183,7 @@ class Index(RequestedOutputs):
         total_tokens: Tokens of all prompts.
         inputs: The input files.
         sha256: Digests by path, only of input files that were read to their end.
-        output: Name of the kind of answers (store/outputs).
+        output: Name of the kind of answers, such as tokens or vectors.
         unread_arguments: Arguments of rows that the chat template does not read, with the number of rows that
             set them.
         attempts: Maximum attempts per row; more than one with a ladder (on_invalid).

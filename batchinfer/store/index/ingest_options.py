@@ -43,8 +43,7 @@ class IngestOptions:
         row_timeout_s: Maximum seconds to render a row.
         sample: Read only this number of rows, from the start of each file. None: all.
         strata: Read only some rows, spread over all files. None: all.
-        output: What answers are made of, such as "tokens" or "vectors": the name of a module in
-            store/outputs.
+        output: What answers are made of, such as "tokens" or "vectors".
         asked: The outputs in detail, such as log-probabilities or a JSON schema.
         adapters: Fingerprints of adapters by the names that rows use.
         chunk: Size of the chunks that render workers prepare.
@@ -80,8 +79,7 @@ class IngestOptions:
 
         Returns:
             The style of calls, or None if the result has no column for calls. Then True if rows have tools
-                although
-            the style is unknown, so their calls are not parsed.
+            although the style is unknown, so their calls are not parsed.
         """
         prompt, style = job.prompting, self.asked.tool_calls
         if style is None:

@@ -158,8 +158,8 @@ def read_finished(kept: Path) -> FinishedMarker | None:
 def is_still_valid(segment: FinishedSegment, seen: Collection[str], parts: Collection[str]) -> bool:
     """Return True if the store still has the same answers for a finished segment.
 
-    All parts with its answers must still exist. Since answers of earlier parts take precedence, every new
-    part must come after them in name order.
+    All parts with its answers must still exist. Parts that were added since must follow these parts in name
+    order, since answers of earlier parts take precedence.
 
     Args:
         segment: The finished segment.

@@ -162,7 +162,7 @@ class OutputKind(ABC):
         Args:
             answers: The result rows of the request; several only with `n`.
             chat: True for a chat completion, False for a text completion.
-            tokens: Bytes and texts of tokens.
+            tokens: Converts token ids to bytes and texts.
             encoding: The requested encoding of vectors, "float" or "base64", or None.
 
         Raises:

@@ -17,7 +17,7 @@ def chat_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
     Args:
         tokens: The values of the result column `logprobs`: token_id, token, logprob and top. Special tokens
             are left out.
-        texts: Bytes of tokens.
+        texts: Converts token ids to bytes.
     """
     if tokens is None:
         return None
@@ -45,7 +45,7 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
     Args:
         tokens: The values of the result column `logprobs`: token_id, token, logprob and top. Special tokens
             are left out.
-        texts: Bytes of tokens.
+        texts: Converts token ids to bytes.
     """
     if tokens is None:
         return None
@@ -64,7 +64,7 @@ def text_logprobs(tokens: list[Token] | None, texts: TokenBytes) -> dict[str, An
 def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
     """Return a result row whose column `logprobs` begins with the log-probabilities of the prompt.
 
-    If prompt or answer have no log-probabilities, the row is returned unchanged.
+    If the prompt or the answer has no log-probabilities, the row is returned unchanged.
     """
     if row.get("logprobs") is None or row.get("prompt_logprobs") is None:
         return row

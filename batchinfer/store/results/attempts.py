@@ -57,7 +57,7 @@ class ChosenCompletions:
 
 
 def ranks_of(places: Numbers) -> Numbers:
-    """Return the rank in the upper bits of each place.
+    """Return the rank of each place, which is a position in the store with a rank in the upper bits.
 
     The rank is 0 for an answer, 1 for a permanent error and 2 for a retryable error.
     """

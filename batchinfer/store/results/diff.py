@@ -50,7 +50,7 @@ class DifferingRows:
     Attributes:
         kind: The kind of difference.
         rows: The number of rows.
-        name: For a kind "column" its name; for a kind of error its code, or `code → other code`; else None.
+        name: The column that differs, the error code, or `code → other code`. None for other kinds.
         examples: The first of these rows.
     """
 

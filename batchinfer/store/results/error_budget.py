@@ -13,7 +13,7 @@ from batchinfer.store.results.join import ErrorCounts
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The number of error rows that a job allows, as a share of its rows.
+    """The error rows that a job allows, as a maximum share of its rows.
 
     Error rows are never removed, so an exceeded budget stays exceeded.
 

@@ -290,7 +290,7 @@ def _refuse_strangers(folder: Location, known: set[str]) -> None:
 def is_published(folder: Location, spec: PublishSpec) -> bool:
     """Return True if a folder has the result that `spec` describes, with files of the right size.
 
-    Their digests are not checked, as `open_published` does.
+    Digests are not checked; `open_published` checks them.
 
     Args:
         folder: The result folder.

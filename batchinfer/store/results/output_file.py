@@ -182,7 +182,7 @@ class OutputFile:
         self._ours()
 
     def probe(self) -> None:
-        """Check that the folder of the output file is writable by writing a temporary file, and remove it.
+        """Write and remove a temporary file, to check that the folder of the output file is writable.
 
         Temporary files of killed runs are removed as well. Raises StorageError.
         """

@@ -82,8 +82,7 @@ class LastResult:
 
         Returns:
             The file with the columns `seq` (number of the request in the plan) and `text`, or None if no row
-                has
-            an id.
+            has an id.
 
         Raises:
             StorageError: A file cannot be read or written.
