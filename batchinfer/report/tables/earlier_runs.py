@@ -81,7 +81,7 @@ class EarlierIdle:
         return float(np.median(self.columns[name]))
 
     def per_row(self, name: str) -> float:
-        """Return the median, over the earlier runs, of the column `name` per row of the run."""
+        """Return the median, over the earlier runs, of the column `name` divided by the column `rows`."""
         return float(np.median(self.columns[name] / np.maximum(self.columns["rows"], 1)))
 
 
@@ -102,9 +102,9 @@ def earlier_idle(folder: Path) -> EarlierIdle | None:
 
 
 def earlier_overhead(folder: Path) -> tuple[float, int] | None:
-    """Return the median of the seconds that the newest runs spent outside of the engine, and their number.
+    """Return the median of the seconds that the newest runs spent outside of the engine.
 
-    Return None if there are no such runs.
+    The second value is the number of these runs. Return None if there are none.
 
     Args:
         folder: The folder of report tables.
