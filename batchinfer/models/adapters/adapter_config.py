@@ -33,17 +33,17 @@ _REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The settings of a LoRA's adapter_config.json that determine the scale of its product B A.
+    """The settings in a LoRA adapter's adapter_config.json.
 
-    The scale is alpha / rank or, if rank-stabilised (Kalajdzievski, 2023), alpha / sqrt(rank).
+    The adapter changes the weight W of a module to W + scale B A.
 
     Args:
-        rank: The configured rank. `scale` uses the actual rank of a module's A and B.
+        rank: The configured rank of A and B. Modules may have other ranks.
         alpha: The alpha of modules without an entry in `alphas`.
-        rank_stabilised: If True, the scale is alpha / sqrt(rank).
-        alphas: Values of alpha for single modules, by the module's name, or by a suffix of the name that follows a dot.
-            None: there are none.
-        dora: If True, the adapter is a DoRA: it also rescales rows of weights, and must be merged into the weights.
+        rank_stabilised: True: the scale is alpha / sqrt(rank) (Kalajdzievski, 2023). False: it is alpha / rank.
+        alphas: The alpha of single modules, by the name of the module or the last parts of its name. None: no module
+            has an alpha of its own.
+        dora: True if the adapter is a DoRA (Liu et al., 2024), which must be merged into the weights.
     """
 
     rank: int
@@ -53,10 +53,10 @@ class LoraConfig:
     dora: bool = False
 
     def scale(self, module: str, rank: int) -> float:
-        """Return the scale of an adapter's product B A for one module: (W + scale B A) x is the module's result.
+        """Return the scale of an adapter in one module, whose weight W the adapter changes to W + scale B A.
 
         Args:
-            module: The name of the module, which may have an alpha of its own in `alphas`.
+            module: The name of the module.
             rank: The rank of the module's A and B.
         """
         alpha = self.alpha

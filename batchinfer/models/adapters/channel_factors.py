@@ -25,24 +25,24 @@ _A, _B = FACTOR_A + "0", FACTOR_B + "0"
 
 
 class ChannelFactors:
-    """Adapts LoRA adapters of an original model to its calibrated copy, whose channels were scaled.
+    """Adapts LoRA adapters, which were trained for an original model, to a calibrated copy of the model.
 
-    Calibration divided the inputs of matrix products by factors, or multiplied their outputs. It stores the factors in
-    channel_factors.safetensors.
+    Calibration scales the inputs and outputs of matrix products by a factor per channel. It stores these factors in
+    channel_factors.safetensors, in the folder of the copy.
     """
 
     def __init__(self, factors: Mapping[str, Tensor], first: int = 0) -> None:
         """Wrap the factors of a calibrated model's channels.
 
         Args:
-            factors: The factors, by their names in the file: "LAYER.PRODUCT.inputs" or "LAYER.PRODUCT.outputs".
-            first: The layer in these names that `adapt` numbers 0.
+            factors: The factors, by their names in the file, such as "3.qkv.inputs" or "3.qkv.outputs" for layer 3.
+            first: The number that layer 0 of `adapt` has in these names. It is not 0 for a later pipeline stage.
         """
         self._factors, self._first = factors, first
 
     @classmethod
     def of(cls, folder: Path) -> ChannelFactors:
-        """Read channel_factors.safetensors in a checkpoint's folder. Without the file, `adapt` changes nothing.
+        """Read channel_factors.safetensors in a checkpoint's folder. If the file is missing, there are no factors.
 
         Raises:
             OSError: The file cannot be read.
@@ -60,13 +60,13 @@ class ChannelFactors:
         return self if layers is None else ChannelFactors(self._factors, self._first + layers[0])
 
     def adapt(self, layer: int, product: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an adapter's A and B, rescaled to have the same effect in the calibrated as in the original model.
+        """Return A and B of an adapter, rescaled to have the same effect in the calibrated as in the original model.
 
         Args:
             layer: The number of the layer.
-            product: The name of the layer's matrix product, such as "qkv".
-            a: (rank, in).
-            b: (out, rank).
+            product: The name of the matrix product that the adapter changes, such as "qkv".
+            a: (rank, in), A for the original model.
+            b: (out, rank), B for the original model.
         """
         start = f"{self._first + layer}.{product}"
         inputs, outputs = (self._factors.get(f"{start}.{end}") for end in ("inputs", "outputs"))
@@ -76,10 +76,10 @@ class ChannelFactors:
 
 
 class MarkedWeights(Weights):
-    """A source of a model's weights that records how calibration scales the channels of matrix products.
+    """A source of a model's weights that records by which factors calibration scales the channels of matrix products.
 
-    It adds an adapter whose A and B are all ones to each product, except products of experts. Code that scales channels
-    also scales A and B of adapters, so these ones become the factors of the channels. `marked_factors` reads them.
+    It adds an adapter to each product, whose A and B consist of ones. Calibration scales these ones together with the
+    weights, so they become the factors. `marked_factors` reads them. Products of experts are left out.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
@@ -90,7 +90,7 @@ class MarkedWeights(Weights):
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:
-        """Return the weights of a layer, and A (1, in) and B (out, 1), all ones, for each product without experts."""
+        """Return the weights of a layer by name, and A (1, in) and B (out, 1) of the added adapter, all ones."""
         found = dict(self._weights.layer(index))
         for linear in self._spec.layers[index].linears:
             if not linear.experts:  # experts have no adapters
@@ -101,9 +101,10 @@ class MarkedWeights(Weights):
 
 
 def marked_factors(index: int, layer: LayerSpec, weights: LayerWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the factors by which a layer's channels were scaled.
+    """Yield (name, factors) for the inputs, and for the outputs, of each matrix product of a layer that was scaled.
 
-    Factors that are all 1 are skipped. Names are as in channel_factors.safetensors, such as "3.qkv.inputs".
+    Names are as in channel_factors.safetensors, such as "3.qkv.inputs". Inputs or outputs whose factors are all 1 are
+    skipped.
 
     Args:
         index: The number of the layer.

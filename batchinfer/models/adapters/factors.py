@@ -24,11 +24,11 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PartOfLayers:
-    """The layers that a rank computes, and how they are sharded.
+    """The layers of a rank, and the part of them that it computes.
 
     Args:
-        layers: The specs of these layers as in the whole model, before sharding.
-        shard: The rank's shard.
+        layers: The specs of the rank's layers before they are sharded.
+        shard: The part of the model that the rank computes.
     """
 
     layers: Sequence[LayerSpec]
@@ -36,10 +36,7 @@ class PartOfLayers:
 
 
 class FactorFiles:
-    """Reads tensors of safetensors files with adapters.
-
-    Files are mapped on first use, and closed at the end of `with`.
-    """
+    """Reads tensors of the adapters' safetensors files. Use it in a `with` block, whose end closes the files."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -81,12 +78,11 @@ class AdaptedWeights(Weights):
         Args:
             weights: The weights of the model, or of a rank's shard.
             spec: The spec of the model or the shard.
-            adapters: The adapters. Names of their A and B contain their positions in this sequence.
+            adapters: The adapters. They are numbered from 0 in this order.
             dtype: The dtype of A and B.
             device: The device of A and B.
-            part: The layers of the rank's shard. None: the whole model.
-            folder: The model's folder. If it has a channel_factors.safetensors, A and B are adapted to the calibrated
-                model.
+            part: The layers of the rank. None: the whole model.
+            folder: The model's folder. If the model is calibrated, A and B are adapted to it. None: they are not.
         """
         self._weights, self._spec, self._adapters, self._part = weights, spec, adapters, part
         self._dtype, self._device = dtype, device
@@ -129,11 +125,8 @@ class AdaptedWeights(Weights):
         yield from ((linear, cuts) for linear in whole.linears)
 
     def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> tuple[Tensor, Tensor]:
-        """Return an adapter's A (rank, in) and scaled B (out, rank) for one product.
-
-        The product may join the outputs of several modules. Then the modules' A are concatenated. In the columns of B
-        that belong to a module, rows of other modules' outputs are 0.
-        """
+        # If the product joins the outputs of several modules, their A are concatenated. In the columns of B that belong
+        # to a module, rows of other modules' outputs are 0
         rank = sum(module.rank for module in modules)
         a = torch.empty(rank, linear.inputs, dtype=self._dtype, device=self._device)
         b = torch.zeros(linear.outputs, rank, dtype=torch.float32)
@@ -151,15 +144,14 @@ class AdaptedWeights(Weights):
 def cut_factors(
     a: Tensor, b: Tensor, linear: LinearSpec, cuts: Mapping[str, ParameterCut]
 ) -> tuple[Tensor, Tensor]:
-    """Return the parts of an adapter's A and B that a rank needs for its shard of a matrix product.
-
-    If the product's inputs are divided among ranks, B A x is the sum of the results of all ranks.
+    """Return the columns of an adapter's A, and the rows of its B, that a rank needs for its part of a matrix product.
 
     Args:
-        a: (rank of the adapter, in).
-        b: (out, rank of the adapter).
-        linear: The product, as in the whole model.
-        cuts: The parts of the layer's parameters that the rank holds, by name. Parameters without an entry are whole.
+        a: (r, in), A for the whole product.
+        b: (out, r), B for the whole product.
+        linear: The product in the whole model.
+        cuts: The part of each parameter that the rank holds, by the parameter's name. Parameters without an entry are
+            whole.
     """
     rows, first = list[Tensor](), 0
     for part, count in linear.parts:
@@ -171,11 +163,11 @@ def cut_factors(
 
 
 def rows_of(values: Tensor, part: Part | None) -> Tensor:
-    """Return those rows of a tensor that belong to one parameter, if a checkpoint's module contains several parameters.
+    """Return the rows of a module's tensor that belong to a parameter, if the module contains several.
 
     Args:
-        values: (outputs, …), a tensor with a row per output of the module.
-        part: The location of the parameter in the module. None: all rows.
+        values: (outputs, …), the tensor, with a row per output of the module.
+        part: The location of the parameter in the module. None: it is the only parameter, so all rows are returned.
     """
     if part is None:
         return values

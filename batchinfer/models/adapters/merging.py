@@ -16,8 +16,8 @@ from batchinfer.models.spec.spec import ModelSpec
 class MergedWeights(Weights):
     """A source of a model's weights with a DoRA adapter (Liu et al., 2024) merged into them.
 
-    A DoRA stores a magnitude m for each output of a weight W, in addition to A and B. Each row of the merged weight is
-    the same row of W + scale B A, rescaled to the length m.
+    A DoRA stores A, B and a length for each row of a weight W. The merged weight is W + scale B A, whose rows are
+    rescaled to these lengths.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec, adapter: StoredAdapter) -> None:

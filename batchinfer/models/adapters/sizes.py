@@ -36,7 +36,9 @@ class ChangedProduct:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSizes:
-    """The sizes of a job's LoRA adapters, to predict their memory and cost. DoRAs, which are merged, are not included.
+    """The sizes of a job's LoRA adapters, to predict their memory and cost.
+
+    DoRAs are left out, because they are merged into the model's weights.
 
     Args:
         count: The number of adapters.
@@ -53,14 +55,13 @@ class AdapterSizes:
 
     @property
     def slot_values(self) -> int:
-        """Return the number of values in an adapter slot on a GPU, which is large enough for each of the adapters.
-
-        All slots have the same size.
-        """
+        """Return the number of values in one adapter slot on a GPU. Each slot has room for any adapter of the job."""
         return sum(product.width * max(MIN_RANK, *product.ranks) for product in self.products)
 
     def slots(self, room: int, itemsize: int) -> int | None:
-        """Return how many adapters a GPU holds at a time, at least MIN_SLOTS; None if it holds all adapters of the job.
+        """Return the number of adapters that a GPU can hold at a time, at least MIN_SLOTS.
+
+        Returns None if it can hold all adapters of the job.
 
         Args:
             room: Bytes of GPU memory for adapters.
@@ -74,8 +75,8 @@ class AdapterSizes:
 
         Args:
             itemsize: Bytes of a value.
-            tokens: Number of tokens of the step whose rows use an adapter.
-            adapters: Number of different adapters in the step.
+            tokens: Number of the step's tokens that use an adapter.
+            adapters: Number of different adapters that they use.
         """
         costs = (
             low_rank_cost(tokens, adapters, product.inputs, product.outputs, rank, itemsize)
@@ -86,7 +87,7 @@ class AdapterSizes:
         return Cost(whole.flops // self.count, whole.bytes // self.count)
 
     def with_cost(self, cost: ModelCost) -> ModelCost:
-        """Return a copy of a model's cost with the operator "adapters" added: the cost of LoRA for a step's tokens."""
+        """Return a copy of a model's cost with one more operator, "adapters", which is the cost of LoRA."""
         size = cost.itemsize
         own = OperatorCost("adapters", adapted=self.mean_cost(size, 1, 0), adapter=self.mean_cost(size, 0, 1))
         return replace(cost, operators=(*cost.operators, own), adapted=True)

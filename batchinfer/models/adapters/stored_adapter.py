@@ -34,12 +34,12 @@ DIGEST = 32  # hexadecimal digits of a fingerprint
 
 @dataclass(frozen=True, slots=True)
 class PartOutputs:
-    """A contiguous range of a matrix product's outputs that one module of the checkpoint computes: q_proj in qkv.
+    """The outputs of a matrix product that one module of the checkpoint computes, such as q_proj in qkv.
 
     Args:
         first: The first output of the range in the product.
         count: The number of outputs in the range.
-        part: The location of the outputs in the module, if it also computes others. None: it computes only these.
+        part: The location of these outputs in the module. None: the module has no other outputs.
     """
 
     first: int
@@ -49,7 +49,7 @@ class PartOutputs:
 
 @dataclass(frozen=True, slots=True)
 class ChangedModule:
-    """An adapter's factors for one module: scale B A x is added to the module's outputs.
+    """A module whose outputs an adapter changes: for inputs x, it adds scale B A x.
 
     Args:
         a: The file and header entry of A, (rank, inputs).
@@ -57,8 +57,8 @@ class ChangedModule:
         a_name: The name of the tensor A.
         b_name: The name of the tensor B.
         scale: The factor of B A.
-        outputs: Where the outputs of the module are in a matrix product of batchinfer's layers.
-        magnitude_name: The name of the tensor with the magnitudes of a DoRA. None: the adapter is no DoRA.
+        outputs: The outputs of the module in a matrix product of batchinfer's layers.
+        magnitude_name: The name of the tensor with a DoRA's length of each row. None: the adapter is no DoRA.
     """
 
     a: StoredTensor
@@ -71,7 +71,7 @@ class ChangedModule:
 
     @property
     def rank(self) -> int:
-        """Return the rank of the factors, which is the number of rows of A."""
+        """Return the rank of A and B, which is the number of rows of A."""
         return self.a.info.shape[0]
 
 
@@ -98,7 +98,7 @@ class StoredAdapter:
         return sum(module.rank * (module.a.info.shape[1] + module.b.info.shape[0]) for module in modules)
 
     def of_layers(self, layers: tuple[int, int] | None) -> StoredAdapter:
-        """Return a copy with only the changes of a range of layers. The layers are renumbered from 0.
+        """Return a copy of the adapter that changes only a range of layers, which are renumbered from 0.
 
         Args:
             layers: First layer, and end (exclusive). None: all layers.
@@ -110,11 +110,11 @@ class StoredAdapter:
         return replace(self, changed=own)
 
     def fingerprint(self, cache: MutableMapping[str, str], progress: Progress = lambda _: None) -> str:
-        """Return a hash (in hex) of all that determines the adapter's effect: A, B, and the settings of their scale.
+        """Return a hash (in hex) of all that determines the adapter's effect: its weights and its configuration.
 
         Args:
-            cache: Hashes of files from earlier calls; new ones are added.
-            progress: Called with the number of bytes after each piece of the file that is hashed.
+            cache: Hashes of files, by `file_identity`. New hashes are added.
+            progress: Called with the number of bytes that were hashed since the last call.
         """
         config = self.config
         scaled = (config.alpha, config.rank_stabilised, sorted((config.alphas or {}).items()))
@@ -193,17 +193,6 @@ def _no_weights(folder: CheckpointFolder) -> str:
 def _match_modules(
     tensors: Mapping[str, StoredTensor], config: LoraConfig, checkpoint: Checkpoint
 ) -> tuple[dict[tuple[int, str], tuple[ChangedModule, ...]], list[str]]:
-    """Match the tensors of an adapter with the modules of its model.
-
-    Args:
-        tensors: The adapter's tensors by name.
-        config: The adapter's configuration.
-        checkpoint: The model.
-
-    Returns:
-        The modules that the adapter changes, by (number of the layer, name of the matrix product); and an error message
-        for each tensor that is unknown, missing, or does not fit.
-    """
     modules, mistakes = _modules(checkpoint), list[str]()
     found: dict[tuple[int, str], list[ChangedModule]] = {}
     factors = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
@@ -316,7 +305,7 @@ def changed_modules(
 ) -> Iterator[tuple[ChangedModule, ...]]:
     """Yield, for each adapter, the modules that it changes in one matrix product of a layer; () if it changes none.
 
-    A product such as qkv may consist of several modules.
+    A matrix product may join several modules of the checkpoint, as qkv joins q_proj, k_proj and v_proj.
 
     Args:
         adapters: The adapters.

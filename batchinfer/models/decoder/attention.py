@@ -16,10 +16,10 @@ from batchinfer_kernels.paged_attention import ScoreRules
 
 
 class AttentionHalf(ABC):
-    """The attention of a layer without its norms and residual addition, in three steps: `queries`, `attend`, `result`.
+    """The attention of a layer, without the norms and residual addition around it.
 
-    The kernels that `queries` and `result` launch depend only on the number of tokens, so they can be captured in CUDA
-    graphs. Those of `attend` also depend on the lengths of the sequences.
+    It is computed by `queries`, `attend` and `result`, in this order. CUDA graphs can capture `queries` and `result`,
+    but not `attend`, whose kernels depend on the lengths of the sequences.
     """
 
     @abstractmethod
@@ -43,11 +43,13 @@ class AttentionHalf(ABC):
     ) -> Tensor:
         """Compute attention over the KV cache, and return its result, (T, heads, v_dim).
 
+        Partial blocks that the step must copy are copied first.
+
         Args:
             queries: (T, heads, dim), from `queries`.
-            inputs: The inputs of the step. If they name partial blocks of the cache, these are copied first.
+            inputs: The inputs of the step.
             cache: The KV cache of the layer.
-            plan: What `ops.plan_attention` returned for the step and the cache's group.
+            plan: The result of `ops.plan_attention` for the step and the layer's cache group.
             out: (T, heads, v_dim), receives the result. None: the result is a new tensor.
         """
 
@@ -74,7 +76,7 @@ class HeadsAttention(AttentionHalf):
         ops: The operators.
         spec: The attention of the layer.
         parts: The packed weights of the layer.
-        turn: The rotary embedding of q and k, and their norms per head, which are computed before the rotation.
+        turn: The rotary embedding of q and k, and their norms per head, if they have any.
         rules: Scale, window, soft cap, sinks and bias of attention scores.
     """
 
@@ -85,7 +87,7 @@ class HeadsAttention(AttentionHalf):
     rules: ScoreRules
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the rotated queries of the step's tokens, (T, heads, dim), and write K (rotated) and V to the cache.
+        """Return the rotated queries of a step's T tokens, (T, heads, dim), and write their K and V to the cache.
 
         Nothing is written if the layer uses the K and V of an earlier layer.
 
@@ -113,13 +115,15 @@ class HeadsAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention, (T, heads, dim), after copying the step's partial blocks in the cache.
+        """Compute attention over the KV cache, and return its result, (T, heads, dim).
+
+        Partial blocks that the step must copy are copied first.
 
         Args:
             queries: (T, heads, dim), from `queries`.
             inputs: The inputs of the step.
             cache: The KV cache of the layer.
-            plan: What `ops.plan_attention` returned for the step and the cache's group.
+            plan: The result of `ops.plan_attention` for the step and the layer's cache group.
             out: (T, heads, dim), receives the result. None: the result is a new tensor.
         """
         if inputs.parts is not None and self.spec.kv_layer is None:
@@ -165,15 +169,12 @@ class HeadsAttention(AttentionHalf):
 class LatentAttention(AttentionHalf):
     """The attention half of a layer with multi-head latent attention (MLA), which caches a latent vector per token.
 
-    `attend` decides per step whether K and V are computed from latents. This depends on the step's sequences, so only
-    `queries` and `result` can be captured in CUDA graphs.
-
     Args:
         ops: The operators.
         spec: The attention of the layer.
         parts: The packed weights of the layer.
         rope: Cosines and sines of the rotary embedding.
-        heads: The weights that map queries into the latent space, and results out of it, head by head.
+        heads: The weights of each head that map queries to the latent space, and results from it.
     """
 
     ops: Ops
@@ -183,7 +184,7 @@ class LatentAttention(AttentionHalf):
     heads: LatentHeads
 
     def queries(self, x: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
-        """Return the partly rotated queries of a step's tokens, (T, heads, q_dim), and cache the tokens' latents.
+        """Return the queries of a step's T tokens, (T, heads, q_dim), and write the tokens' latents to the cache.
 
         Args:
             x: (T, hidden), the normed input of the layer.
@@ -206,13 +207,15 @@ class LatentAttention(AttentionHalf):
         plan: AttentionPlan,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention, (T, heads, v_dim), after copying the step's partial blocks in the cache.
+        """Compute attention over the cached latents, and return its result, (T, heads, v_dim).
+
+        Partial blocks that the step must copy are copied first.
 
         Args:
             queries: (T, heads, q_dim), from `queries`.
             inputs: The inputs of the step.
             cache: The cache of the layer.
-            plan: What `ops.plan_attention` returned for the step and the cache's group.
+            plan: The result of `ops.plan_attention` for the step and the layer's cache group.
             out: (T, heads, v_dim), receives the result. None: the result is a new tensor.
         """
         if inputs.parts is not None:
@@ -276,15 +279,14 @@ def _head_turn(spec: AttentionSpec, parts: LayerParts, rope: RopeTable) -> HeadT
 
 
 def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> LatentHeads | None:
-    """Pack the weight that computes K and V from latents, one matrix per head and for each of K and V.
+    """Pack the weight "kv_b", which computes K and V of each head from latents.
+
+    Returns None if the layer has no latent attention.
 
     Args:
         ops: The operators.
         spec: The layer.
-        weights: The weights of the layer, with "kv_b".
-
-    Returns:
-        None if the layer has no latent attention.
+        weights: The weights of the layer by name.
     """
     attention = spec.attention
     if not isinstance(attention, LatentAttentionSpec):
@@ -302,7 +304,7 @@ def pack_latent_heads(ops: Ops, spec: LayerSpec, weights: LayerWeights) -> Laten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBoundary:
-    """The values with which the caller of a split step computes the attention of one layer.
+    """The values with which the caller of `Decoder.forward_split_at_attention` computes the attention of one layer.
 
     Args:
         queries: (T, heads, dim), from the attention half's `queries`.
@@ -317,13 +319,15 @@ class AttentionBoundary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticBuffers:
-    """The tensors through which captured CUDA graphs exchange values with attention. Their addresses are fixed.
+    """Tensors at fixed addresses, through which captured CUDA graphs exchange values with attention.
+
+    All layers use the same tensors.
 
     Args:
         tokens: The maximum number of tokens of a step.
-        queries: (tokens × values of the widest queries,), which receives the queries of each layer in turn.
-        attended: (tokens × values of the widest result,), which receives the attention result of each layer in turn.
-        hidden: (tokens, hidden), which receives the result of the step.
+        queries: (tokens × w,) for the queries of a layer, with the largest w = heads × dim of all layers.
+        attended: (tokens × w,) for the result of a layer's attention, with the largest w = heads × v_dim of all layers.
+        hidden: (tokens, hidden) for the hidden states after the last layer.
     """
 
     tokens: int

@@ -29,10 +29,7 @@ from batchinfer.models.spec.spec import LayerSpec, LinearSpec
 
 
 class Block(DecoderLayer):
-    """A decoder layer that calls its operators one by one.
-
-    The alternative is a fused layer, which is a single operator.
-    """
+    """A decoder layer that calls an operator for each of its parts. A fused layer is a single operator instead."""
 
     def __init__(self, ops: Ops, spec: LayerSpec, parts: LayerParts) -> None:
         self._ops, self._spec, self._parts = ops, spec, parts
@@ -54,11 +51,11 @@ class Block(DecoderLayer):
             residual: (T, hidden). None: x is the whole input.
             inputs: Positions and cache slots of the step's tokens.
             cache: The KV cache of the layer. None: the layer has no attention.
-            plan: What `ops.plan_attention` returned for the step. None: the layer has no attention.
+            plan: The result of `ops.plan_attention` for the step. None: the layer has no attention.
 
         Returns:
-            The next layer's x and residual, (T, hidden) each, whose sum is the layer's output. If the residual is None,
-            x is the output.
+            x and residual for the next layer, (T, hidden) each. Their sum is the output of this layer. If the residual
+            is None, x is the output.
         """
         if self._attention is None:
             x, residual = self._before("post_norm", x, residual)
@@ -72,7 +69,7 @@ class Block(DecoderLayer):
 
     @property
     def attends(self) -> bool:
-        """Return True if the layer has attention. Otherwise, it must be called, as `begin` and `end` need attention."""
+        """Return True if the layer has attention, so that `begin` and `end` may be called."""
         return self._attention is not None
 
     @property
@@ -93,8 +90,8 @@ class Block(DecoderLayer):
             cache: The KV cache of the layer.
 
         Returns:
-            The queries, (T, heads, dim); the normed input, (T, hidden), or None if `end` does not need it; and x +
-            residual.
+            (queries, normed input, x + residual). The queries are (T, heads, dim), the others (T, hidden). The normed
+            input is None if `end` does not need it.
         """
         normed, residual = self._before("input_norm", x, residual)
         queries = self.attention.queries(normed, inputs, cache)
@@ -112,8 +109,8 @@ class Block(DecoderLayer):
             inputs: The inputs of the step.
 
         Returns:
-            The next layer's x and residual, (T, hidden) each, whose sum is the layer's output. If the residual is None,
-            x is the output.
+            x and residual for the next layer, (T, hidden) each. Their sum is the output of this layer. If the residual
+            is None, x is the output.
         """
         if self._spec.norms_sums:
             return self._end_of_sums(self.attention.result(attended, inputs), residual, inputs), None
@@ -146,7 +143,7 @@ class Block(DecoderLayer):
 
 
 def build_layer(ops: Ops, spec: LayerSpec, parts: LayerParts) -> DecoderLayer:
-    """Build a layer from its packed weights: one fused operator if the operators offer it for this layer, or a `Block`.
+    """Build a layer from its packed weights: a fused layer if `ops` offers one, or else a `Block`.
 
     Args:
         ops: The operators.
@@ -173,7 +170,7 @@ def pack_layer(
         weights: Its weights. They may include A and B of LoRA adapters.
         rope: The rotary table. None: the layer has no attention, or the table is added later.
         adapters: The number of adapters of the job.
-        room: The number of adapters that the device holds at a time. None: all adapters.
+        room: How many adapters the device holds at a time. None: all of them.
         ranks: The ranks that compute the layer together.
     """
     linears = {
@@ -200,15 +197,6 @@ def pack_layer(
 def _adapters(
     ops: Ops, spec: LayerSpec, weights: LayerWeights, count: int, room: AdapterRoom | None
 ) -> Iterator[tuple[str, Adapters]]:
-    """Yield the name of each matrix product of a layer that an adapter changes, and the packed A and B of all adapters.
-
-    Args:
-        ops: The operators.
-        spec: The layer.
-        weights: The weights of the layer, with A and B of adapters.
-        count: The number of adapters of the job.
-        room: The number of adapters that the device holds at a time. None: all adapters.
-    """
     for linear in spec.linears:
         found = [
             None if a not in weights else Factors(weights[a], weights[b])

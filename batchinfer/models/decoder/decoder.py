@@ -25,19 +25,18 @@ from batchinfer_kernels.low_rank import AdaptedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taps:
-    """Records the inputs of some layers in one step of T tokens, (T, hidden) each, for draft heads.
+    """Records the inputs of some layers in one step of T tokens. Draft heads read them.
 
     Args:
-        layers: The numbers of the layers, ascending. A number that equals the number of layers means the output of the
-            last layer.
-        states: The recorded inputs.
+        layers: The numbers of the layers, ascending. The number of layers itself means the output of the last layer.
+        states: The recorded inputs, (T, hidden) each, in the order of `layers`.
     """
 
     layers: tuple[int, ...]
     states: list[Tensor] = field(default_factory=list)
 
     def record(self, layer: int, x: Tensor, residual: Tensor | None) -> None:
-        """Append x + residual, the input of a layer, to `states` if `layers` contains the layer.
+        """Append x + residual, which is the input of a layer, to `states`. Do nothing if `layers` lacks the layer.
 
         Args:
             layer: The number of the layer.
@@ -59,9 +58,8 @@ class Decoder:
 
         Args:
             packed: The packed weights.
-            ops: The operators for which the weights were packed. They may differ in how they compute the attention of
-                prompts.
-            max_positions: The maximum length of a sequence, which sets the size of the rotary tables.
+            ops: The operators for which the weights were packed.
+            max_positions: The maximum number of tokens of a sequence.
         """
         spec = packed.spec
         self.spec, self.max_positions = spec, max_positions
@@ -98,12 +96,12 @@ class Decoder:
 
     @property
     def expert_loads(self) -> ExpertLoads:
-        """Return the counters of the tokens that each expert of each layer has computed."""
+        """Return the counters of tokens per expert, for each layer with experts."""
         found = {index: layer.loads for index, layer in enumerate(self._layers)}
         return ExpertLoads({index: loads for index, loads in found.items() if loads is not None})
 
     def place_adapter(self, number: int, slot: int) -> None:
-        """Copy a LoRA adapter to a slot on the device. Steps that are launched later use it for tokens with that slot.
+        """Copy a LoRA adapter to a slot on the device, which replaces the adapter in it for later steps.
 
         Args:
             number: The number of the adapter, from 1.
@@ -126,18 +124,18 @@ class Decoder:
         Args:
             token_ids: (T,) int64.
             inputs: Positions and cache slots of the tokens, one element per cache group.
-            caches: The KV cache of each layer with attention, with the index of its cache group.
-            plans: What `ops.plan_attention` returned for each element of `inputs`.
+            caches: The KV cache of each layer with attention, in the order of the layers.
+            plans: The result of `ops.plan_attention` for each element of `inputs`.
             before: (T, hidden), the hidden states of the previous pipeline stage. None: this is the first stage.
             taps: Records the inputs of some layers. None: nothing is recorded.
 
         Returns:
-            The hidden states before the final norm, (T, hidden). A pipeline stage returns the states after its last
-            layer; stages together compute the same bits as the whole model.
+            The hidden states after the last layer, before the final norm, (T, hidden).
 
         Raises:
-            ValueError: A sequence has more tokens than `max_positions`. Compiled operators would read out of bounds.
+            ValueError: A sequence has more tokens than `max_positions`.
         """
+        # Compiled operators would read out of bounds
         longest = max(inputs[0].context_lens)
         if longest > self.max_positions:
             raise ValueError(f"a context of {longest} tokens, and {self.max_positions} positions")
@@ -165,21 +163,21 @@ class Decoder:
         before: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
-        """Compute the layers for one step as a generator that leaves the attention of each layer to the caller.
+        """Compute the layers for one step of T tokens, except attention, which the caller computes.
 
-        It yields before the attention of each layer, and the caller sends the result of attention to it. The kernels
-        between two yields depend only on the number of tokens, so they can be captured in CUDA graphs. Fused layers do
-        not support this.
+        This generator yields before the attention of each layer, and the caller must send the result of attention,
+        (T, heads, v_dim). The kernels between two yields can be captured in a CUDA graph. Fused layers do not
+        support this.
 
         Args:
             token_ids: (T,) int64.
             inputs: Positions and cache slots of the tokens, one element per cache group.
-            caches: The KV cache of each layer with attention, with the index of its cache group.
+            caches: The KV cache of each layer with attention, in the order of the layers.
             before: (T, hidden), the hidden states of the previous pipeline stage. None: this is the first stage.
             taps: Records the inputs of some layers. None: nothing is recorded.
 
         Returns:
-            The hidden states before the final norm, (T, hidden).
+            The hidden states after the last layer, before the final norm, (T, hidden).
         """
         inputs = self._sort_by_adapter(inputs)
         x = self._embed(token_ids, inputs[0]) if before is None else before
@@ -238,7 +236,7 @@ class Decoder:
         return x if norm is None else self._ops.norm(norm, self._tables.norms, EMBEDDING_NORM, x)[0]
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm to hidden states, which yields transformers' last_hidden_state, (n, hidden).
+        """Return hidden states after the final norm, (n, hidden), like `last_hidden_state` of transformers.
 
         Args:
             hidden: (n, hidden), rows of the result of `forward`.

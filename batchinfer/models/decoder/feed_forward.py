@@ -66,8 +66,7 @@ def pack_experts(
         ops: The operators.
         spec: The layer, or a rank's part of it.
         weights: The weights of the layer.
-        ranks: The ranks among which experts, or the columns of each expert, are divided. The returned experts sum their
-            outputs over all ranks.
+        ranks: The ranks among which the experts are divided. The returned experts sum their outputs over all ranks.
     """
     fed = spec.feed_forward
     if not isinstance(fed, ExpertsSpec):
@@ -100,7 +99,7 @@ def _of_experts(ops: Ops, weights: LayerWeights, linear: LinearSpec) -> ExpertWe
 
 
 class ExpertLoads:
-    """Counts the tokens that each expert of each layer computes. Kernels increase the counters, without the host."""
+    """Counters on the device of the tokens that each expert of each layer has computed. Kernels increase them."""
 
     def __init__(self, layers: Mapping[int, Tensor]) -> None:
         """Wrap counters on the device.
@@ -111,18 +110,15 @@ class ExpertLoads:
         self._layers = layers
 
     def numbered_from(self, first: int) -> ExpertLoads:
-        """Return the same counters, numbered by the layers of the whole model, for the rank of a pipeline stage.
+        """Return the same counters with the layer numbers of the whole model instead of a pipeline stage.
 
         Args:
-            first: The number of the stage's first layer in the whole model.
+            first: The number in the whole model of the stage's first layer.
         """
         return ExpertLoads({first + index: loads for index, loads in self._layers.items()})
 
     def read(self) -> ExpertTokens:
-        """Return the number of tokens per expert since the last `restart`, by number of the layer.
-
-        Waits for the device.
-        """
+        """Wait for the device, and return each expert's number of tokens since `restart`, by number of the layer."""
         return {index: loads.tolist() for index, loads in self._layers.items()}
 
     def restart(self) -> None:
@@ -132,7 +128,7 @@ class ExpertLoads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager that resets the counters to their earlier values on exit, for test steps."""
+        """Return a context manager whose steps are not counted: at its end, the counters get their earlier values."""
         kept = {index: loads.clone() for index, loads in self._layers.items()}
         try:
             yield

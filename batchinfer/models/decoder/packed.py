@@ -19,7 +19,7 @@ from batchinfer.models.spec.spec import ClassifierSpec, HeadActivation, ModelSpe
 
 
 class Classifier:
-    """A classification head, which computes logits of labels from pooled hidden states, in float32 for every dtype."""
+    """A classification head, which computes a logit per label from the pooled hidden states of a text, in float32."""
 
     def __init__(self, ops: Ops, spec: ClassifierSpec, weights: Mapping[str, Tensor]) -> None:
         """Pack the weights of the head.
@@ -66,8 +66,7 @@ class PackedWeights:
         device: The device.
         classifier: The classification head. None: there is none.
         adapters: The number of LoRA adapters that the device holds at a time.
-        adapter_slots: Equal to `adapters` if the job has more adapters than the device holds. None: all of them are
-            loaded.
+        adapter_slots: The same number, if the job has more adapters. None: the device holds all adapters of the job.
         ranks: The ranks that compute the model together.
     """
 
@@ -99,7 +98,7 @@ def pack_weights(
         ops: The operators.
         device: The device of the weights.
         adapters: The number of adapters of the job.
-        room: The number of adapters that the device holds at a time. None: all adapters.
+        room: How many adapters the device holds at a time. None: all of them.
         ranks: The ranks that compute the model together.
     """
     tables = weights.tables()

@@ -20,18 +20,16 @@ FARTHEST = 128  # all keys at this distance or farther share a bucket
 
 
 def rope_table(rotation: Rotation, max_positions: int, device: torch.device | str) -> RopeTable:
-    """Return cosines and sines of a rotary embedding by position, (max_positions, rotated values / 2) float32 each.
+    """Return the cosines and sines of a rotary embedding, (max_positions, rotated values / 2) float32 each.
 
-    They are computed on the CPU, so they are equal on all devices. YaRN's attention factor is included. For a layer
-    without rotation, the table has one pair of values, and its angles are 0. LongRoPE's table has max_positions further
-    rows, for sequences that may exceed the original length.
+    LongRoPE's table has 2 × max_positions rows: first those for short sequences, then those for long sequences.
 
     Args:
         rotation: The rotary embedding.
         max_positions: The number of positions.
-        device: The device of the table.
+        device: The device of the table. Its values are equal on all devices.
     """
-    if rotation.rope is None:
+    if rotation.rope is None:  # a single pair of values is rotated, by 0
         cos = torch.ones(max_positions, 1, device=device)
         return RopeTable(cos, torch.zeros_like(cos))
     frequencies = inverse_frequencies(rotation.rope, rotation.dim)
@@ -43,9 +41,9 @@ def rope_table(rotation: Rotation, max_positions: int, device: torch.device | st
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle per position of each rotated pair, (head_dim / 2,) float32 on the CPU.
+    """Return the angle in radians by which each pair of values is rotated per position, (head_dim / 2,) float32.
 
-    For LongRoPE it is (2, head_dim / 2): the angles for short sequences, and those for long sequences.
+    For LongRoPE, the result is (2, head_dim / 2): the angles for short sequences, and those for long sequences.
 
     Args:
         rope: The variant of RoPE.
@@ -103,10 +101,10 @@ def _yarn_dimension(rotations: float, rope: RopeConfig, head_dim: int) -> float:
 
 
 def position_table(spec: ModelSpec, tables: Tables) -> Tensor | None:
-    """Return the table of learned position embeddings that are added to token embeddings; None without any.
+    """Return the learned position embeddings, (positions, hidden); None if the model has none.
 
-    It is (positions, hidden) or, with token types, (types × positions, hidden): each type has a copy of the table, to
-    which the type's embedding is added.
+    For a model with token types, the result is (types × positions, hidden): for each type, the position embeddings plus
+    the embedding of the type.
 
     Args:
         spec: The model.
@@ -134,10 +132,10 @@ def distance_table(learned: Tensor, max_positions: int) -> Tensor:
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """Return the bucket of each distance between query and key, int64, with whose learned bias T5 and MPNet score.
+    """Return the number of the bucket of each distance between query and key, int64, as in T5 (Raffel et al., 2020).
 
-    Near distances have a bucket each. Farther ones share buckets, in logarithmic steps (Raffel et al., 2020, "T5").
-    Keys after the query use the upper half of the buckets.
+    All distances in a bucket have the same learned bias. Near distances have a bucket each, and farther distances share
+    buckets. Keys after the query have other buckets than keys before it.
 
     Args:
         distances: The position of the key minus the position of the query, int64.
