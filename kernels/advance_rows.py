@@ -59,8 +59,8 @@ def advance_rows_reference(
         tokens: (n,) int64, the tokens that the previous step sampled. A negative value means no token and becomes 0.
         step: index of the step in the launch, from 0. All earlier steps have run.
         firsts: (n,) int32, the number of tokens of each sequence in step 0, the newest one included.
-        repeats: (n,) int32, the number of steps that each sequence needs. In later steps it runs at its last position
-            again, and its output must be ignored.
+        repeats: (n,) int32, the number of steps that each sequence needs. In further steps the sequence is computed at
+            its last position again; the caller must ignore that output.
         kept: the tensors that the step reads; changed in place.
 
     Raises:

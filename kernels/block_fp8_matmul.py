@@ -24,13 +24,12 @@ GROUP = 128  # inputs that share a scale, in activations and weights
 class BlockWeight:
     """A float8 weight with one scale per block of the matrix, or such weights of E experts.
 
-    A block is some outputs × 128 inputs. `lines` maps outputs to blocks, so weights can be stacked or sliced at any
-    output.
+    A block is a number of outputs × 128 inputs.
 
     Attributes:
         codes: (N, K) float8_e4m3fn, N outputs and K inputs; with experts (E, N, K).
         scales: (S, ceil(K / 128)) float32, for S blocks of outputs; with experts (E, S, ceil(K / 128)).
-        lines: (N,) int32, the row of `scales` that each output uses.
+        lines: (N,) int32, the row of `scales` that each output uses. Blocks can differ in their number of outputs.
     """
 
     codes: Tensor

@@ -32,7 +32,7 @@ class Peaks:
 
     @property
     def fastest(self) -> float:
-        """Return the higher of the two compute rates, in operations per second."""
+        """Return the higher of the peak rates of `flops_per_s` and `coded_ops_per_s`, in operations per second."""
         return max(self.flops_per_s, self.coded_ops_per_s or 0.0)
 
     def part(self, parts: int) -> Peaks:
@@ -601,27 +601,25 @@ class LatentSizes:
 
     @property
     def saved(self) -> int:
-        """Return the FLOPs that one head saves per (query, key) pair if K and V are computed from latents first."""
+        """Return the FLOPs by which attention over latents exceeds attention over K and V, per pair and head."""
         return 2 * (2 * self.rank + self.turned) - self.pair
 
     @property
     def pair(self) -> int:
-        """Return the FLOPs of a (query, key) pair of one head over K and V that have been computed from latents."""
+        """Return the FLOPs of attention over computed K and V, per (query, key) pair and head."""
         return 2 * (self.plain + self.turned + self.value)
 
     @property
     def made(self) -> int:
         """Return the FLOPs of computing K and V of one cached token from its latent, for one head.
 
-        Attention over latents has this cost per query instead: the query is projected to the latent space, and its
+        Attention over latents takes equally many FLOPs per query, to project the query to the latent space and its
         result back.
         """
         return 2 * self.rank * (self.plain + self.value)
 
     def is_decompressing_cheaper(self, queries: _N, contexts: _N) -> Any:
         """Return True where computing K and V from the latents takes fewer FLOPs than attention over the latents.
-
-        K and V of the new tokens cost nothing extra: their queries and results then need no projection.
 
         Args:
             queries: number of new tokens of a sequence; an integer, or an array with one value per sequence.
@@ -632,6 +630,7 @@ class LatentSizes:
         """
         earlier = contexts - queries
         pairs = queries * earlier + queries * (queries + 1) // 2
+        # Computing K and V of the new tokens costs as much as the projections of their queries that it saves
         return pairs * self.saved > earlier * self.made
 
 
@@ -805,7 +804,7 @@ class StepShape:
         sampled: number of rows whose logits are computed.
         pairs: number of attended (query, key) pairs, summed over layers, whose sliding windows may differ.
         kv_tokens: number of distinct cached tokens that are read, summed over layers.
-        copied: number of cached tokens that are copied, in each layer with a KV cache.
+        copied: number of cached tokens that are copied to another block, in each layer with a KV cache.
         adapted: number of query tokens that have an adapter.
         adapters: number of distinct adapters of these tokens.
     """
@@ -821,11 +820,11 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Decompressing:
-    """FLOPs of attention in a model with latents, if K and V of each head are computed from the latents first.
+    """The FLOPs of attention over K and V that are first computed from cached latents (MLA).
 
     Attributes:
-        pair: FLOPs of a (query, key) pair, averaged over layers.
-        earlier: FLOPs of computing K and V of a key of an earlier step, in one layer.
+        pair: FLOPs per (query, key) pair, of all heads, averaged over layers.
+        earlier: FLOPs of computing K and V of one token that an earlier step cached, in one layer.
         layers: number of layers.
     """
 
@@ -846,9 +845,7 @@ class Decompressing:
 class OperatorCost:
     """The cost of an operator in a step, summed over all layers that have it.
 
-    It is a fixed cost plus a cost for each count of a StepShape, such as a cost per token. A step that mixes prefill
-    and decode over latents takes fewer FLOPs than counted here, because the engine decides per sequence whether it
-    decompresses latents.
+    It is a fixed cost plus a cost for each count of a StepShape, such as a cost per token.
 
     Attributes:
         name: name of the operator.
@@ -864,8 +861,8 @@ class OperatorCost:
         only_sampled: True if the operator runs only in steps that sample tokens.
         experts: number of experts of a layer; 0 for an operator without experts.
         chosen: number of experts per token.
-        decompressing: the FLOPs of attention with K and V decompressed from latents, which count if they are fewer.
-            None: no alternative.
+        decompressing: for attention over latents, the FLOPs if K and V are computed from the latents instead; the
+            smaller number counts. None: not attention over latents.
     """
 
     name: str
@@ -920,6 +917,7 @@ class OperatorCost:
             moved += count * cost.bytes
             coded += count * cost.coded_ops
         if self.decompressing is not None:
+            # An upper bound: the engine decides for each sequence whether it decompresses latents
             flops = min(flops, self.decompressing.flops(step))
         return Cost(flops, moved, coded)
 
@@ -1019,9 +1017,9 @@ class ModelCost:
         return {operator.name: operator.of(step) for operator in self.operators}
 
     def another_step(self) -> dict[str, Cost]:
-        """Return the additional cost of each operator, by name, if the same tokens are computed in one step more.
+        """Return the cost of computing the same tokens in one step more: the additional cost per operator, by name.
 
-        The additional step reads the weights again, and the weights of the experts of at least one token.
+        The additional step reads all weights again; of the experts, it reads those that one token uses.
         """
         return {
             operator.name: operator.step + operator.expert * operator.chosen for operator in self.operators
@@ -1030,8 +1028,8 @@ class ModelCost:
     def model_flops(self, step: StepShape) -> int:
         """Return the useful FLOPs of a step, as MFU counts them.
 
-        These are 2 × active parameters × tokens, 2 × parameters of the output head × sampled rows, and the products of
-        attention. Attention over latents counts in the form that takes fewer FLOPs, whichever form the step uses.
+        They are 2 × active parameters × tokens, plus 2 × parameters of the output head × sampled rows, plus
+        `pair_flops` × (query, key) pairs.
         """
         dense = self.active_parameters * step.tokens + self.head_parameters * step.sampled
         return 2 * dense + self.pair_flops * step.pairs

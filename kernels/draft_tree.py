@@ -43,10 +43,10 @@ class TreeMask:
 
     @property
     def nearby(self) -> NDArray[np.int32]:
-        """Return which of the MAX_NODES keys up to its own each query sees, as bits, (T,) int32.
+        """Return which of the nearest MAX_NODES keys each query sees, as bits: (T,) int32.
 
-        Bit d is 1 if the query sees the key d positions before its own. Queries see all keys further back. A query
-        outside trees has the value -1: all bits are 1.
+        Bit d is 1 if the query sees the key d positions before its own; bit 0 is its own key. Queries see all keys
+        that are further back. A query outside trees has the value -1: all bits are 1.
         """
         places = np.arange(MAX_NODES)
         ones = (self.bits.view(np.uint32)[:, None] >> places & 1).astype(bool)

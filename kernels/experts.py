@@ -32,7 +32,7 @@ class Groups:
     """The R rows of a step, one per token and chosen expert, sorted by expert and then by token.
 
     Attributes:
-        order: (R,) int64, for each sorted row: token × experts per token + number of the choice among the token's.
+        order: (R,) int64, the token and choice of each sorted row, as token × experts per token + index of the choice.
         starts: (experts + 1,) int64, the first sorted row of each expert; the last value is R.
     """
 
@@ -148,7 +148,7 @@ def combine_reference(made: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         made: (R, N), the results of rows sorted by expert.
-        order: (R,) int64, `Groups.order`: the token and choice of each row.
+        order: (R,) int64, `Groups.order`: the token and choice of each row, as token × chosen + index of the choice.
         weights: (T, chosen) float32; R is T × chosen.
     """
     by_token = torch.empty_like(made)

@@ -47,7 +47,7 @@ class CachePages:
     units_per_tile: int
 
     def whole_tiles(self, blocks: Ints) -> Ints:
-        """Return the number of whole tiles in the first blocks of a sequence, for each number of blocks in an array."""
+        """Return the number of whole tiles in the first n blocks of a sequence, for each n in `blocks`."""
         return blocks * -(-self.block_size // self.lanes) // self.units_per_tile
 
 
@@ -55,19 +55,19 @@ class CachePages:
 class Items:
     """The work items of attention in one step, for the compiled CPU operators.
 
-    A row is a query of the step; a query that reads shared and own keys appears as several rows. An item is some rows
-    of one sequence, or of a group of sequences that share keys, and the tiles of keys that these rows read. Levels run
-    in order: items over shared keys first, then items over each sequence's own keys.
+    A work item is a range of rows and the tiles of keys that they read. A row is a query; a query that reads shared and
+    own keys is several rows. Items are computed in levels: first items over keys that sequences share, then items over
+    each sequence's own keys.
 
     Attributes:
-        items: (n, 7) int64: first row, number of rows, sequence, first tile, end tile (-1: the sequence's last), 1 if
-            these are the first tiles of its rows, 1 if they are the last.
-        level_ends: (levels,) int64, the end of each level in `items`.
+        items: (n, 7) int64: first row, number of rows, sequence whose blocks are read, first tile, end tile (exclusive,
+            -1: the sequence's end), 1 if the item has the first tiles of its rows, 1 if it has their last tiles.
+        level_ends: (levels,) int64, the index after the last item of each level.
         levels: number of levels.
         rows: (R, 2) int64, for each row the index of its token in the step, and its position in the sequence.
         group: number of query heads per KV head.
         last_seen: (R,) int64, each row sees all keys up to this position; None: up to its own.
-        behind: (R,) int32, for each row the TreeMask bits of keys after `last_seen`; None: it sees none of them.
+        behind: (R,) int32, `TreeMask.bits` of each row: which keys after `last_seen` it sees; None: none.
     """
 
     items: Tensor
@@ -104,15 +104,15 @@ def attention_items(
     most_rows: int = MAX_ROWS,
     tree: TreeMask | None = None,
 ) -> Items:
-    """Return the work items of attention in a step of S sequences, the largest first within a level.
+    """Return the work items of attention in a step of S sequences.
 
     Args:
         query_lens: number of query tokens of each sequence.
         context_lens: number of cached tokens of each sequence, queries included.
         group: number of query heads per KV head.
-        tables: (S, blocks) block tables. Given together with `pages`, sequences with few queries read shared blocks
-            together. None: each sequence reads all its keys.
-        pages: how attention divides the cache into tiles.
+        tables: (S, blocks) block tables, to find blocks that several sequences share: they are read once for all
+            sequences with few queries. None: each sequence reads all its keys.
+        pages: how attention divides the cache into tiles; required with `tables`.
         most_rows: maximum of queries × `group` in an item; see `CompiledOperators.most_rows`.
         tree: the keys that queries in draft trees see; None: there are no draft trees.
 

@@ -85,7 +85,9 @@ class CachedOperators:
         return CachePages(block_size, self.lanes, self.tile // self.lanes)
 
     def cache_shape(self, kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int]:
-        """Return the shape of a cache block: (kv_heads, tokens, values), the last two rounded up to whole vectors.
+        """Return the shape of a cache block: (kv_heads, tokens, values).
+
+        Tokens and values are `block_size` and `head_dim`, rounded up to the size of a vector register.
 
         Raises:
             ValueError: If `head_dim` exceeds MAX_HEAD_DIM.
@@ -347,9 +349,9 @@ class CachedOperators:
         return F.pad(bias.float() / scale, (0, self.lanes))
 
     def attention_state(self, items: Items, tokens: int, q_heads: int, width: int) -> Tensor | None:
-        """Return a buffer for partial attention between the levels of `items`; None if there is one level.
+        """Return a buffer that keeps each query's partial attention from one level of `items` to the next.
 
-        It has room for the maximum score, the sum of weights and the weighted sum of V of each row.
+        The result is None if there is only one level.
 
         Args:
             items: the work items of attention.

@@ -538,8 +538,7 @@ class CompiledOperators(CachedOperators):
 
         Args:
             factors: for each adapter, A (rank, inputs) and B (outputs, rank), or None if it does not change the layer.
-            places: number of places for adapters. Products read only adapters that `PackedLowRank.place` puts in a
-                place. None: each adapter has its own place.
+            places: number of adapters that products can use at a time; `PackedLowRank.place` selects them. None: all.
 
         Raises:
             ValueError: If no adapter has factors, or shapes do not match.

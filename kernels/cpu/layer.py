@@ -216,7 +216,7 @@ class StepPlaces:
         items: work items of attention.
         block_size: number of tokens of a block.
         parts: (n, 4) int64, parts of blocks to copy after the step's K and V are stored, as in `copy_parts`; None:
-            none.
+            nothing is copied.
         adapted: the tokens sorted by LoRA adapter; None: no token has an adapter.
     """
 
@@ -272,8 +272,8 @@ class LayerRoom:
         places: positions, cache slots and work items of the tokens.
         cache_shape: shape of a cache block.
         state: buffer for partial attention, from `attention_state`; None if attention has one level.
-        beside: buffers of the previous layers, whose `places` differ. Its tensors are reused if the sizes match and
-            both have the same x.
+        beside: the LayerRoom of layers with other `places` in the same step. Its tensors are reused if its layers have
+            the same sizes and it was made for the same x.
 
     Raises:
         ValueError: If x or `places` do not match the layer.
@@ -306,7 +306,7 @@ class LayerRoom:
         self.structure = LayerStep(self._heads(), self._attention(), *map(address, rooms), parts, adapted)
 
     def holds(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Return True if `x` and `residual` are tensors of these buffers, which hold the last layer's output.
+        """Return True if `x` and `residual` are the tensors of this object into which layers write their output.
 
         A post-norm layer (`norms_sums`) has no residual; `residual` must then be None.
         """

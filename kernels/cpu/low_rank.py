@@ -17,13 +17,13 @@ _ROW = 64  # at least the columns of a panel
 class PackedLowRank:
     """The packed LoRA factors A and B of all adapters for one linear layer.
 
-    A product reads the adapters in its places. If there are fewer places than adapters, `place` selects them.
+    Products use only adapters that have a place. With fewer places than adapters, `place` selects the adapters.
 
     Args:
         factors: A and B of each adapter; None for an adapter that does not change the layer.
         outputs: number of outputs of the layer.
         inputs: number of inputs of the layer.
-        places: number of places. None: each adapter has its own place.
+        places: number of adapters that products can use at a time. None: all of them; each has its own place.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PackedLowRank:
         self.structure = LowRankStructure(*self._halves, self.count, outputs, self.most_rank)
 
     def place(self, number: int, place: int) -> None:
-        """Put an adapter into a place, so that products of this place use it. Copies no factors.
+        """Assign an adapter to a place: products of rows with this place use the adapter. Copies no factors.
 
         Args:
             number: number of the adapter, from 1.

@@ -72,7 +72,7 @@ class ReusedPages:
         self._free, self._old = [], self._free
 
     def close(self) -> None:
-        """Release all free memory, and from now on the memory of each tensor with the tensor."""
+        """Release all free memory. From now on, the memory of a tensor is released when the tensor is freed."""
         self._keeps = False
         self._free, self._old = [], []
 

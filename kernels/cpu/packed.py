@@ -33,7 +33,7 @@ MAX_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the w
 
 
 def padded(size: int) -> int:
-    """Round a number of bytes, of the weights of one output, up to a multiple of STEP_BYTES."""
+    """Round the bytes of one output's weights up to a multiple of STEP_BYTES."""
     return -(-size // STEP_BYTES) * STEP_BYTES
 
 
@@ -62,8 +62,8 @@ class PackedWeight:
         bias: bias of each column, or None.
         shape: (outputs, inputs).
         kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
-        starts: initial value of each column's sum, -128 × the sum of its values, because activations are stored with an
-            offset of 128: int32, or floats with scales for int4. None: not quantised.
+        starts: initial value of each column's sum, which cancels the offset of 128 in quantised activations: -128 × the
+            sum of the column's values, int32; for int4 multiplied by the scales, float32. None: not quantised.
         scales: scale of each column, or of each column and group.
         zeros: -scale × zero point of each column and group, or None.
         group: number of inputs of a column that share a scale, for int4; else 0.

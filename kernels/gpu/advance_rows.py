@@ -45,7 +45,8 @@ def advance_rows(tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kep
         tokens: (n,) int64, the tokens that the previous step sampled; negative for none.
         step: index of the step in the launch, from 0.
         firsts: (n,) int32, the number of tokens of each sequence in step 0, the newest one included.
-        repeats: (n,) int32, the number of steps that each sequence needs. In later steps it repeats its last one.
+        repeats: (n,) int32, the number of steps that each sequence needs. In further steps the sequence is computed at
+            its last position again; the caller must ignore that output.
         kept: the tensors that the step reads; changed in place.
     """
     check_advance_rows(tokens, firsts, repeats, kept)

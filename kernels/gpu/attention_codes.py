@@ -40,7 +40,7 @@ def code_values(words, PLANE: tl.constexpr, CODES: tl.constexpr):
 
 @triton.jit
 def power_of_2(size):
-    """Return the largest power of two that is at most `size`, and its inverse, for each value.
+    """Return, for each value of `size`, the largest power of two that is not greater, and its inverse.
 
     `size` is float32 and not negative. If it is not finite, the results are not finite.
     """

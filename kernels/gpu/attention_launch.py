@@ -88,8 +88,7 @@ _SINGLE: dict[Work, dict[int, KVTiles]] = {
 def choose_tiles(work: Work, dtype: torch.dtype, head_dim: int, coded: bool = False) -> KVTiles:
     """Return the tiles of an attention kernel for this GPU.
 
-    A quantised cache may change the number of keys or warps, but not of rows, because one plan serves both kinds of
-    cache.
+    The number of rows does not depend on `coded`.
 
     Args:
         work: kind of kernel, such as "decode".

@@ -23,9 +23,9 @@ class OwnKeys:
     Attributes:
         contexts: (S,) int32, number of keys of each sequence; with `chunks` (T,), number of keys that each query sees.
         splits: how each row's own keys are split.
-        rows: (n, 2) int32, the row of q and the sequence of each row; None: row i is the query of sequence i.
+        rows: (n, 2) int32, for each row its index in q and the index of its sequence; None: both are i for row i.
         starts: (n,) int32, number of leading keys of each row that are shared, and not read here; None: 0.
-        shared: (queries + 1,) int32, the partial results of each query over shared keys, as Prefixes.places; given
+        shared: (queries + 1,) int32: query i has the partial results [shared[i], shared[i + 1]) over shared keys. Given
             together with `starts`.
         chunks: (S, 2) int32, the first row of q and the number of queries of each sequence; None: each has one query.
         nearby: (T,) int32, TreeMask.nearby, only with `chunks`; None: no query is in a draft tree.

@@ -62,9 +62,9 @@ class AttentionShape:
 
     @property
     def programs(self) -> int:
-        """Return the number of programs of a work item of decode attention.
+        """Return the number of programs per work item of decode attention.
 
-        They are KV heads or, for latents, tiles of query heads.
+        It is the number of KV heads or, for latents, of tiles of query heads.
         """
         return head_tiles(self.q_heads) if self.latent else self.kv_heads
 
@@ -98,9 +98,9 @@ class AttentionShape:
 
     @property
     def unit(self) -> int:
-        """Return a number of keys: shared prefixes are rounded down to a multiple of it.
+        """Return the number of keys of a tile or, in deterministic mode, of a segment.
 
-        It is the keys of a tile or, in deterministic mode, of a segment.
+        The length of a shared prefix is rounded down to a multiple of this number.
         """
         return SEGMENT if self.deterministic else choose_tiles("prefix", self.dtype, self.head_dim).keys
 
@@ -109,8 +109,7 @@ class AttentionShape:
 class SharedPrefix:
     """Sequences of a step whose first keys are in the same blocks of the cache.
 
-    If a sequence is in several prefixes, the shorter one comes first in a list, and has all sequences of the longer
-    one.
+    Prefixes may nest: in a list, the shorter prefix comes first and has all sequences of the longer one.
 
     Attributes:
         sequences: indices of the sequences in the step.
@@ -151,8 +150,8 @@ class LaunchPlan:
         starts: (n,), number of leading keys that each of these sequences shares with others.
         longest: `Room.longest`; None if the step is not captured into a graph.
         prefixes: the shared keys; None: nothing is shared.
-        splitter: splits the other keys among programs.
-        splits: how these keys are split, by sliding window of the layers (None: full attention).
+        splitter: splits the keys that are not shared among programs.
+        splits: the work items over keys that are not shared, by sliding window of the layers (None: full attention).
         lens: (n,), number of queries of each sequence, if the plan has `chunks`.
         causal: False for bidirectional attention.
     """
@@ -175,15 +174,17 @@ class LaunchPlan:
 
     @property
     def rows(self) -> Tensor | None:
-        """Return the row of q and the sequence of each query in decode attention, (n, 2) int32.
+        """Return for each query in decode attention its row in q and the index of its sequence, (n, 2) int32.
 
-        The result is None if both are the same number.
+        The result is None if query i is in row i and belongs to sequence i, for all queries.
         """
         return self._tensor("rows")
 
     @property
     def chunks(self) -> Tensor | None:
-        """Return (S, 2) int32, the first row of q and the number of queries of each sequence; None: all have one."""
+        """Return for each sequence its first row in q and its number of queries, (S, 2) int32.
+
+        The result is None if each sequence has one query."""
         return self._tensor("chunks")
 
     @property
@@ -223,7 +224,7 @@ class LaunchPlan:
         return ("nearby" in self.held, *shared, *[splits.sizes for splits in self.splits.values()])
 
     def splits_of(self, window: int | None) -> Splits:
-        """Return how own keys are split for layers with a sliding window; None: full attention.
+        """Return the work items over keys that are not shared, for layers with this window; None: full attention.
 
         Raises:
             ValueError: If the plan was not made for this window.
@@ -413,8 +414,6 @@ def _chunks(chunks: Ints, lens: Ints, contexts: Ints, shape: AttentionShape) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Queries `rows` that share the keys [first, end) of `sequence`. `part` is their first part."""
-
     rows: Ints
     sequence: int
     first: int

@@ -27,7 +27,7 @@ def block_fp8_matmul(
 ) -> Tensor:
     """Multiply x by a float8 weight with one scale per block, as `block_fp8_matmul_reference` does.
 
-    x is quantised by a launch of its own.
+    x is quantised by a separate kernel.
 
     Args:
         x: (T, K); rows may be strided.

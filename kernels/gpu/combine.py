@@ -37,7 +37,8 @@ def combine(made: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         made: (R, N), the results of rows sorted by expert; rows may be strided.
-        places: (R,) int64, for each token × chosen + choice its row in `made`; -1: no row, and nothing is added.
+        places: (R,) int64, places[token × chosen + choice] is the row in `made` of that choice's result; -1: the choice
+            has no result and adds nothing.
         weights: (T, chosen) float32; R is T × chosen.
     """
     if (
