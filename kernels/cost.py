@@ -630,7 +630,7 @@ class LatentSizes:
         """
         earlier = contexts - queries
         pairs = queries * earlier + queries * (queries + 1) // 2
-        # Computing K and V of the new tokens costs as much as the projections of their queries that it saves
+        # New tokens need no count: computing their K and V replaces the projections of their queries, for the same cost
         return pairs * self.saved > earlier * self.made
 
 
@@ -1019,7 +1019,7 @@ class ModelCost:
     def another_step(self) -> dict[str, Cost]:
         """Return the cost of computing the same tokens in one step more: the additional cost per operator, by name.
 
-        The additional step reads all weights again; of the experts, it reads those that one token uses.
+        The additional step reads all weights again, but only the experts of one token.
         """
         return {
             operator.name: operator.step + operator.expert * operator.chosen for operator in self.operators

@@ -81,10 +81,10 @@ def _codes(weight: Tensor, scales: Tensor, products: Tensor, group: int) -> Tens
 def _feedback(products: Tensor) -> Tensor:
     """Return the upper Cholesky factor of the inverse of `products` (GPTQ), (K, K) float32.
 
-    Row k of the factor tells how later columns compensate for an error of column k. The diagonal is increased (damping)
-    until the matrix is positive definite. The inverse itself is not computed: the factor is the inverse of M in
-    products = M M^T, and M is the lower Cholesky factor of the reversed products, reversed.
+    Row k of the factor tells how later columns compensate for an error of column k.
     """
+    # The factor is the inverse of M in products = M M^T; M is the lower Cholesky factor of the reversed products,
+    # reversed. The diagonal is increased (damping) until the matrix is positive definite
     wide = products.double().flip(0, 1)
     ones = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
     usual = float(wide.diagonal().mean()) or 1.0

@@ -166,7 +166,9 @@ def mxfp4_matmul_reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply x by an MXFP4 weight, whose values are first rounded to x's dtype, as `matmul_reference` does.
+    """Return x W^T + bias for an MXFP4 weight: (T, N), or (T, N / 2) with an activation.
+
+    The values of the weight are rounded to x's dtype and multiplied as in `matmul_reference`.
 
     Args:
         x: (T, K).

@@ -62,9 +62,10 @@ def prefix_groups(
     minimum: GroupMinimum,
     most_queries: int = 1,
 ) -> list[PrefixGroup]:
-    """Return groups of sequences whose first blocks are the same; enclosing groups come before the groups inside.
+    """Return groups of sequences whose first blocks are the same. An outer group comes before its inner groups.
 
-    A group covers the longest prefix that all its sequences share. A group inside covers the keys after it.
+    A group covers the longest prefix that all its sequences share. If some of them share more, an inner group covers
+    the keys after this prefix.
 
     Args:
         query_lens: number of queries of each sequence.

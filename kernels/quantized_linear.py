@@ -61,7 +61,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_scales(wide: Tensor, max_code: float) -> tuple[Tensor, Tensor]:
-    """Return the inverse scale and the scale of each row. The scale turns the row's largest magnitude to `max_code`.
+    """Return the inverse scale and the scale of each row. The scale is the row's largest magnitude ÷ `max_code`.
 
     The inverse is 0 for rows that are not finite or too small; the scale of rows that are not finite is NaN.
 

@@ -49,9 +49,8 @@ class Int4Weight:
 def pack_codes(codes: Tensor) -> Tensor:
     """Pack 4-bit values (N, K) in the layout of the GPU kernels: (N, ceil(K / 128) × 64) uint8.
 
-    A row is padded with zeros to whole spans of 128 values. A span is cut into four pieces. Little-endian 16-bit word i
-    of a span holds value i of each piece, the first piece in the lowest bits. One mask and shift of all words therefore
-    yields adjacent values, each in the 16 bits of its float.
+    A row is padded with zeros to a multiple of 128 values. Each 128 values become 32 little-endian 16-bit words. Word i
+    contains the values i, i + 32, i + 64 and i + 96, the first in the lowest bits.
 
     Args:
         codes: (N, K) uint8, below 16.
@@ -60,6 +59,7 @@ def pack_codes(codes: Tensor) -> Tensor:
         raise ValueError(f"codes are {tuple(codes.shape)} {codes.dtype}")
     spans = -(-codes.shape[1] // SPAN)
     filled = torch.nn.functional.pad(codes, (0, SPAN * spans - codes.shape[1]))
+    # One mask and shift of all words yields adjacent values, each in the 16 bits of its float
     cut = filled.reshape(len(codes), spans, PIECES, PIECE).transpose(2, 3)
     bytes_of = cut[..., 0::2] | cut[..., 1::2] << 4  # two neighbours of a word share a byte
     return bytes_of.reshape(len(codes), spans * SPAN // 2).contiguous()
@@ -222,7 +222,9 @@ def int4_weight_matmul_reference(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply x by an int4 weight, which is first dequantised to x's dtype, as `matmul_reference` does.
+    """Return x W^T + bias for an int4 weight: (T, N), or (T, N / 2) with an activation.
+
+    The weight is dequantised to x's dtype and multiplied as in `matmul_reference`.
 
     Args:
         x: (T, K).

@@ -121,7 +121,7 @@ class SampledConstraint:
         self.grammar.take(token)
 
     def allows(self, token: int) -> bool:
-        """Return True if the constraint allows the token next. Return False for all tokens if it forces one."""
+        """Return True if the constraint allows the token next; False for every token if only one token is allowed."""
         return not self.grammar.jump_forward() and self.grammar.allows(token)
 
     def fork(self) -> SampledConstraint:

@@ -32,7 +32,7 @@ class RunFigures:
         mbu: Bytes moved, as a fraction of the peak bandwidth × wall time.
         roofline_efficiency: `roofline_s` as a fraction of the wall time.
         plan_efficiency: `ideal_s` as a fraction of the wall time.
-        padding_share: Padding, as a fraction of all positions computed.
+        padding_share: Positions that were computed only as padding, as a fraction of all computed positions.
         recomputed_share: Recomputed tokens, as a fraction of all tokens computed.
         overhead_share: Time outside of the model, as a fraction of the wall time.
         roofline_s: Sum of the roofline times of all operators in all steps.

@@ -17,7 +17,7 @@ class PrefixNode:
     Attributes:
         start: Index of the node's first token in the prompts.
         end: End of the node's tokens, exclusive.
-        longest: Maximum number of output tokens of these rows. They need at least longest - 1 decode steps.
+        longest: Maximum number of output tokens of the rows that share the node.
     """
 
     start: int

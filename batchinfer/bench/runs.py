@@ -63,7 +63,7 @@ def timed_run(
         rows: The rows of the workload.
         deduplicate: False to compute duplicates too.
         planner: Plans the rows; see `plan_rows`.
-        peaks: The peak rates of the device, without which no draft tokens are used.
+        peaks: The peak rates of the device; None: no draft tokens are used.
 
     Raises:
         OutOfMemory: The memory of the KV cache is too small for a row. Errors of planning and running are raised as

@@ -109,9 +109,9 @@ def _move_slots_kernel(
 
 
 def move_slots(caches: Sequence[Tensor], slots: Tensor, paths: Tensor) -> None:
-    """Copy the K and V of each draft tree's accepted nodes to the slots of its first nodes, in order from the root.
+    """Copy the K and V of each draft tree's accepted nodes to the slots of the tree's first nodes, in place.
 
-    The accepted tokens are then consecutive in the cache. Caches of equal shape share a launch.
+    The accepted tokens, in order from the root, are then consecutive in the cache.
 
     Args:
         caches: K and V caches (blocks, heads, block_size, D), contiguous, of any dtypes, without duplicates.

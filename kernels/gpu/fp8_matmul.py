@@ -40,7 +40,7 @@ def fp8_matmul(
 ) -> Tensor:
     """Multiply x by a float8_e4m3fn weight as `fp8_matmul_reference` does.
 
-    x is quantised per row by a launch of its own.
+    x is quantised per row by a separate kernel.
 
     Args:
         x: (T, K); rows may be strided.

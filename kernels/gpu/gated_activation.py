@@ -36,12 +36,9 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_factor(gate, ACTIVATION: tl.constexpr):
-    """Return act(gate), the first factor of a gated activation; ACTIVATION is any Activation.
-
-    A clamp uses comparisons, because a minimum would drop a NaN.
-    """
+    """Return act(gate), the first factor of a gated activation. ACTIVATION is the name of any gated activation."""
     if ACTIVATION == "clamped_swiglu":
-        bounded = tl.where(gate > 7.0, 7.0, gate)
+        bounded = tl.where(gate > 7.0, 7.0, gate)  # a minimum would drop a NaN
         return bounded * _sigmoid(1.702 * bounded)
     else:
         return activated(gate, ACTIVATION)

@@ -38,7 +38,7 @@ def grouped_coded_matmul_kernel(
     - from_ptr: for each row sorted by expert, the row of x; None: x is sorted.
     - groups_ptr (experts, groups, outputs): int4 scales, or MXFP4 exponents as uint8. zeros_ptr: zero points, or None.
     - starts_ptr (experts + 1,): first row of each expert. ends_ptr (experts,): end of each expert's row tiles.
-    - EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a tile.
+    - EVEN: `inputs` is a multiple of INPUTS. LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a tile.
     """
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
@@ -87,7 +87,7 @@ def grouped_mxfp4_matmul(
         bias: (E, N), or None.
         activation: gated activation of the result, or None.
         from_rows: (R,) int64, row r is x[from_rows[r]]; None: x has the R rows.
-        ends: `ExpertRows.ends` from gpu.sort_by_expert, which count row tiles; computed if not given.
+        ends: `ExpertRows.ends` from gpu.sort_by_expert, the number of tiles of rows up to each expert; None: computed.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
 
     Raises:
@@ -117,7 +117,7 @@ def grouped_int4_matmul(
         bias: (E, N), or None.
         activation: gated activation of the result, or None.
         from_rows: (R,) int64, row r is x[from_rows[r]]; None: x has the R rows.
-        ends: `ExpertRows.ends` from gpu.sort_by_expert, which count row tiles; computed if not given.
+        ends: `ExpertRows.ends` from gpu.sort_by_expert, the number of tiles of rows up to each expert; None: computed.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
     """
     if weights.scales.dtype != x.dtype:

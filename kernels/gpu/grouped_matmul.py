@@ -47,7 +47,8 @@ def expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS: tl.constexpr
     """Return the expert of a tile of rows, and the tile's number among the tiles of this expert.
 
     - ends_ptr (experts,): the cumulative number of row tiles up to each expert.
-    - row_tile: the tile, below the launched number `row_tiles`. For an unused tile the returned expert is `experts`.
+    - row_tile: number of the tile, below `row_tiles`, the number of launched tiles. For a tile that no expert needs,
+      the returned expert is `experts`.
     - EXPERTS: `experts`, rounded up to a power of 2.
     """
     number = tl.arange(0, EXPERTS)
@@ -92,8 +93,8 @@ def grouped_matmul_kernel(
     - scales_ptr, row_scales_ptr, bias_ptr: scales of outputs and rows, and bias; each may be None.
     - block_scales_ptr, lines_ptr, group_scales_ptr: as in `matmul_kernel`, with block scales per expert.
     - starts_ptr (experts + 1,): first row of each expert. ends_ptr (experts,): end of each expert's row tiles.
-    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a
-      tile.
+    - LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a tile. EVEN: `inputs` is a multiple of INPUTS. SUM:
+      dtype of sums.
     """
     line_tile, row_tile = tile_place(tl.program_id(0), tl.cdiv(outputs, LINES), row_tiles, TOGETHER)
     expert, inside = expert_of_tile(ends_ptr, experts, row_tile, row_tiles, EXPERTS)
@@ -164,7 +165,7 @@ def grouped_matmul(
         lines: (N,) int32, BlockWeight.lines, for a weight with one scale per block.
         activation: gated activation of the result, or None.
         from_rows: (R,) int64, row r is x[from_rows[r]]; None: x has the R rows.
-        ends: `ExpertRows.ends` from gpu.sort_by_expert, which count row tiles; computed if not given.
+        ends: `ExpertRows.ends` from gpu.sort_by_expert, the number of tiles of rows up to each expert; None: computed.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
 
     Returns:

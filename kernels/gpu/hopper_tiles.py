@@ -31,10 +31,7 @@ class Registers:
 
     @property
     def launched(self) -> int:
-        """Return the number of registers per thread at launch: the average over warp groups.
-
-        The loading warp counts as a group.
-        """
+        """Return the number of registers per thread at launch, the average over warp groups and the loading warp."""
         groups = GROUPS + (self.widener > 0) + 1
         return (GROUPS * self.multiplier + self.widener + self.loader) // groups
 

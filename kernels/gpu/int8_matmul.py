@@ -30,7 +30,7 @@ def int8_matmul(
 ) -> Tensor:
     """Multiply x, quantised per row, by an int8 weight: (T, N), or (T, N / 2) with an activation.
 
-    Without an activation, the result is that of `quantized_linear_reference`. x is quantised by a launch of its own.
+    Without an activation, the result equals that of `quantized_linear_reference`. x is quantised by a separate kernel.
 
     Args:
         x: (T, K); rows may be strided.

@@ -33,8 +33,8 @@ PART_LINES, PART_ROWS = 32, 64
 def tile_place(place, line_tiles, row_tiles, TOGETHER: tl.constexpr):
     """Return the numbers (tile of outputs, tile of rows) of program number `place`.
 
-    Consecutive programs compute all row tiles of TOGETHER output tiles before the next ones, so operands stay in the L2
-    cache. `line_tiles` and `row_tiles` are the numbers of tiles.
+    Consecutive programs compute all row tiles of TOGETHER output tiles, then all row tiles of the next output tiles.
+    `line_tiles` and `row_tiles` are the total numbers of output tiles and row tiles.
     """
     group = place // (TOGETHER * row_tiles)
     first = group * TOGETHER
@@ -78,7 +78,7 @@ def segment_sums(
     """Return the product of weight and x, (LINES, ROWS), summed over the inputs [first, end).
 
     - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values.
-    - inputs: number of all inputs. EVEN: they are whole tiles. SUM: dtype of the sums.
+    - inputs: number of all inputs. EVEN: `inputs` is a multiple of INPUTS. SUM: dtype of the sums.
     """
     sums = tl.zeros((LINES, ROWS), SUM)
     at = tl.arange(0, INPUTS)
@@ -106,8 +106,8 @@ def block_segment_sums(
 
     The values of weight and x have one scale per block.
 
-    - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values. EVEN: `inputs` are whole
-      tiles.
+    - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values.
+    - EVEN: `inputs` is a multiple of INPUTS.
     - scales_at (LINES,), group_scales_at (ROWS,): pointers to the scales of lines and rows for the first INPUTS inputs;
       group_stride: distance to the next scales of rows.
     """
@@ -178,8 +178,8 @@ def matmul_kernel(
       group_scales.
     - parts_ptr (splits, outputs, rows): receives the sums of segments; None: sums are not split.
     - segment: number of tiles of inputs per segment. IN_TURN: one program computes all segments in turn.
-    - SUM: dtype of sums. EVEN: inputs are whole tiles. LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a
-      tile.
+    - LINES, ROWS, INPUTS: numbers of outputs, rows and inputs of a tile. EVEN: `inputs` is a multiple of INPUTS. SUM:
+      dtype of sums.
     """
     line_tiles, row_tiles = tl.cdiv(outputs, LINES), tl.cdiv(rows, ROWS)
     line_tile, row_tile = tile_place(tl.program_id(0), line_tiles, row_tiles, TOGETHER)
@@ -374,7 +374,7 @@ def launch(
         given: x and the weight.
         kind: kind of operands, such as "half" or "int8", by which tiles are chosen.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
-        span: inputs per tile, if a number of inputs is packed together or shares a scale; None: any number.
+        span: required number of inputs per tile, if weights are packed or scaled in units of it; None: any number.
         more: further arguments of the kernel.
 
     Returns:

@@ -152,7 +152,7 @@ def choose_cut(
         inputs: number of inputs of the weight.
         deterministic: True if the order of sums must depend only on outputs, inputs and `aligned`.
         processors: number of multiprocessors of the GPU.
-        span: inputs per tile, if a number of inputs is packed together or shares a scale; None: any number.
+        span: required number of inputs per tile, if weights are packed or scaled in units of it; None: any number.
         aligned: True if the rows of x and of the weight are aligned to 16 bytes.
     """
     if deterministic and kind != "int8":  # integer sums are exact in any order
@@ -188,7 +188,7 @@ def grouped_tiles(
         deterministic: True if the tiles must not depend on the number of rows.
         processors: number of multiprocessors of the GPU.
         aligned: True if the rows of x and of the weights are aligned to 16 bytes.
-        span: inputs per tile, if a number of inputs is packed together or shares a scale; None: any number.
+        span: required number of inputs per tile, if weights are packed or scaled in units of it; None: any number.
     """
     if deterministic and kind != "int8":
         return _fitted(kind, _narrow(kind, _DETERMINISTIC[kind], True), span, aligned)

@@ -25,14 +25,14 @@ def merge_state_kernel(
     unit,
     D: tl.constexpr, D_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial attention results of one query and one group of heads per program into its output, in order.
+    """Merge the partial attention results of a query, for GROUP query heads per program, and write them to out and lse.
 
-    - parts_ptr, lses_ptr: the output over each part of the keys, and its log-sum-exp. `unit` converts the log-sum-exp
-      to base 2.
+    - parts_ptr, lses_ptr: the output over each part of the keys, and its log-sum-exp. The log-sum-exp × `unit` is in
+      base 2.
     - rows_ptr (T, 2): row of out and sequence of each query; None: query i has row i.
-    - shared_ptr, places_ptr (T + 1,): for each query, the first of its parts over shared keys and over own keys; those
-      over own keys begin at part `first_own`. shared_ptr None: nothing is shared. None for both: each query has `parts`
-      parts.
+    - shared_ptr, places_ptr (T + 1,): query i has the parts shared[i] … shared[i + 1] - 1 over shared keys, then the
+      parts places[i] … places[i + 1] - 1 over own keys, counted from `first_own`. shared_ptr None: no shared keys.
+      Both None: each query has `parts` parts.
     - heads: number of query heads. GROUP: number of query heads of a program.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -34,8 +34,6 @@ def paged_attention(
     A plan without prefill items can be captured into a graph. Give `plan_attention` a Room, and keep the plan and the
     block tables. Before each replay call `refilled`, and copy the new block tables into the old ones.
 
-    A bias does not affect prompts of one token: the softmax over one key is 1.
-
     Args:
         q: (T, q_heads, D), the queries of all sequences.
         k_cache: (blocks, kv_heads, block_size, D).

@@ -35,8 +35,7 @@ def most_members(rows: int) -> int:
 def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) -> int:
     """Return the maximum number of partial attention results over shared keys in a step.
 
-    The maximum holds if keys are not split at fixed positions. It follows from the number of programs
-    (`prefix_segment`) and from `most_members`.
+    Deterministic mode, which splits keys at fixed positions, may need more; see `most_segments`.
 
     Args:
         rows: number of rows (queries) of the step.
@@ -50,7 +49,7 @@ def most_shared(rows: int, members: int, kv_heads: int, device: torch.device) ->
 def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -> int:
     """Return the maximum number of partial attention results over keys that rows read for themselves.
 
-    The maximum holds if keys are not split at fixed positions.
+    Deterministic mode, which splits keys at fixed positions, may need more; see `most_segments`.
 
     Args:
         rows: number of rows (queries) of the step.
@@ -62,7 +61,7 @@ def most_own(rows: int, kv_heads: int, device: torch.device, queries: int = 1) -
 
 
 def most_segments(rows: int, longest: int) -> int:
-    """Return the maximum number of partial attention results if keys are split every SEGMENT keys.
+    """Return the maximum number of partial attention results in deterministic mode, which splits every SEGMENT keys.
 
     Args:
         rows: number of rows (queries) of the step.

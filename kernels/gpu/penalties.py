@@ -64,7 +64,7 @@ def _penalise_kernel(
 def penalise(logits: Tensor, penalties: Penalties, counts: Tensor | None = None) -> None:
     """Apply penalties to logits and set banned tokens to -inf, in place, as `penalise_reference` does.
 
-    A row without tokens and bans is not changed, so a captured graph may have spare rows.
+    A row without tokens and bans is not changed.
 
     Args:
         logits: (rows, vocab); rows may be strided.

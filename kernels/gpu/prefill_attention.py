@@ -189,10 +189,12 @@ def prefill_tokens(dtype: torch.dtype, head_dim: int, group: int, deterministic:
 
 
 def check_nearby(nearby: Tensor, queries: int, window: int | None, causal: bool) -> None:
-    """Raise ValueError unless queries in draft trees are supported here: attention must be causal without a window.
+    """Raise ValueError unless attention kernels support a step with draft trees.
+
+    Attention must be causal, without a sliding window.
 
     Args:
-        nearby: `TreeMask.nearby`; it must be (queries,) int32.
+        nearby: the tree masks from `TreeMask.nearby`, which must be (queries,) int32.
         queries: number of queries of the step.
         window: sliding window of the layer; None: full attention.
         causal: False for bidirectional attention.

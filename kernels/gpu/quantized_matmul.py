@@ -92,7 +92,7 @@ def coded_segment_sums(
     """Return the product of a packed weight and x, (LINES, ROWS) float32, summed over the inputs [first, end).
 
     - weight_at (LINES, INPUTS / 4), x_at (INPUTS / 4, ROWS): pointers to the first words and the first values of x.
-    - from_row, groups_ptr, zeros_ptr, GROUP: as in `coded_values`. EVEN: `inputs` are whole tiles of INPUTS.
+    - from_row, groups_ptr, zeros_ptr, GROUP: as in `coded_values`. EVEN: `inputs` is a multiple of INPUTS.
     """
     PIECES: tl.constexpr = 4
     WORDS: tl.constexpr = INPUTS // PIECES

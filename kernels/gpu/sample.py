@@ -143,14 +143,17 @@ def _search(
     row_ptr, scratch_ptr, vocab, best, temperature, low, high, tokens, count, mass, found, wanted,
     BY_MASS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Find the greatest key in [low, high) for which the tokens at and above it reach `wanted`.
+    """Return the greatest key in [low, high) for which the tokens with this or a greater key reach `wanted`.
 
-    A key is a probability as bits. Tokens reach `wanted` by their weight if BY_MASS, else by their number. `tokens` is
-    the number of tokens at and above `low` (-1: unknown); `count` and `mass` are the number and weight of tokens at and
-    above `high`. `found` is the number of keys in [low, high) if all are in scratch_ptr already, else -1.
+    A token's key is its probability, with the bits read as an integer.
+
+    - wanted: a total weight of tokens if BY_MASS, else a number of tokens.
+    - tokens: number of tokens with keys of at least `low`; -1: unknown.
+    - count, mass: number and total weight of tokens with keys of at least `high`.
+    - found: number of keys in [low, high) if scratch_ptr already has them all, else -1.
 
     Returns:
-        The key, and the number and weight of tokens above it.
+        The key, and the number and total weight of tokens with greater keys.
     """
     while (high - low > 1) & ((tokens < 0) | (tokens - count > HELD)):
         p1, p2, p3 = _pivots(low, high, tokens)
@@ -302,10 +305,10 @@ def _filter(
     row_ptr, scratch_ptr, vocab, best, temperature, total, top_k, top_p, min_p, counts_ptr, masses_ptr, chunks,
     TILE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Apply top-k, top-p and min-p to a row, and return (key, ties).
+    """Return (key, ties): which tokens of a row top-k, top-p and min-p keep.
 
-    A token's key is its probability as bits. Tokens with a greater key are kept, and the first `ties` tokens with this
-    key. `total` is the weight of all tokens.
+    They are the tokens with a greater key, and the first `ties` tokens with this key. A token's key is its probability,
+    with the bits read as an integer. `total` is the total weight of all tokens.
     """
     low, ties = tl.full((), -1, tl.int32), tl.zeros((), tl.int32) + vocab
     members = ties

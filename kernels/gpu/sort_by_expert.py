@@ -31,9 +31,9 @@ class ExpertRows:
 
     Attributes:
         tokens: (R,) int64, the token of each sorted row.
-        places: (R,) int64, for each token × experts per token + choice the index of its sorted row; NOWHERE for a row
-            without an expert.
-        starts: (experts + 1,) int64, the first sorted row of each expert, and the number of sorted rows.
+        places: (R,) int64, places[token × experts per token + choice] is the index of that choice's sorted row;
+            NOWHERE: the choice has no expert.
+        starts: (experts + 1,) int64, the first sorted row of each expert, and at the end the number of sorted rows.
         ends: (HEIGHTS, experts) int64, for each tile height, the cumulative number of row tiles up to each expert. The
             first height is LEAST_HEIGHT rows; each further height is twice the one before.
     """
@@ -82,8 +82,8 @@ def sort_by_expert(choice: Choice, loads: Tensor, counted: Tensor | None = None)
     """Sort the rows of a step by expert, and count them in `loads`. There is one row per token and chosen expert.
 
     Args:
-        choice: the experts that each of T tokens uses, all below len(loads). If it has no `counts`, the number
-            len(loads) means no expert: the row gets the place NOWHERE.
+        choice: the experts that each of T tokens uses, all below len(loads). If `choice.counts` is None, the expert
+            len(loads) means no expert.
         loads: (experts,) int64; the number of rows of each expert is added to it.
         counted: (T,) bool, True for tokens whose rows are counted in `loads`; None: all are.
     """
